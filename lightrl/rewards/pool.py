@@ -6,6 +6,8 @@ and one process; `worker.py` is the other end of the pipes.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -30,6 +32,9 @@ from lightrl.rewards.transport import prompt_to_bytes, trajectory_to_bytes
 from lightrl.trajectory import Prompt, Trajectory
 
 _READ_BYTES = 1 << 16
+_PIPE_BYTES = (
+    1 << 20
+)  # a batch in one write: each further one waits 5 ms for Python's lock while the event loop is busy
 _MAX_PROMPTS = 256  # whose JSON is kept; the trajectories of a group come at about the same time
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
@@ -148,6 +153,8 @@ class WorkerProcess:
         self._log: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._is_ready = False
         self._is_ended = False  # nothing more comes from it
+        with contextlib.suppress(AttributeError, OSError):  # Linux has it, within a limit of the system
+            fcntl.fcntl(self._requests, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._send_bytes(json.dumps(settings).encode() + b"\n")
 
     def is_ready(self, wait_s: float) -> bool:

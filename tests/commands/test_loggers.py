@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,18 @@ def records_of(run_folder: Path) -> list[Any]:
     return records
 
 
+def finished_records_of(run_folder: Path) -> list[Any]:
+    """`records_of` once wandb's own process has written the last one."""
+    deadline = time.monotonic() + 60
+    while True:
+        records = records_of(run_folder)
+        kinds = [record.WhichOneof("record_type") for record in records]
+        if "exit" in kinds:
+            return records
+        assert time.monotonic() < deadline, kinds
+        time.sleep(0.1)
+
+
 def history_of(records: list[Any]) -> list[dict[str, Any]]:
     rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
     return [nested({tuple(item.nested_key) or (item.key,): item.value_json for item in row}) for row in rows]
@@ -180,7 +193,7 @@ def test_weights_and_biases_has_everything(run: Any, wandb: Any) -> None:
     run("WandbLogger", save_dir="runs", project="tiny", id="first", log_model="all")
     wandb.finish()
     (offline,) = Path("runs/wandb").glob("offline-run-*-first")
-    records = records_of(offline)
+    records = finished_records_of(offline)
     history = history_of(records)
     assert [row["trainer/global_step"] for row in history if "rollout/reward" in row] == [0, 1]
 

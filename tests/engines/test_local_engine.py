@@ -324,7 +324,16 @@ def test_a_small_model_decodes_in_as_many_parts_as_it_has_threads() -> None:
     engine.start(qwen3())
     try:
         assert isinstance(engine._decoder, LlamaDecoder)
-        assert engine._decoder.max_parts == 3
+        assert (engine._decoder.max_parts, engine.threads) == (3, 3)
+    finally:
+        engine.close()
+
+
+def test_a_small_model_off_the_fast_path_decodes_with_one_thread() -> None:
+    engine = LocalEngine()
+    engine.start(gpt2())
+    try:
+        assert engine.threads == 1
     finally:
         engine.close()
 

@@ -5,6 +5,7 @@ Real workers and fake servers, whose tokens are a function of seed and place: on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -115,8 +116,12 @@ def iterations(controller: RolloutController, num: int) -> list[Group]:
 def workers_of(pid: int | None = None) -> list[psutil.Process]:
     """The workers of a process, this one if None; without their guards."""
     words = "lightrl.rollout.workflow_worker"
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if words in "".join(child.cmdline()[2:3])]  # of a guard it is its file
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, perhaps without having been waited for
+            if words in "".join(child.cmdline()[2:3]):  # of a guard it is its file
+                found.append(child)
+    return found
 
 
 def tokens(groups: list[Group]) -> list[Any]:
@@ -222,6 +227,7 @@ def test_what_is_given_up_ends_on_the_servers(make: Make, servers: list[FakeServ
     servers[1].pace(3.0)  # its groups would hold the batch back
     groups = controller.take(0)
     assert len(groups) == 4
+    assert controller.drain_group_drops()["oversampled"] > 0
     wait_until(lambda: num_running(servers) == 0)
 
 
