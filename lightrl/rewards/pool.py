@@ -32,9 +32,7 @@ from lightrl.rewards.transport import prompt_to_bytes, trajectory_to_bytes
 from lightrl.trajectory import Prompt, Trajectory
 
 _READ_BYTES = 1 << 16
-_PIPE_BYTES = (
-    1 << 20
-)  # a batch in one write: each further one waits 5 ms for Python's lock while the event loop is busy
+_PIPE_BYTES = 1 << 20  # holds a batch, which is then one write
 _MAX_PROMPTS = 256  # whose JSON is kept; the trajectories of a group come at about the same time
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0

@@ -327,7 +327,7 @@ class Supervisor(Generic[Request]):
                 if not worker.runs_together:
                     since = time.monotonic()
                 if unfinished:
-                    time.sleep(_GATHER_S)  # each wake-up costs as much as ten outcomes
+                    time.sleep(_GATHER_S)  # so that threads are woken once for many
             elif self._refusal is not None:
                 self._put_back(list(unfinished.values()))
                 return False

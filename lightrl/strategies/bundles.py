@@ -24,8 +24,9 @@ from lightrl.strategies.shared_prefix import SharedPrompt
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MAX_TOKENS = 128  # of a row, unless one trajectory has more
-# Keys that cost a query as much as one more token: attention to a whole row is not free.
+MAX_TOKENS = 128  # of a row, unless one trajectory has more; a longer row has less padding and a larger mask
+# Keys that cost a query as many multiplications as one more token: a layer's parameters over 2 · heads · head size,
+# here of a policy with 0.8 M parameters. For larger models it is more, so that the other forms are preferred there.
 _KEYS_OF_A_TOKEN = 768
 
 
@@ -106,7 +107,7 @@ def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Where the tokens of trajectories are in the rows of bundles; each field [M], one for each token that is there."""
+    """Where the M tokens of trajectories are in the rows of bundles; int64, [M] but for `segments`."""
 
     rows: Tensor
     columns: Tensor

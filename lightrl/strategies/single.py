@@ -225,6 +225,8 @@ class SingleModel:
         lengths = on_host(experience.lengths).tolist()
         shared = find_shared_prompts(experience)
         bundles = find_bundles(shared, lengths)
+        if self.form == "bundles" and experience.pixel_values is not None:
+            raise ValueError("form='bundles' takes no pictures. Use another form, or None.")
         if self.form is not None:
             return self.form, shared, bundles
         shared_cost, plain_cost = sharing_costs(shared, lengths, CALL_OVERHEAD_TOKENS)

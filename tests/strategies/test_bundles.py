@@ -83,3 +83,12 @@ def test_the_cheapest_form_is_taken(prompt: int, completion: int, expected: str)
     )
     form, _, _ = SingleModel(tiny_model(), LogprobSettings())._choose(experience)
     assert form == expected
+
+
+def test_pictures_are_refused_by_the_form_that_would_leave_them_out() -> None:
+    experience = random_experience()
+    shown = experience.with_tensors(
+        {"pixel_values": torch.zeros(1, 3, 2, 2), "image_rows": torch.zeros(len(experience), 1, dtype=torch.int64)}
+    )
+    with pytest.raises(ValueError, match=r"form='bundles' takes no pictures"):
+        next(iter(SingleModel(tiny_model(), LogprobSettings(), form="bundles").forward([shown])))

@@ -100,9 +100,8 @@ class LlamaDecoder:
         prefill_tokens: most tokens, with padding, in one forward over prompts.
     """
 
-    max_parts = (
-        1  # of a step's rows, decoded side by side, each in a thread; for small models, whose operations are short
-    )
+    # Of a step's rows, decoded side by side, each in a thread: for small models, whose operations are short.
+    max_parts = 1
 
     def __init__(
         self,

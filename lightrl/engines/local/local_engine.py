@@ -138,16 +138,15 @@ class LocalEngine(
         self._pictures = Pictures.of(config)
         self._decoder = self._make_decoder(config)
         is_small = sum(shape.numel() for shape in self._decoder.shapes.values()) < SMALL_MODEL_PARAMETERS
-        parted = self._decoder if is_small and self.device.type == "cpu" and self.is_fast else None
+        in_parts = is_small and self.device.type == "cpu" and self.is_fast
         if self.threads is None:
-            self.threads = 1 if is_small and parted is None else torch.get_num_threads()
-        if isinstance(parted, LlamaDecoder):
-            parted.max_parts = self.threads
+            self.threads = 1 if is_small and not in_parts else torch.get_num_threads()
+        if in_parts and isinstance(self._decoder, LlamaDecoder):
+            self._decoder.max_parts = self.threads
         max_rows = self.max_batch or (512 if is_small else 256)
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
-        self._thread = DecodeThread(
-            batch, threads=self.threads if parted is None else 1, boundary_timeout_s=self.boundary_timeout_s
-        )
+        threads = 1 if in_parts else self.threads  # of an operation
+        self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
 
     def choose_device(self) -> torch.device:
