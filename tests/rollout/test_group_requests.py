@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,6 +147,22 @@ def test_an_engine_that_fails_ends_the_run(make: Any) -> None:
     controller = make(GroupEngine(fail_requests=[4]))
     with pytest.raises(EngineError, match="fails request 4"):
         controller.take(0)
+
+
+@pytest.mark.parametrize("engine", [FakeEngine, GroupEngine])
+def test_an_engine_whose_fields_differ_in_length_ends_the_run_by_name(engine: Any, make: Any) -> None:
+    class Short(engine):  # type: ignore[misc]
+        async def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
+            (completion,) = await super().generate(*args, **kwargs)
+            return [replace(completion, logprobs=completion.logprobs[:-1])]
+
+        if engine is GroupEngine:
+
+            def write_group(self, *args: Any, **kwargs: Any) -> list[asyncio.Future[Completion]]:
+                return super().write_group(*args, **kwargs)
+
+    with pytest.raises(EngineError, match=r"(\d+) token ids, \d+ logprobs and \1 weight versions for turn 0 of prompt"):
+        make(Short()).take(0)
 
 
 def test_a_group_that_is_given_up_leaves_the_engine(make: Any) -> None:
