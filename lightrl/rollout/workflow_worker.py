@@ -1,7 +1,7 @@
 """A workflow worker: the process of workflow_pool.py in which workflows run, with an engine that follows rank 0's.
 
     pool ─► worker   (key, "play", ...), (key, "follow", news), (key, "written"); (key, "cancel"), (None, "forget", ...)
-    worker ─► pool   "ready"; then (key, result or exception) for each key, and (None, a report of a server)
+    worker ─► pool   (process id) when it is ready; then (key, result or exception), and (None, a report of a server)
 
 It ends when the pool closes the channel. If the pool's process ends, its guard kills it, and whatever it started.
 """
