@@ -10,7 +10,7 @@ Reading order:
     call_all.py      every step of an end, whatever the others raise
     owner.py         whose a file is, and whether that process still runs
     parent_guard.py  child processes that end with their parent, whatever happens to it
-    channel.py       messages between event loops of two processes
+    fresh_python.py  another interpreter that imports what this one does; channel.py: messages between their event loops
     guarded_processes.py  commands under such guards, started, watched and ended by name
 
 May import: nothing of lightrl but errors.

@@ -119,7 +119,7 @@ class Followers(Protocol):
         """Returns when each has the leader's news, and its state was noted, or it has ended."""
         ...
 
-    def post(self) -> None:
+    def post(self) -> object:
         """Sends the leader's news without waiting."""
         ...
 

@@ -18,11 +18,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import escape_unprintable
+from lightrl.concurrency.fresh_python import ONE_THREAD, command, import_path
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome
 from lightrl.rewards.parts import Reward, parts_of
@@ -37,9 +37,7 @@ _MAX_PROMPTS = 256  # whose JSON is kept; the trajectories of a group come at ab
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 PLACE_VARIABLE = "LIGHTRL_REWARD_WORKERS"  # "ray": on any host of the cluster that started the run
-_START = "import sys; sys.path[:] = sys.argv[2:]; from lightrl.rewards.worker import main; main()"
 
 
 class RewardPool(Supervisor[bytes]):
@@ -87,14 +85,13 @@ class RewardPool(Supervisor[bytes]):
             "timeout_s": timeout_s,
             "memory_limit_mib": memory_limit_mib,
         }
-        import_path = [str(Path(entry).absolute()) for entry in (*search_paths, *sys.path)]  # "" is the working folder
         kind: Callable[..., Worker[bytes]] = WorkerProcess
         if os.environ.get(PLACE_VARIABLE) == "ray":
             kind = functools.partial(RayWorker, WorkerProcess)
         self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # by id, the oldest first
         super().__init__(
             self.path,
-            functools.partial(kind, settings, import_path=import_path),
+            functools.partial(kind, settings, import_path=import_path(*search_paths)),
             workers=workers,
             timeout_s=timeout_s,
             startup_timeout_s=startup_timeout_s,
@@ -128,14 +125,13 @@ class WorkerProcess:
     def __init__(self, settings: Mapping[str, Any], *, import_path: Sequence[str]) -> None:
         self.runs_together = False
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(os.getpid()), *import_path],
+            command("lightrl.rewards.worker", str(os.getpid()), import_path),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            # Several workers with one thread per core each would slow each other down.
-            env={**_ONE_THREAD, **os.environ},
+            env={**ONE_THREAD, **os.environ},
         )
         pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
         self._pipes = [pipe for pipe in pipes if pipe is not None]

@@ -20,13 +20,13 @@ import os
 import pickle
 import signal
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightrl.concurrency.channel import Channel
+from lightrl.concurrency.fresh_python import ONE_THREAD, command, import_path
 from lightrl.concurrency.guarded_processes import GuardedProcesses
 from lightrl.engines.abilities import LeadsFollowers, ServesAdapters
 from lightrl.engines.engine import RolloutEngine
@@ -43,8 +43,6 @@ BEAT_S = 1.0  # between two messages to an idle worker
 MAX_DEATHS = 3  # of workers, with a trajectory in progress: it may be what they die of
 _STACK_S = 0.5  # for a worker that hangs to print where
 _TICK_S = 0.05
-_CODE = "import sys; sys.path[:] = sys.argv[2:]; from lightrl.rollout.workflow_worker import main; main()"
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class _WorkerLostError(Exception):
@@ -140,12 +138,16 @@ class WorkflowPool:
         )
 
     async def tell(self) -> None:
-        told = self._tell()
-        if told:
+        if told := self.post():
             await asyncio.wait(told)
 
-    def post(self) -> None:
-        self._tell()
+    def post(self) -> list[asyncio.Future[Any]]:
+        news = self._leader.news()
+        told = []
+        for worker in self._workers:
+            told.append(worker.ask(next(self._keys), "follow", news))
+            told[-1].add_done_callback(functools.partial(self._note, worker))
+        return told
 
     async def written(self) -> list[dict[str, Any]]:
         """`Written.state_dict` of each worker, while the engine is paused; nothing of one that dies meanwhile."""
@@ -160,14 +162,6 @@ class WorkflowPool:
         """The group is done, or given up."""
         for worker in self._workers:
             worker.channel.send(None, "forget", seed_name)
-
-    def _tell(self) -> list[asyncio.Future[Any]]:
-        news = self._leader.news()
-        told = []
-        for worker in self._workers:
-            told.append(worker.ask(next(self._keys), "follow", news))
-            told[-1].add_done_callback(functools.partial(self._note, worker))
-        return told
 
     def _note(self, worker: _Worker, answer: asyncio.Future[Any]) -> None:
         if not answer.cancelled() and answer.exception() is None:
@@ -199,11 +193,10 @@ class WorkflowPool:
     async def _started(self, name: str, guard: str) -> _Worker | None:
         """A worker that is ready; None if it ended before."""
         ours, theirs = socket.socketpair()
-        paths = [str(Path(entry).absolute()) for entry in sys.path]  # "" is the working folder
         with theirs:
-            command = [sys.executable, "-c", _CODE, str(theirs.fileno()), *paths]
+            worker = command("lightrl.rollout.workflow_worker", str(theirs.fileno()), import_path())
             self._guards.start(
-                guard, command, environment=_ONE_THREAD, secret_files={}, log_file=None, grace_s=0.0,
+                guard, worker, environment=ONE_THREAD, secret_files={}, log_file=None, grace_s=0.0,
                 folder=str(Path.cwd()), pass_fds=[theirs.fileno()],
             )  # fmt: skip
         channel = await Channel.open(ours)

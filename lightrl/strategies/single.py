@@ -107,12 +107,8 @@ class SingleModel:
         self.can_share_prefixes = self.head_is_plain and can_share_prefixes(model)
         self.can_bundle = self.can_share_prefixes and can_bundle(model)
         self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
-        is_exact = {
-            "rectangles": True,
-            "shared_prefix": self.can_share_prefixes,
-            "bundles": self.can_bundle,
-            "packed": self.can_pack,
-        }
+        is_exact: dict[Form, bool] = {"rectangles": True, "packed": self.can_pack}
+        is_exact |= {"shared_prefix": self.can_share_prefixes, "bundles": self.can_bundle}
         if form is not None and not is_exact[form]:
             exact = [name for name in is_exact if is_exact[name]]
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")

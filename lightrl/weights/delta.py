@@ -219,9 +219,8 @@ def _values(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
     else:
         both = np.frombuffer(packed, np.uint8, (num_values + 1) // 2, offset=1)
         values = _PAIRS[dtype.itemsize].take(both).view(dtype)[:num_values]
-        values[values == _unfolded(np.array([_LARGE], dtype))] = _unfolded(
-            np.frombuffer(packed[1 + len(both) :], dtype)
-        )
+        large = np.frombuffer(packed[1 + len(both) :], dtype)
+        values[values == _unfolded(np.array([_LARGE], dtype))] = _unfolded(large)
         return values
     return _unfolded(folded)
 
