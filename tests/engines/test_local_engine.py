@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from lightrl.engines.local import fused_linear
 from lightrl.engines.local.decoder import HuggingFaceDecoder, like_lengths
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.local_engine import LocalEngine
@@ -74,6 +75,8 @@ def llama_with_biases() -> PretrainedConfig:
 CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
     "fast Qwen3": (qwen3, True),
     "fast Llama with biases and llama3 rope": (llama_with_biases, True),
+    "fast Qwen3, packed": (qwen3, True),
+    "fast Llama with biases, packed": (llama_with_biases, True),
     "fast Qwen2": (lambda: Qwen2Config(**SIZES), True),
     "fallback GPT2": (gpt2, True),
     "fallback Mistral with a sliding window": (lambda: MistralConfig(**SIZES, sliding_window=6), True),
@@ -102,8 +105,10 @@ def make_case(config: PretrainedConfig, **arguments: Any) -> EngineCase:
 
 
 @pytest.fixture(params=list(CASES), ids=list(CASES))
-def case(request: pytest.FixtureRequest) -> Iterator[EngineCase]:
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCase]:
     make_config, fast_path = CASES[request.param]
+    if request.param.endswith("packed"):
+        monkeypatch.setattr(fused_linear, "LEAST_PACKED", 0)
     case = make_case(make_config(), fast_path=fast_path)
     assert isinstance(case.engine, LocalEngine)
     assert case.engine.is_fast == request.param.startswith("fast")
@@ -133,6 +138,27 @@ def test_engine_weights_equal_the_trainers_and_are_copies(case: EngineCase) -> N
     assert weights.keys() == before.keys()
     for name, weight in weights.items():
         assert torch.equal(weight, before[name]), name
+
+
+@pytest.mark.skipif(not fused_linear.can_pack(), reason="torch cannot pack weights on this machine")
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared"])
+def test_a_packed_weight_is_held_once_and_gives_the_products_of_the_present_values(is_shared: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1024, 512, generator=generator)
+    copies = [weight.clone(), torch.randn(weight.shape, generator=generator)]
+    bias, inputs = torch.randn(1024, generator=generator), torch.randn(5, 512, generator=generator)
+    part = weight[3:, ::2]
+    linear = fused_linear.FusedLinear(weight, bias, is_shared=is_shared)
+    for values in copies:
+        linear.unpack()
+        weight.copy_(values)
+        linear.pack()
+        assert weight.untyped_storage().nbytes() == (values.nbytes if is_shared else 0)
+        assert torch.equal(linear.current(part), values[3:, ::2])
+        exact = inputs.double() @ values.double().T + bias.double()
+        rounding = 512 * torch.finfo(torch.float32).eps * (inputs.abs() @ values.abs().T + bias.abs())
+        assert ((linear(inputs) - exact).abs() <= rounding).all()
+        assert ((linear(inputs, linear(inputs)) - 2 * exact).abs() <= 3 * rounding).all()
 
 
 @pytest.mark.parametrize("fast_path", [True, False], ids=["fast", "fallback"])
@@ -177,7 +203,7 @@ def test_an_error_while_decoding_reaches_all_requests_with_its_cause(qwen3_case:
     engine = qwen3_case.engine
     assert isinstance(engine, LocalEngine)
     assert isinstance(engine._decoder, LlamaDecoder)
-    engine._decoder._layers[1].down = torch.zeros(3, 3)  # no product with it is defined
+    engine._decoder._layers[1].down = fused_linear.FusedLinear(torch.zeros(3, 3), None)  # no product with it is defined
 
     async def scenario() -> list[Any]:
         requests = [qwen3_case.generate([1], Sampling(max_new_tokens=5)) for _ in range(3)]

@@ -9,6 +9,7 @@ Reading order:
     sampler.py        logits to tokens and logprobs
     decoder.py        decodes with any Hugging Face model
     fast_decoder.py   decodes Llama-like models, faster
+    fused_linear.py   its products; large weights are kept packed for them
 
 May import: what engines/ may.
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightrl.concurrency.side_by_side import side_by_side
 from lightrl.engines.local.decoder import like_lengths, padded
+from lightrl.engines.local.fused_linear import FusedLinear
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,16 +67,12 @@ class _Layer:
     """The weights of one decoder layer, fused."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(H + 2 K) D, hidden]
-    qkv_bias: Tensor | None = None
+    qkv: FusedLinear  # hidden to (H + 2 K) D
     qk_norm: Tensor | None = None  # [H + K, D]
-    output: Tensor  # [hidden, H D]
-    output_bias: Tensor | None = None
+    output: FusedLinear  # H D to hidden
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 intermediate, hidden]
-    gate_up_bias: Tensor | None = None
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None = None
+    gate_up: FusedLinear  # hidden to 2 intermediate
+    down: FusedLinear  # intermediate to hidden
 
 
 @dataclass(frozen=True)
@@ -85,13 +82,14 @@ class _Target:
     view: Tensor  # of the fused buffer, in Hugging Face's order of elements
     shape: torch.Size  # Hugging Face's
     is_spread: bool = False  # the first axis of `view` holds copies, one for each head
+    linear: FusedLinear | None = None  # whose weight `view` is part of
 
 
 class LlamaDecoder:
     """The fast form of `Decoder` for the families in `FAMILIES`.
 
-    Memory: the weights once, and key-values that grow with the rows and tokens in use; they are kept for reuse and
-    never shrink. A load writes in place.
+    Memory: the weights once (a packed head that is tied to the embedding twice), and key-values that grow with the rows
+    and tokens in use; they are kept for reuse and never shrink. A load writes in place.
 
     Args:
         config: of a family that `find_family` knows.
@@ -130,12 +128,14 @@ class LlamaDecoder:
         self.optional_shapes = {name: ties[name].shape for name in self._tied}
 
         self._targets: dict[str, _Target] = {}
+        self._linears: list[FusedLinear] = []
+        self._are_packed = False  # as far as that makes them faster
         self._embedding = self._plain("model.embed_tokens.weight")
         self._layers = [
             self._make_layer(f"model.layers.{depth}.", family, settings) for depth in range(settings.num_hidden_layers)
         ]
         self._final_norm = self._plain("model.norm.weight")
-        self._head = self._embedding if "lm_head.weight" in self._tied else self._plain("lm_head.weight")
+        self._head = self._make_head()
         if set(self._targets) != set(self.shapes):
             different = sorted(set(self._targets) ^ set(self.shapes))
             raise ValueError(
@@ -157,24 +157,29 @@ class LlamaDecoder:
     def write(self, name: str, tensor: Tensor) -> None:
         if name not in self._tied:
             target = self._targets[name]
+            if target.linear is not None:
+                target.linear.unpack()
+                self._are_packed = False
             target.view.copy_(tensor.reshape(target.view.shape[1:] if target.is_spread else target.view.shape))
 
     def read(self, name: str) -> Tensor:
         target = self._targets[self._tied.get(name, name)]
-        view = target.view[0] if target.is_spread else target.view
+        view = target.view if target.linear is None else target.linear.current(target.view)
+        view = view[0] if target.is_spread else view
         return view.clone(memory_format=torch.contiguous_format).view(target.shape)
 
     def append(
         self, sequences: Sequence[Sequence[int]], owners: Sequence[int], pictures: Sequence[Tensor | None] | None = None
     ) -> Tensor:
         assert pictures is None, "these families take no pictures"
+        self._pack()
         first = self._num_rows
         self._reserve(first + len(owners), max(len(sequence) for sequence in sequences) + 1)
         self._num_rows += len(owners)
         rows_of: list[list[int]] = [[] for _ in sequences]
         for offset, owner in enumerate(owners):
             rows_of[owner].append(first + offset)
-        logits = torch.empty(len(sequences), self._head.shape[0], device=self._device)
+        logits = torch.empty(len(sequences), len(self._embedding), device=self._device)
         for chunk in like_lengths(sequences, self._prefill_tokens):
             token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
             rows = torch.tensor([row for index in chunk for row in rows_of[index]], device=self._device)
@@ -183,6 +188,7 @@ class LlamaDecoder:
         return logits
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
+        self._pack()
         nowhere = torch.empty(0, dtype=torch.int64, device=self._device)  # no row gets the key-values
         self._reserve(self._num_rows, len(token_ids))
         return self._logits(self._forward(torch.tensor([[*token_ids]], device=self._device), nowhere, nowhere)[0])
@@ -224,7 +230,7 @@ class LlamaDecoder:
         hidden = F.embedding(token_ids, self._embedding)
         for depth, layer in enumerate(self._layers):
             normed = F.rms_norm(hidden, (hidden.shape[-1],), layer.input_norm, self._eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(n, heads + 2 * kv_heads, size)
+            qkv = layer.qkv(normed).view(n, heads + 2 * kv_heads, size)
             qk = self._rotate(qkv[:, : heads + kv_heads], layer.qk_norm, rotations)
             flat_keys[depth].index_copy_(0, places, qk[:, heads:].reshape(n * kv_heads, size))
             flat_values[depth].index_copy_(0, places, qkv[:, heads + kv_heads :].reshape(n * kv_heads, size))
@@ -235,7 +241,7 @@ class LlamaDecoder:
                 mixed = torch.bmm(torch.softmax(scores, -1), values)
             else:
                 mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-            hidden = _add_linear(hidden, mixed.view(n, heads * size), layer.output, layer.output_bias)
+            hidden = layer.output(mixed.view(n, heads * size), hidden)
             hidden = self._mlp(hidden, layer)
         return self._logits(hidden)
 
@@ -269,14 +275,14 @@ class LlamaDecoder:
         hidden = F.embedding(token_ids, self._embedding)
         for depth, layer in enumerate(self._layers):
             normed = F.rms_norm(hidden, (hidden.shape[-1],), layer.input_norm, self._eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(b, num_times, heads + 2 * kv_heads, size)
+            qkv = layer.qkv(normed).view(b, num_times, heads + 2 * kv_heads, size)
             qk = self._rotate(qkv[:, :, : heads + kv_heads], layer.qk_norm, rotations).transpose(1, 2)
             keys, values = qk[:, heads:], qkv[:, :, heads + kv_heads :].transpose(1, 2)
             self._keys[depth][rows, :, :num_times] = keys[sources]
             self._values[depth][rows, :, :num_times] = values[sources]
             mixed = F.scaled_dot_product_attention(qk[:, :heads], keys, values, is_causal=True, enable_gqa=True)
             mixed = mixed.transpose(1, 2).reshape(b * num_times, heads * size)
-            flat = _add_linear(hidden.view(b * num_times, -1), mixed, layer.output, layer.output_bias)
+            flat = layer.output(mixed, hidden.view(b * num_times, -1))
             hidden = self._mlp(flat, layer).view(b, num_times, -1)
         return hidden
 
@@ -289,12 +295,19 @@ class LlamaDecoder:
 
     def _mlp(self, hidden: Tensor, layer: _Layer) -> Tensor:
         normed = F.rms_norm(hidden, (hidden.shape[-1],), layer.mlp_norm, self._eps)
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return _add_linear(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        gate, up = layer.gate_up(normed).chunk(2, -1)
+        return layer.down(F.silu(gate).mul_(up), hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         normed = F.rms_norm(hidden, (hidden.shape[-1],), self._final_norm, self._eps)
-        return F.linear(normed, self._head).float()
+        return self._head(normed).float()
+
+    def _pack(self) -> None:
+        """Before products with new weights."""
+        if not self._are_packed:
+            for linear in self._linears:
+                linear.pack()
+            self._are_packed = True
 
     def _make_views(self, num_rows: int, num_times: int) -> None:
         kv_heads, size = self._num_kv_heads, self._head_size
@@ -337,8 +350,8 @@ class LlamaDecoder:
         layer.mlp_norm = self._plain(prefix + "post_attention_layernorm.weight")
         sizes = [heads * size, kv_heads * size, kv_heads * size]
         names = [attention + "q_proj.", attention + "k_proj.", attention + "v_proj."]
-        layer.qkv, layer.qkv_bias = self._fused(names, sizes, num_interleaved=2)
-        layer.output, layer.output_bias = self._fused([attention + "o_proj."], [settings.hidden_size])
+        layer.qkv = self._fused(names, sizes, num_interleaved=2)
+        layer.output = self._fused([attention + "o_proj."], [settings.hidden_size])
         if family.has_qk_norm:
             layer.qk_norm = torch.zeros(heads + kv_heads, size, dtype=self._dtype, device=self._device)
             for name, part in (("q_norm", layer.qk_norm[:heads]), ("k_norm", layer.qk_norm[heads:])):
@@ -347,23 +360,32 @@ class LlamaDecoder:
                     self._interleaved(part.flatten()), self.shapes[f"{attention}{name}.weight"], is_spread=True
                 )
         names = [mlp + "gate_proj.", mlp + "up_proj."]
-        layer.gate_up, layer.gate_up_bias = self._fused(names, [settings.intermediate_size] * 2)
-        layer.down, layer.down_bias = self._fused([mlp + "down_proj."], [settings.hidden_size])
+        layer.gate_up = self._fused(names, [settings.intermediate_size] * 2)
+        layer.down = self._fused([mlp + "down_proj."], [settings.hidden_size])
         return layer
+
+    def _make_head(self) -> FusedLinear:
+        """Over the embedding if they are tied."""
+        name = self._tied.get("lm_head.weight", "lm_head.weight")
+        is_tied = name in self._targets
+        weight = self._embedding if is_tied else self._plain(name)
+        head = FusedLinear(weight, None, is_shared=is_tied)
+        self._targets[name] = replace(self._targets[name], linear=head)
+        self._linears.append(head)
+        return head
 
     def _plain(self, name: str) -> Tensor:
         buffer = torch.zeros(self.shapes[name], dtype=self._dtype, device=self._device)
         self._targets[name] = _Target(buffer, self.shapes[name])
         return buffer
 
-    def _fused(
-        self, prefixes: Sequence[str], sizes: Sequence[int], num_interleaved: int = 0
-    ) -> tuple[Tensor, Tensor | None]:
+    def _fused(self, prefixes: Sequence[str], sizes: Sequence[int], num_interleaved: int = 0) -> FusedLinear:
         """One weight, and one bias if there is any, for several projections of the same input.
 
         The first `num_interleaved` are stored with the rows of each head interleaved. Projections without a bias get 0.
         """
         buffers: list[Tensor | None] = []
+        views: dict[str, Tensor] = {}
         for kind in ("weight", "bias"):
             present = [prefix + kind for prefix in prefixes if prefix + kind in self.shapes]
             if not present:
@@ -373,19 +395,18 @@ class LlamaDecoder:
             buffer = torch.zeros(sum(sizes), *rest, dtype=self._dtype, device=self._device)
             for index, (prefix, part) in enumerate(zip(prefixes, torch.split(buffer, list(sizes)), strict=True)):
                 if prefix + kind in self.shapes:
-                    view = self._interleaved(part) if index < num_interleaved else part
-                    self._targets[prefix + kind] = _Target(view, self.shapes[prefix + kind])
+                    views[prefix + kind] = self._interleaved(part) if index < num_interleaved else part
             buffers.append(buffer)
         weight, bias = buffers
         assert weight is not None
-        return weight, bias
+        linear = FusedLinear(weight, bias)
+        self._linears.append(linear)
+        for name, view in views.items():
+            own = linear if name.endswith("weight") else None
+            self._targets[name] = _Target(view, self.shapes[name], linear=own)
+        return linear
 
     def _interleaved(self, part: Tensor) -> Tensor:
         """A view of rows in which element i of a head's first half is next to element i of its second half."""
         half = self._head_size // 2
         return part.view(-1, half, 2, *part.shape[1:]).transpose(1, 2)
-
-
-def _add_linear(hidden: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    added = torch.addmm(hidden, inputs, weight.t())
-    return added if bias is None else added.add_(bias)
