@@ -6,7 +6,8 @@ A cell is a `fit` of its own, kill_run.py, in processes of its own. If it does n
 checkpoint. A row has what happened, who is named in the output, and the seconds from the signal until the run went on
 or had ended; how many trajectories are missing from the trajectory log, or are in two of its iterations; and whether
 the weights equal those of a run in which nothing happened. What each cell must give is declared below: the command
-fails where one gives something else. `--write` replaces the table between two markers of a Markdown file.
+fails where one gives something else. `--write` replaces the table between two markers of a Markdown file; with
+`--cells` only the lines of these actors.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ _BY_ACTOR: dict[tuple[str, str], Expected] = {
     ("reward worker", STOP): Expected(GOES_ON, "reward.*held", 1),
     ("environment", KILL): Expected(GOES_ON),
     ("environment", STOP): Expected(GOES_ON, r"Echo\.step did not finish", 1),
+    ("workflow worker", KILL): Expected(GOES_ON, "workflow worker . ended with signal 9"),
+    ("workflow worker", STOP): Expected(GOES_ON),
     ("controller thread", RAISE): Expected(ENDS, "rollout.*MemoryError"),
     ("controller thread", BLOCK): Expected(ENDS, "rollout event loop did not answer"),
 }
@@ -69,6 +72,7 @@ _IN_PHASE: dict[tuple[str, str, str], Expected] = {
     ("reward worker", "reward", KILL): Expected(GOES_ON, "reward.*held", 1),
     ("reward worker", "score", KILL): Expected(GOES_ON, "reward.*held", 1),
     ("environment", "rollout", KILL): Expected(GOES_ON, r"Echo\.step raised", 1),
+    ("workflow worker", "rollout", STOP): Expected(GOES_ON, "workflow worker . .* did not answer"),
     ("controller thread", "sync", BLOCK): Expected(GOES_ON),  # of a sync `sync_s` decides; it is longer than the block
 }
 CELLS = tuple(Cell(actor, phase, kind) for actor, kind in _BY_ACTOR for phase in PHASES)
@@ -225,16 +229,26 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def with_lines_of_others(file: Path, table: str, actors: set[str]) -> str:
+    """The table, with the lines that the file's has of other actors, in the order of the cells."""
+    old = file.read_text().partition(MARKERS[0])[2].partition(MARKERS[1])[0].splitlines()
+    head, lines = table.splitlines()[:2], table.splitlines()[2:]
+    for actor in dict.fromkeys(cell.actor for cell in CELLS):
+        head += [line for line in (lines if actor in actors else old) if line.startswith(f"| {actor} |")]
+    return "\n".join(head)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kill_matrix", description=__doc__.split("\n")[0])
     parser.add_argument("--cells", default="", help="only those whose `actor phase signal` has one of these texts")
-    parser.add_argument("--write", type=Path, help="a Markdown file whose table is replaced")
+    parser.add_argument("--write", type=Path, help="a Markdown file whose table, or lines of these cells' actors, are replaced")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which are kept")
     options = parser.parse_args(argv)
-    if options.write and options.cells:
-        parser.error("--write needs all cells: leave out --cells.")
     words = options.cells.split(",")
     chosen = [cell for cell in CELLS if any(word in f"{cell.actor} {cell.phase} {cell.signal}" for word in words)]
+    actors = {cell.actor for cell in chosen}
+    if options.write and len(chosen) != sum(cell.actor in actors for cell in CELLS):
+        parser.error("--write needs all cells of an actor: give --cells a whole actor, or leave it out.")
     report = Report("kill_matrix")
     with contextlib.ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -243,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = [report.add("cell", **matrix.row(cell)) for cell in chosen]
     report.finish(["actor", "phase", "signal", "outcome", "seconds", "lost", "twice", "problems"])
     if options.write:
-        write_table(options.write, markdown(rows), MARKERS)
+        write_table(options.write, with_lines_of_others(options.write, markdown(rows), actors), MARKERS)
     if any(row["problems"] for row in rows):
         raise SystemExit("Some cells gave something else than expected; see `problems`.")
 

@@ -50,7 +50,8 @@ from lightrl.weights import Bucket
 ITERATIONS, AT = 3, 1  # the iteration in which it happens, from 0
 PROMPTS, GROUP_SIZE = 2, 4  # of an iteration
 DEADLINE_S = 1.0  # of a reward, of an environment's step, and until a silent server is lost
-HANG_S = 4.0  # without progress: a rank, or the rollouts' event loop
+HANG_S = 4.0  # without progress: a rank, a workflow worker, or the rollouts' event loop
+WORKERS = 2  # for workflows, in the cells that hit one
 STOPS = tuple(range(3, 13))  # so that few completions are cut off
 SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}", "--delay-s", "0.3"]
 SERVER += ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
@@ -196,6 +197,10 @@ class Moment(RLCallback):
             return int((self.folder / PID).read_text())
         if actor == "environment":
             return Tool.idle[0].pid
+        if actor == "workflow worker":
+            workers: list[Any] = self.trainer.rollout.local._player.pool._workers
+            wait_until(lambda: len(workers) == WORKERS)  # one may still be starting
+            return max(workers, key=lambda worker: len(worker.playing)).pid
         return os.getpid()
 
     def _act(self, pid: int) -> None:
@@ -327,6 +332,7 @@ def play(folder: Path, cell: Cell | None, *, rank: int = 0, ranks: int = 1, resu
         tiny_policy(),
         reward=[RewardPart("benchmarks.faulty_reward.held", arguments={"folder": str(folder)})],
         workflow=lambda tokenizer: MultiTurn(tokenizer, Echo, step_timeout_s=DEADLINE_S, chat_template=TEMPLATE),
+        workflow_workers=WORKERS if cell is not None and cell.actor == "workflow worker" else 0,
         reward_timeout_s=DEADLINE_S, group_size=GROUP_SIZE, num_minibatches=2, lr=1e-2,
         decoupled=True,  # so that there is a call to score
         sampling=Sampling(max_new_tokens=8, stop_token_ids=STOPS),

@@ -16,6 +16,7 @@ SHORT = (
     Cell("server", "sync", KILL),
     Cell("reward worker", "reward", KILL),
     Cell("environment", "rollout", STOP),
+    Cell("workflow worker", "rollout", KILL),
     Cell("controller thread", "score", RAISE),
 )
 
@@ -42,7 +43,7 @@ def assert_as_expected(cells: tuple[Cell, ...], timeout_s: float = 400) -> None:
 
 def test_the_matrix_has_every_actor_in_every_phase_killed_and_stopped() -> None:
     actors = {cell.actor for cell in CELLS}
-    assert len(actors) * len(PHASES) == 42
+    assert len(actors) * len(PHASES) == 49
     kinds = {actor: {RAISE, BLOCK} if actor == "controller thread" else {KILL, STOP} for actor in actors}
     assert {(cell.actor, cell.phase, cell.signal) for cell in CELLS} == {
         (actor, phase, kind) for actor in actors for phase in PHASES for kind in kinds[actor]

@@ -188,7 +188,8 @@ class WorkflowPool:
                     f"The {name} ended with {how} before it had played a trajectory, {num_useless} times in a row. Its "
                     "output is above. Fix what it died of, or set workflow_workers to 0."
                 )
-            log.warning("The %s ended with %s. Its %d trajectories are played again.", name, how, num_lost)
+            again = f"Its {num_lost} trajectories are played again." if num_lost else "It was playing nothing."
+            log.warning("The %s ended with %s. %s", name, how, again)
 
     async def _started(self, name: str, guard: str) -> _Worker | None:
         """A worker that is ready; None if it ended before."""
