@@ -17,7 +17,7 @@ MAX_PACKAGE_LINES = sum({
     "one machine": 33_000,
     "weight syncs proven against the trainer, as deltas, as adapters, to other hosts": 4_338,
     "data of any size, streamed, rendered ahead; SFT and pairs of any size": 1_400,
-    "speed of small models": 650,
+    "speed of small models": 576,
     "tokens as arrays, trajectories as bytes to reward processes": 400,
     "GPUs: attention of packed rows without a mask, devices, precision": 550,
     "files, programs and secrets of strangers": 606,
