@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,7 +158,7 @@ def run_inside(model: PreTrainedModel, function: Callable[..., Any], *args: Any)
 def add_run_inside(model: Any) -> None:
     """Gives a sharded model the method `run_inside(function, *args)`, which makes its root's parameters whole."""
     if not hasattr(model, "run_inside"):
-        model.run_inside = MethodType(_call, model)
+        model.run_inside = lambda function, *args: function(*args)
         register_fsdp_forward_method(model, "run_inside")
 
 
@@ -168,7 +167,3 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _call(model: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
