@@ -241,7 +241,9 @@ def with_lines_of_others(file: Path, table: str, actors: set[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kill_matrix", description=__doc__.split("\n")[0])
     parser.add_argument("--cells", default="", help="only those whose `actor phase signal` has one of these texts")
-    parser.add_argument("--write", type=Path, help="a Markdown file whose table, or lines of these cells' actors, are replaced")
+    parser.add_argument(
+        "--write", type=Path, help="a Markdown file whose table, or lines of these cells' actors, are replaced"
+    )
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which are kept")
     options = parser.parse_args(argv)
     words = options.cells.split(",")

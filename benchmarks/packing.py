@@ -36,6 +36,7 @@ from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies.shared_prefix import Layout
 from lightrl.trajectory import Prompt, Trajectory
 
 GROUP_SIZE = 8
@@ -91,8 +92,8 @@ def run_padded(model: PreTrainedModel, experience: Experience, rows: int) -> Non
         loss.backward()
 
 
-def run_lightrl(model: SingleModel, experience: Experience, shares_prefixes: bool) -> None:
-    model.can_share_prefixes = shares_prefixes
+def run_lightrl(model: SingleModel, experience: Experience, layouts: dict[str, Layout]) -> None:
+    model.layouts = layouts
 
     def loss(part: Experience, outputs: Outputs) -> Tensor:
         return weighted_sum(part, outputs.logprobs)
@@ -130,7 +131,7 @@ def measure(report: Report, name: str, workload: str, arguments: argparse.Namesp
         prompt_tokens, lengths = (32, skewed_lengths(count, cap))
     experience = make_experience(prompt_tokens, lengths, model.config.vocab_size).to(arguments.device)
     single = SingleModel(model, LogprobSettings(entropy_needs_gradient=False))
-    assert single.can_share_prefixes
+    assert single.layouts
 
     padded = {rows: functools.partial(run_padded, model, experience, rows) for rows in PADDED_ROWS if rows <= count}
     timed(model, padded[min(padded)])
@@ -138,8 +139,8 @@ def measure(report: Report, name: str, workload: str, arguments: argparse.Namesp
     rows = min(tried, key=lambda rows: tried[rows])
     forms: dict[str, Callable[[], None]] = {
         "padded": padded[rows],
-        "rectangles": functools.partial(run_lightrl, single, experience, False),
-        "shared": functools.partial(run_lightrl, single, experience, True),
+        "rectangles": functools.partial(run_lightrl, single, experience, {}),
+        "shared": functools.partial(run_lightrl, single, experience, single.layouts),
     }
     expected = gradients(model, forms["padded"])
     differences: dict[str, float] = {}

@@ -3,7 +3,7 @@
 Reading order:
     single.py             one process, one device: no padding, logprobs from hidden states
     packed_attention.py   attention over a packed row, without a mask of its whole width
-    shared_prefix.py      a group's prompt goes through the model once; bundles.py: with short completions in one row
+    shared_prefix.py      a group's prompt goes through the model once, or once for several completions
     halves.py             two threads for a small model
     probes.py             what a model supports, found by running it
     checkpoint.py         checkpoints of one process; how one process resumes

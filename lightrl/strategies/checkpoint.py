@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Callable
@@ -68,17 +69,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         if not self.save_async:
-            num_bytes = num_tensor_bytes(checkpoint)
-            self._writes.run(
-                target, lambda progress: _write(target, lambda file: torch.save(checkpoint, file), num_bytes, progress)
-            )
+            write = functools.partial(torch.save, checkpoint)
+            self._writes.run(target, functools.partial(_write, target, write, num_tensor_bytes(checkpoint)))
             return
         copy = io.BytesIO()
         torch.save(checkpoint, copy)
         content = copy.getbuffer()
-        self._writes.add(
-            target, lambda progress: _write(target, lambda file: file.write(content), len(content), progress)
-        )
+        self._writes.add(target, functools.partial(_write, target, lambda file: file.write(content), len(content)))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         if "://" in str(path):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.strategies.spread_experience import TOKEN_DTYPES
-from lightrl.strategies.tensor_plans import check_sizes, layer_parameters, split_layers
+from lightrl.strategies.tensor_plans import check_sizes, head_size, layer_parameters, split_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -85,7 +85,7 @@ def num_parameters(config: PretrainedConfig) -> int:
 
 def key_value_bytes(config: PretrainedConfig, width: int = _ACTIVATION_BYTES) -> int:
     """What a decoder keeps of one token, in numbers of `width` bytes."""
-    return 2 * int(config.num_hidden_layers * config.num_key_value_heads * _head_size(config)) * width
+    return 2 * int(config.num_hidden_layers * config.num_key_value_heads * head_size(config)) * width
 
 
 def experience_bytes(num_scores: int) -> int:
@@ -97,16 +97,11 @@ def activation_bytes(
     config: PretrainedConfig, tokens: int, num_layers: float, *, checkpointed: bool, width: int = _ACTIVATION_BYTES
 ) -> float:
     """What `num_layers` layers keep of one microbatch for its backward; attention keeps no scores."""
-    head_size = _head_size(config)
-    heads = head_size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    heads = head_size(config) * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
     kept = 4 * config.hidden_size + heads + 4 * config.intermediate_size  # numbers per token and layer
     if not checkpointed:
         return float(width * tokens * num_layers * kept)
     return float(width * tokens * (num_layers * config.hidden_size + kept))
-
-
-def _head_size(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
 
 
 def fsdp2_cost(

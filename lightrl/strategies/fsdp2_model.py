@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +16,11 @@ from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
 from lightrl.models.lora import Part, exported_parameters, merge
-from lightrl.strategies.bundles import Bundle
 from lightrl.strategies.microbatches import lengths_of
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
-from lightrl.strategies.shared_prefix import SharedPrompt
-from lightrl.strategies.single import CALL_OVERHEAD_TOKENS, Form, LogprobSettings, SingleModel
+from lightrl.strategies.shared_prefix import CALL_OVERHEAD_TOKENS
+from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class FSDP2Model(SingleModel):
             self._root.run_inside(functools.partial(super().__init__, model, settings, value_head=value_head))
             device_type = self._root.run_inside(lambda: model.device.type)  # inside, it is where it computes
         reshard(self._root)
-        self.can_share_prefixes = False  # the number of its calls depends on the rows
+        self.layouts = {}  # the number of its calls depends on the rows
         self.form = "packed" if self.can_pack and device_type != "cpu" else "rectangles"
 
     @torch.no_grad()
@@ -126,10 +124,6 @@ class FSDP2Model(SingleModel):
         outputs = super()._outputs(experience, more)
         return tuple(getattr(outputs, field.name) for field in fields(outputs))
 
-    def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt], list[Bundle]]:
-        assert self.form is not None
-        return self.form, [], []
-
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
         num = 0
         for rectangle in super()._token_rectangles(experience):
@@ -164,7 +158,7 @@ def run_inside(model: PreTrainedModel, function: Callable[..., Any], *args: Any)
 def add_run_inside(model: Any) -> None:
     """Gives a sharded model the method `run_inside(function, *args)`, which makes its root's parameters whole."""
     if not hasattr(model, "run_inside"):
-        model.run_inside = MethodType(_call, model)
+        model.run_inside = lambda function, *args: function(*args)
         register_fsdp_forward_method(model, "run_inside")
 
 
@@ -173,7 +167,3 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _call(model: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)

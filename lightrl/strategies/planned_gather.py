@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightrl.strategies.tensor_parallel import local
 from lightrl.weights import Bucket
 from lightrl.weights.gather_plan import Box, GatherPlan, Layout, make_plan
 
@@ -105,7 +106,7 @@ class PlannedGather:
         unpacked: list[tuple[Tensor, Tensor]] = []  # (part, where it belongs)
         for send in (send for name in names for send in plan.sends[name]):
             if send.source == self._rank:
-                operations.append(self._operation(dist.isend, _local(held[send.name]).contiguous(), send.owner))
+                operations.append(self._operation(dist.isend, local(held[send.name].detach()).contiguous(), send.owner))
             elif send.owner == self._rank:
                 place = _view(whole[send.name], send.box)
                 part = place
@@ -124,7 +125,7 @@ class PlannedGather:
         shape = self._shapes[name]
         if held is None:
             return torch.empty(shape, dtype=self._dtypes[name], device=self._device)
-        part = _local(held)
+        part = local(held.detach())
         if part.shape == shape:
             return part
         begun = torch.empty(shape, dtype=part.dtype, device=part.device)
@@ -133,11 +134,6 @@ class PlannedGather:
 
     def _operation(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, peer if self._group is None else dist.get_global_rank(self._group, peer))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    value = tensor.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _box(tensor: Tensor) -> Box:

@@ -1,4 +1,4 @@
-"""What a model supports, found by running a few tokens: a plain head, a forward in two parts, packed rows.
+"""What a model supports, found by running a few tokens: a plain head, shared prefixes, packed rows.
 
 Model families differ, and a wrong guess would silently train on wrong logprobs; so nothing is assumed by name.
 """
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightrl.strategies.bundles import mask_of
 from lightrl.strategies.packed_attention import NotPackable, PackedRows, arguments, make_packable
-from lightrl.strategies.shared_prefix import new_cache, repeated_cache
+from lightrl.strategies.shared_prefix import LAYOUTS, Layout, Row, new_cache, shared_hidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,44 +51,28 @@ def head_is_plain(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def can_share_prefixes(model: PreTrainedModel) -> bool:
-    """Whether a forward in two parts gives the same as one forward; only with full attention."""
+def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
+    """Those of shared_prefix.py whose forwards give the same as one over whole rows; only with full attention."""
     from transformers.cache_utils import DynamicLayer
 
     if not _takes(model, "past_key_values") or _rope_depends_on_length(model):
-        return False
-    cache = new_cache(model)
-    if not all(type(layer) is DynamicLayer for layer in cache.layers):
-        return False
-    token_ids = _some_tokens(model, 6)
-    output = model.base_model(input_ids=token_ids[:, :2], past_key_values=cache, use_cache=True)
-    if output.get("past_key_values") is not cache or cache.get_seq_length() != 2:
-        return False
-    repeated = repeated_cache(model, cache, torch.zeros(1, dtype=torch.int64, device=model.device))
-    rest = model.base_model(input_ids=token_ids[:, 2:], past_key_values=repeated, use_cache=True).last_hidden_state
-    return _is_close(rest, _hidden(model, token_ids)[:, 2:])
-
-
-@torch.no_grad()
-def can_bundle(model: PreTrainedModel) -> bool:
-    """Whether a mask decides what each token sees; of a model that `can_share_prefixes`."""
-    if not _takes(model, "position_ids") or not _takes(model, "attention_mask"):
-        return False
-    segments = torch.tensor([[0, 0, 1, 1, 2, 2]], device=model.device)
-    token_ids = _some_tokens(model, 6)
-    position_ids = torch.tensor([[0, 1, 2, 3, 2, 3]], device=model.device)
-    try:
-        output = model.base_model(
-            input_ids=token_ids,
-            position_ids=position_ids,
-            attention_mask=mask_of(segments, model.dtype),
-            use_cache=False,
-        )
-    except (RuntimeError, TypeError, ValueError):  # it takes another form of mask
-        return False
-    second = torch.cat([token_ids[:, :2], token_ids[:, 4:]], 1)
-    apart = torch.cat([_hidden(model, token_ids[:, :4]), _hidden(model, second)[:, 2:]], 1)
-    return _is_close(output.last_hidden_state, apart)
+        return {}
+    if not all(type(layer) is DynamicLayer for layer in new_cache(model).layers):
+        return {}
+    token_ids = torch.cat([_some_tokens(model, 4), _some_tokens(model, 6)[:, [0, 1, 4, 5]]])
+    prompt = Row(num_prompt_tokens=2, members=[0, 1], sizes=[2, 2])
+    predicting = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([1, 2, 3, 1, 2, 3])
+    whole, exact = _hidden(model, token_ids), {}
+    for name, layout in LAYOUTS.items():
+        try:
+            parts = list(
+                shared_hidden(model, token_ids, predicting, layout([prompt]), lambda _, ids: {"input_ids": ids})
+            )
+        except (RuntimeError, TypeError, ValueError):  # it takes another form of mask
+            continue
+        if all(_is_close(hidden, whole[rows, columns]) for rows, columns, hidden in parts):
+            exact[name] = layout
+    return exact
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from lightrl.strategies.rank_watch import RankWatch
 from lightrl.strategies.row_plan import Send
 from lightrl.trace import span
 from lightrl.weights.broadcast import listen
-
-if TYPE_CHECKING:
-    pass
 
 _shares = functools.lru_cache(maxsize=64)(balanced_shares)  # of a minibatch, for its rows' owners and each of its roles
 

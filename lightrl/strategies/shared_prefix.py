@@ -1,113 +1,216 @@
-"""A group's prompt goes through the model once: its trajectories share the prompt's key-values.
+"""Shared prefixes: trajectories of one prompt share its states, so that it goes through the model less often.
 
-G trajectories that differ only after a prompt of L tokens cost L + Σ completion tokens instead of G·L + Σ. It is exact,
-including the gradient: in a causal model the prompt's states do not depend on what follows. Shapes: B trajectories, U
-distinct prompts, L prompt tokens, H hidden size.
+In a causal model a prompt's states do not depend on what follows, so sharing is exact, including the gradient. A plan
+lists the forwards of a microbatch and their rows. Two layouts make plans, and the plan that costs least is taken:
+
+    shared_keys   first  prompt      then  completion a      the prompt's key-values, repeated, precede each completion:
+                                           completion b ·    any lengths, at least two forwards
+    shared_rows   prompt │ completion a │ b │ c              each completion sees the prompt and itself, by a mask of
+                  prompt │ completion d │ e   ·              T × T: for short rows
+
+Shapes: B trajectories, L prompt tokens, R rows, T tokens of a row, N positions, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightrl.experience import Experience
-from lightrl.functional import on_host, predicting_positions, rectangles, to_device
+from lightrl.functional import bins, on_host, rectangles, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-@dataclass(frozen=True)
-class SharedPrompt:
-    """Trajectories whose prompts have the same length, with one representative per distinct prompt."""
-
-    num_tokens: int  # L
-    first_rows: list[int]  # [U], the representatives
-    rows: list[int]  # the trajectories
-    prompt_of_row: list[int]  # index into first_rows
+# Cost in tokens of one more forward: below it, padding is cheaper than another call of every layer.
+CALL_OVERHEAD_TOKENS = 256
+MAX_ROW_TOKENS = 128  # with a mask; a longer row has less padding and a larger mask
+# Keys that cost a query as many multiplications as one more token: a layer's parameters over 2 · heads · head size,
+# here of a policy with 0.8 M parameters. For larger models it is more, so that plans without masks are preferred.
+_KEYS_OF_A_TOKEN = 768
 
 
-def find_shared_prompts(experience: Experience) -> list[SharedPrompt]:
-    """Trajectories grouped by prompt length, each distinct prompt once.
+class Row(NamedTuple):
+    """A prompt and completions that follow it, each without its last token, which predicts nothing."""
 
-    The prompt is what precedes the first loss token; prompts are the same if group and tokens are. The last token of a
-    trajectory predicts nothing, so a trajectory without loss tokens counts as a prompt without its last token.
+    num_prompt_tokens: int  # L
+    members: list[int]  # trajectories that begin with the prompt
+    sizes: list[int]  # tokens of their completions
+    stored: int | None = None  # the row of an earlier forward whose key-values replace the prompt
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sizes) + (self.num_prompt_tokens if self.stored is None else 0)
+
+    @property
+    def needs_mask(self) -> bool:
+        return len(self.sizes) > 1 and sum(map(bool, self.sizes)) > 1
+
+
+Plan = list[list[Row]]  # the rows of each forward
+Layout = Callable[[Sequence[Row]], Plan]  # from distinct prompts with their completions
+
+
+def find_shared_prompts(experience: Experience) -> list[Row]:
+    """Each distinct prompt with all its trajectories, the shortest prompt first.
+
+    The prompt is what precedes the first loss token; prompts are the same if group, tokens and pictures are. A
+    trajectory without loss tokens counts as a prompt without its last token.
     """
-    token_ids, loss_mask = on_host(experience.token_ids), on_host(experience.loss_mask)
-    columns = torch.arange(token_ids.shape[1])
-    starts = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), on_host(experience.lengths) - 1).clamp(min=1)
-    prompts = torch.where(columns < starts[:, None], token_ids, -1).tolist()
-    parts: dict[int, tuple[list[int], list[int], list[int]]] = {}
-    index_of: dict[tuple[int, tuple[int, ...]], int] = {}
-    for row, (group, start) in enumerate(zip(on_host(experience.group_ids).tolist(), starts.tolist(), strict=True)):
-        first_rows, rows, prompt_of_row = parts.setdefault(start, ([], [], []))
-        key = (group, tuple(prompts[row][:start]))
-        if key not in index_of:
-            index_of[key] = len(first_rows)
-            first_rows.append(row)
-        rows.append(row)
-        prompt_of_row.append(index_of[key])
-    return [SharedPrompt(start, *lists) for start, lists in sorted(parts.items())]
+    token_ids, loss_mask = on_host(experience.token_ids).numpy(), on_host(experience.loss_mask)
+    pictures = token_ids[:, :0] if experience.image_rows is None else on_host(experience.image_rows).numpy()
+    ends = on_host(experience.lengths) - 1
+    starts = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), ends).clamp(min=1)
+    prompts: dict[tuple[int, int, bytes, bytes], Row] = {}
+    numbers = zip(starts.tolist(), on_host(experience.group_ids).tolist(), ends.tolist(), strict=True)
+    for row, (start, group, end) in enumerate(numbers):
+        key = (start, group, token_ids[row, :start].tobytes(), pictures[row].tobytes())
+        prompt = prompts.setdefault(key, Row(start, [], []))
+        prompt.members.append(row)
+        prompt.sizes.append(max(0, end - start))
+    return sorted(prompts.values(), key=lambda prompt: prompt.num_prompt_tokens)
 
 
-def sharing_costs(shared: list[SharedPrompt], lengths: list[int], overhead_tokens: int) -> tuple[int, int]:
-    """The forward's cost in tokens with shared prompts, and in plain rectangles; a call costs `overhead_tokens`."""
-    cost = 0
-    for part in shared:
-        rests = [lengths[row] - 1 - part.num_tokens for row in part.rows if lengths[row] - 1 > part.num_tokens]
-        cost += overhead_tokens + part.num_tokens * len(part.first_rows)
-        cost += rectangles_cost(rests, overhead_tokens)
-    return cost, rectangles_cost([max(1, length - 1) for length in lengths], overhead_tokens)
+def shared_keys(prompts: Sequence[Row]) -> Plan:
+    """For the prompts of each length, a forward over them, then rectangles of completions that continue them."""
+    plan: Plan = []
+    for num_tokens, same in groupby(prompts, key=lambda prompt: prompt.num_prompt_tokens):
+        plan.append([])
+        rests = []
+        for stored, prompt in enumerate(same):
+            plan[-1].append(prompt._replace(sizes=[0] * len(prompt.members)))
+            pairs = zip(prompt.members, prompt.sizes, strict=True)
+            rests += [Row(num_tokens, [member], [size], stored) for member, size in pairs if size]
+        plan += _in_rectangles(rests)
+    return plan
 
 
-def rectangles_cost(lengths: list[int], overhead_tokens: int) -> int:
-    """Tokens of the best rectangles, with padding and `overhead_tokens` per call."""
-    parts = rectangles(lengths, overhead_tokens)
-    return sum(overhead_tokens + len(part) * max(lengths[row] for row in part) for part in parts)
+def shared_rows(prompts: Sequence[Row]) -> Plan:
+    """Rows of at most MAX_ROW_TOKENS where possible."""
+    rows = []
+    for prompt in prompts:
+        for picked in bins(prompt.sizes, max(0, MAX_ROW_TOKENS - prompt.num_prompt_tokens)):
+            members, sizes = ([values[index] for index in picked] for values in (prompt.members, prompt.sizes))
+            rows.append(prompt._replace(members=members, sizes=sizes))
+    return _in_rectangles(rows)
 
 
-def shared_prefix_hidden(
+def whole_rows(prompts: Sequence[Row]) -> Plan:
+    """Nothing is shared: each trajectory is a row."""
+    rows = [
+        Row(prompt.num_prompt_tokens + size, [member], [0])
+        for prompt in prompts
+        for member, size in zip(prompt.members, prompt.sizes, strict=True)
+    ]
+    return _in_rectangles(rows)
+
+
+def _in_rectangles(rows: Sequence[Row]) -> Plan:
+    parts = rectangles([row.num_tokens for row in rows], CALL_OVERHEAD_TOKENS)
+    return [[rows[index] for index in part] for part in parts]
+
+
+LAYOUTS: dict[str, Layout] = {"shared_keys": shared_keys, "shared_rows": shared_rows}
+
+
+def cost(plan: Plan) -> float:
+    """In tokens of a forward without attention, with padding and what each call costs."""
+    total = 0.0
+    for rows in plan:
+        longest = max(row.num_tokens for row in rows)
+        masked_keys = longest if any(row.needs_mask for row in rows) else 0
+        total += CALL_OVERHEAD_TOKENS + len(rows) * longest * (1 + masked_keys / _KEYS_OF_A_TOKEN)
+    return total
+
+
+def shared_hidden(
     model: PreTrainedModel,
-    experience: Experience,
-    shared: list[SharedPrompt],
-    overhead_tokens: int,
-    layer_input: Callable[[Experience, Tensor, Tensor], dict[str, Tensor]],
+    token_ids: Tensor,
+    predicting: tuple[Tensor, Tensor],
+    plan: Plan,
+    layer_input: Callable[[Tensor, Tensor], dict[str, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Rows [N], columns [N] and hidden states [N, H] of the predicting positions, part by part.
+    """Rows [N], columns [N] and hidden states [N, H] of the predicting positions, forward by forward.
 
-    `layer_input` turns the prompts' rows and tokens, which may contain pictures, into the model's arguments.
+    Args:
+        token_ids: int64 [B, T of the trajectories].
+        predicting: rows and columns in them, on the host.
+        layer_input: turns trajectories [R] and tokens [R, T] that begin with their prompts, which may contain pictures,
+            into the model's arguments.
     """
-    device = experience.token_ids.device
-    for part in shared:
-        cache = new_cache(model)
-        first_rows = to_device(torch.tensor(part.first_rows), device)
-        inputs = layer_input(experience, first_rows, experience.token_ids[first_rows, : part.num_tokens])
-        hidden = model.base_model(**inputs, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        rows = to_device(torch.tensor(part.rows), device)
-        prompt_of_row = to_device(torch.tensor(part.prompt_of_row), device)
-        columns = torch.full_like(rows, part.num_tokens - 1)
-        # The prompt's last position predicts each trajectory's first loss token.
-        starts = to_device(on_host(experience.loss_mask)[part.rows].any(1).nonzero()[:, 0], device)
-        yield rows[starts], columns[starts], hidden.index_select(0, prompt_of_row[starts])
+    device = token_ids.device
+    cache: Any = None
+    for rows, following in pairwise([*plan, []]):
+        tokens = _Tokens.of(rows, on_host(token_ids))
+        inputs: dict[str, Any] = {"input_ids": to_device(tokens.token_ids, device)}
+        if rows[0].stored is not None:
+            stored = to_device(torch.tensor([row.stored for row in rows]), device)
+            inputs["past_key_values"] = repeated_cache(model, cache, stored)
+        else:
+            inputs = layer_input(to_device(torch.tensor([row.members[0] for row in rows]), device), inputs["input_ids"])
+            if following and following[0].stored is not None:
+                inputs["past_key_values"] = cache = new_cache(model)
+        if any(row.needs_mask for row in rows):
+            inputs["position_ids"] = to_device(tokens.positions, device)
+            inputs["attention_mask"] = mask_of(to_device(tokens.segments, device), model.dtype)
+        hidden = model.base_model(**inputs, use_cache="past_key_values" in inputs).last_hidden_state
+        place = tokens.places[predicting]
+        at, columns, place = (to_device(values[place >= 0], device) for values in (*predicting, place))
+        yield at, columns, hidden.flatten(0, 1)[place]
 
-        rests = on_host(experience.lengths)[part.rows] - 1 - part.num_tokens
-        longer = (rests > 0).nonzero()[:, 0]
-        for members in rectangles(rests[longer].tolist(), overhead_tokens):
-            end = part.num_tokens + int(rests[longer[members]].max())
-            picked = to_device(longer[members], device)
-            token_ids = experience.token_ids[rows[picked], part.num_tokens : end]
-            hidden = model.base_model(
-                input_ids=token_ids, past_key_values=repeated_cache(model, cache, prompt_of_row[picked]), use_cache=True
-            ).last_hidden_state
-            # Column 0 of this part is token L, the first of the completion, which predicts the one after it.
-            of_rows = torch.tensor(part.rows)[longer[members]]
-            at, offsets = predicting_positions(on_host(experience.loss_mask)[of_rows, part.num_tokens : end + 1])
-            at, offsets = to_device(at, device), to_device(offsets, device)
-            yield rows[picked][at], offsets + part.num_tokens, hidden[at, offsets]
+
+class _Tokens(NamedTuple):
+    """What is where in the rows of a forward; int64 on the host."""
+
+    token_ids: Tensor  # [R, T]
+    positions: Tensor  # [R, T], in the trajectory
+    segments: Tensor  # [R, T]: 0 is the prompt, then each completion; -1 is padding
+    places: Tensor  # [B, T of the trajectories], of the tokens that are here, in the rows end to end; others -1
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], token_ids: Tensor) -> _Tokens:
+        pieces = []  # row, first column, trajectory, first position, tokens, segment
+        for number, row in enumerate(rows):
+            end = row.num_tokens - sum(row.sizes)
+            pieces.append((number, 0, row.members[0], 0, end, 0))
+            for segment, (member, size) in enumerate(zip(row.members, row.sizes, strict=True), start=1):
+                pieces.append((number, end, member, row.num_prompt_tokens, size, segment))
+                end += size
+        table = torch.tensor(pieces)
+        sizes = table[:, 4]
+        of_piece = torch.arange(len(table)).repeat_interleave(sizes)
+        within = torch.arange(len(of_piece)) - (sizes.cumsum(0) - sizes)[of_piece]
+        at, columns, sources, positions, _, segments = table[of_piece].unbind(1)
+        width = max(row.num_tokens for row in rows)
+        place, positions = at * width + columns + within, positions + within
+        filled = torch.zeros(3, len(rows) * width, dtype=torch.int64)
+        filled[2] = -1
+        filled[:, place] = torch.stack([token_ids[sources, positions], positions, segments])
+        places = torch.full(token_ids.shape, -1)
+        places[sources, positions] = place
+        for number, row in enumerate(rows):
+            if row.stored is None:  # the prompt's last position predicts the first token of each completion
+                last = row.num_prompt_tokens - 1
+                places[row.members, last] = number * width + last
+        ids, positions, segments = filled.view(3, len(rows), width)
+        return cls(ids, positions, segments, places)
+
+
+def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
+    """What each token sees, [R, 1, T, T], 0 or -inf: what precedes it in the prompt (segment 0) and in its own segment.
+
+    Args:
+        segments: int64 [R, T].
+    """
+    num_tokens = segments.shape[1]
+    is_before = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segments.device).tril()
+    is_seen = is_before & ((segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0))
+    mask = torch.zeros(is_seen.shape, dtype=dtype, device=segments.device)
+    return mask.masked_fill_(~is_seen, float("-inf"))[:, None]
 
 
 def new_cache(model: PreTrainedModel) -> Any:
@@ -117,9 +220,9 @@ def new_cache(model: PreTrainedModel) -> Any:
     return DynamicCache(config=model.config)
 
 
-def repeated_cache(model: PreTrainedModel, cache: Any, prompt_of_row: Tensor) -> Any:
-    """The key-values of each row's prompt as a new cache; gradients flow back to the prompt's."""
+def repeated_cache(model: PreTrainedModel, cache: Any, stored: Tensor) -> Any:
+    """The key-values of these rows as a new cache; gradients flow back to them."""
     repeated = new_cache(model)
     for index, layer in enumerate(cache.layers):
-        repeated.update(layer.keys.index_select(0, prompt_of_row), layer.values.index_select(0, prompt_of_row), index)
+        repeated.update(layer.keys.index_select(0, stored), layer.values.index_select(0, stored), index)
     return repeated

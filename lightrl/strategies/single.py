@@ -1,7 +1,7 @@
 """SingleModel: one model in one process. Padding is removed before the forward; results come back as [B, T].
 
 Shapes: B trajectories, T tokens, N loss tokens, H hidden size. On the CPU, trajectories of similar length form
-right-padded rectangles, and a group's prompt is computed once if that is cheaper; on other devices a microbatch is one
+right-padded rectangles, or share the states of their prompt if that is cheaper; on other devices a microbatch is one
 packed row with restarting positions. Logprobs come from the hidden states at the N positions, so no [B, T, V] exists.
 """
 
@@ -33,21 +33,24 @@ from lightrl.functional import (
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy, scalar_head
 from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.models.pictures import input_embeddings
-from lightrl.strategies.bundles import Bundle, bundled_hidden, bundles_cost, find_bundles
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import PackedRows, arguments
-from lightrl.strategies.probes import can_bundle, can_pack, can_share_prefixes, head_is_plain
-from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
+from lightrl.strategies.probes import can_pack, exact_layouts, head_is_plain
+from lightrl.strategies.shared_prefix import (
+    CALL_OVERHEAD_TOKENS,
+    Plan,
+    cost,
+    find_shared_prompts,
+    shared_hidden,
+    whole_rows,
+)
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Cost in tokens of one more forward: below it, padding is cheaper than another call of every layer.
-CALL_OVERHEAD_TOKENS = 256
-
-# How padding is removed; all forms give the same numbers.
-Form = Literal["rectangles", "shared_prefix", "bundles", "packed"]
+# How padding is removed; all forms give the same numbers. Two are layouts of shared_prefix.py.
+Form = Literal["rectangles", "shared_keys", "shared_rows", "packed"]
 
 # Rows [N], columns [N] and hidden states [N, H] of predicting positions.
 _Part = tuple[Tensor, Tensor, Tensor]
@@ -104,13 +107,10 @@ class SingleModel:
                 f"A critic cannot share the body of {type(model).__name__}, whose output head is more than a matrix "
                 "product. Set critic to a checkpoint."
             )
-        self.can_share_prefixes = self.head_is_plain and can_share_prefixes(model)
-        self.can_bundle = self.can_share_prefixes and can_bundle(model)
+        self.layouts = exact_layouts(model) if self.head_is_plain else {}
         self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
-        is_exact: dict[Form, bool] = {"rectangles": True, "packed": self.can_pack}
-        is_exact |= {"shared_prefix": self.can_share_prefixes, "bundles": self.can_bundle}
-        if form is not None and not is_exact[form]:
-            exact = [name for name in is_exact if is_exact[name]]
+        exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
+        if form not in (None, *exact):
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
 
     @torch.no_grad()
@@ -191,13 +191,13 @@ class SingleModel:
 
     def _hidden(self, experience: Experience) -> Iterator[_Part]:
         """Rows [N], columns [N] and hidden states [N, H] of the predicting positions."""
-        form, shared, bundles = self._choose(experience)
+        form, plan = self._choose(experience)
         if form == "packed":
             yield self._packed_hidden(experience)
-        elif form == "bundles":
-            yield from bundled_hidden(self.model, experience, bundles, CALL_OVERHEAD_TOKENS)
-        elif form == "shared_prefix":
-            yield from shared_prefix_hidden(self.model, experience, shared, CALL_OVERHEAD_TOKENS, self._layer_input)
+        elif plan:
+            predicting = predicting_positions(on_host(experience.loss_mask))
+            layer_input = functools.partial(self._layer_input, experience)
+            yield from shared_hidden(self.model, experience.token_ids, predicting, plan, layer_input)
         else:
             for picked, token_ids in self._token_rectangles(experience):
                 inputs = self._layer_input(experience, picked, token_ids)
@@ -212,24 +212,17 @@ class SingleModel:
         pictures = experience.image_rows[rows]
         return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, pictures)}
 
-    def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt], list[Bundle]]:
-        """The cheapest exact form for this microbatch, its prompts for `shared_prefix`, and its rows for `bundles`."""
+    def _choose(self, experience: Experience) -> tuple[str, Plan]:
+        """The cheapest exact form for this microbatch, and its plan if prompts can be shared."""
         if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
-            return "packed", [], []
-        if self.form in ("packed", "rectangles") or not self.can_share_prefixes:
-            return self.form or "rectangles", [], []
-        lengths = on_host(experience.lengths).tolist()
-        shared = find_shared_prompts(experience)
-        bundles = find_bundles(shared, lengths)
-        if self.form == "bundles" and experience.pixel_values is not None:
-            raise ValueError("form='bundles' takes no pictures. Use another form, or None.")
+            return "packed", []
+        if self.form in ("packed", "rectangles") or not self.layouts:
+            return self.form or "rectangles", []
+        prompts = find_shared_prompts(experience)
         if self.form is not None:
-            return self.form, shared, bundles
-        shared_cost, plain_cost = sharing_costs(shared, lengths, CALL_OVERHEAD_TOKENS)
-        costs: dict[Form, int] = {"rectangles": plain_cost, "shared_prefix": shared_cost}
-        if self.can_bundle and experience.pixel_values is None:
-            costs["bundles"] = bundles_cost(bundles, CALL_OVERHEAD_TOKENS)
-        return min(costs, key=lambda form: costs[form]), shared, bundles
+            return self.form, self.layouts[self.form](prompts)
+        plans = {name: layout(prompts) for name, layout in self.layouts.items()}
+        return min({"rectangles": whole_rows(prompts), **plans}.items(), key=lambda plan: cost(plan[1]))
 
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of similar length and their tokens, without the last column, which predicts nothing."""

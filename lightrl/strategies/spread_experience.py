@@ -410,18 +410,9 @@ def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
         return result
 
     found = of_rows(np.minimum, oldest, highest)
-    return dict(
-        zip(
-            COUNTS,
-            (
-                of_rows(np.add, mask.flat(), 0),
-                of_rows(np.add, is_written, 0),
-                torch.where(found == highest, -1, found),
-                of_rows(np.maximum, version, -1),
-            ),
-            strict=True,
-        )
-    )
+    counts = of_rows(np.add, mask.flat(), 0), of_rows(np.add, is_written, 0)
+    bounds = torch.where(found == highest, -1, found), of_rows(np.maximum, version, -1)
+    return dict(zip(COUNTS, (*counts, *bounds), strict=True))
 
 
 def _shown(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:

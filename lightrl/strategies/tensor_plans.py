@@ -136,10 +136,13 @@ def split_layers(config: PretrainedConfig, num_stages: int) -> list[range]:
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
+def head_size(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+
+
 def layer_parameters(config: PretrainedConfig) -> int:
     """Parameters of one decoder layer, without norms and biases."""
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 2 * config.hidden_size * head_size * (config.num_attention_heads + config.num_key_value_heads)
+    attention = 2 * config.hidden_size * head_size(config) * (config.num_attention_heads + config.num_key_value_heads)
     return int(attention + 3 * config.hidden_size * config.intermediate_size)
 
 

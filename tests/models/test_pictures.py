@@ -77,7 +77,7 @@ def test_image_tokens_are_repeated_and_folded_back():
         read.expanded([IMAGE_TOKEN, IMAGE_TOKEN], 1, where="Row 1")
 
 
-@pytest.mark.parametrize("form", ["rectangles", "shared_prefix", "packed", None])
+@pytest.mark.parametrize("form", ["rectangles", "shared_keys", "shared_rows", "packed", None])
 @torch.no_grad()
 def test_logprobs_are_those_of_each_row_with_its_own_pictures(form):
     experience = picture_experience()
@@ -86,17 +86,18 @@ def test_logprobs_are_those_of_each_row_with_its_own_pictures(form):
     assert torch.allclose(next(iter(model.forward([experience]))).logprobs, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["rectangles", "shared_keys", "shared_rows", "packed"])
 @torch.no_grad()
-def test_the_pictures_of_two_rows_are_not_alike_to_the_policy():
+def test_the_pictures_of_two_rows_are_not_alike_to_the_policy(form):
     trajectories = picture_trajectories(num_groups=2, group_size=1)
     same = [replace(trajectories[0], prompt=replace(trajectories[0].prompt, images=(i,))) for i in (RED, BLUE)]
     experience = with_pictures(Experience.from_trajectories(same), same, pictures())
-    (outputs,) = SingleModel(picture_spec().load_model(), LogprobSettings()).forward([experience])
+    (outputs,) = SingleModel(picture_spec().load_model(), LogprobSettings(), form=form).forward([experience])
     logprobs = outputs.logprobs
     assert (logprobs[0] - logprobs[1]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("form", ["rectangles", "shared_prefix", "packed"])
+@pytest.mark.parametrize("form", ["rectangles", "shared_keys", "shared_rows", "packed"])
 def test_microbatches_in_another_order_give_the_same_gradient(form):
     experience = picture_experience()
     model = picture_spec().load_model()

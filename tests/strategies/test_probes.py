@@ -7,7 +7,8 @@ import torch
 from tiny import FAMILIES, VOCABULARY, tiny_model
 from transformers import MambaConfig, MambaForCausalLM
 
-from lightrl.strategies.probes import can_bundle, can_pack, can_share_prefixes, head_is_plain
+from lightrl.strategies.probes import can_pack, exact_layouts, head_is_plain
+from lightrl.strategies.shared_prefix import LAYOUTS
 
 PLAIN = ["llama", "qwen2", "qwen3", "gpt2"]
 
@@ -29,38 +30,34 @@ def test_a_factor_on_the_logits_is_found() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefixes_are_shared_under_full_attention_only(family: str) -> None:
-    assert can_share_prefixes(tiny_model(family)) == (family in PLAIN)
-
-
-@pytest.mark.parametrize("family", PLAIN)
-def test_a_mask_decides_what_a_token_sees_in_common_families(family: str) -> None:
-    assert can_bundle(tiny_model(family))
-    assert can_bundle(tiny_model(family, dtype=torch.bfloat16))
+    assert exact_layouts(tiny_model(family)) == (LAYOUTS if family in PLAIN else {})
 
 
 def test_a_mask_that_the_model_does_not_follow_is_found() -> None:
     model = tiny_model("qwen3")
     forward = model.base_model.forward
-    model.base_model.forward = lambda attention_mask=None, position_ids=None, **inputs: forward(**inputs)
-    assert not can_bundle(model)
+    model.base_model.forward = lambda past_key_values=None, attention_mask=None, position_ids=None, **inputs: forward(
+        past_key_values=past_key_values, **inputs
+    )
+    assert exact_layouts(model).keys() == {"shared_keys"}
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_packed_rows_are_exact_for_common_families(family: str) -> None:
+def test_packed_rows_and_shared_prefixes_are_exact_for_common_families(family: str) -> None:
     assert can_pack(tiny_model(family))
     assert can_pack(tiny_model(family, dtype=torch.bfloat16))
-    assert can_share_prefixes(tiny_model(family, dtype=torch.bfloat16))
+    assert exact_layouts(tiny_model(family, dtype=torch.bfloat16)) == LAYOUTS
 
 
 def test_a_state_that_runs_through_the_row_can_be_neither_packed_nor_shared() -> None:
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4, use_cache=False)
     model = MambaForCausalLM(config).eval()
     assert not can_pack(model)
-    assert not can_share_prefixes(model)
+    assert not exact_layouts(model)
 
 
 def test_rotary_angles_that_depend_on_the_length_of_a_forward_are_refused() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     model = tiny_model("llama", rope_parameters=rope)
-    assert not can_share_prefixes(model)
+    assert not exact_layouts(model)
     assert not can_pack(model)

@@ -1,13 +1,30 @@
-"""Which prompts are shared, by hand; that sharing is exact is tested with the other forms in test_single.py."""
+"""Which prompts share what, by hand; that sharing is exact is tested with the other forms in test_single.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import random_experience, tiny_model
+from torch.testing import assert_close
 
 from lightrl.experience import Experience
-from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, sharing_costs
+from lightrl.functional import predicting_positions
+from lightrl.strategies import LogprobSettings, SingleModel, shared_prefix
+from lightrl.strategies.shared_prefix import (
+    LAYOUTS,
+    Row,
+    cost,
+    find_shared_prompts,
+    mask_of,
+    shared_hidden,
+    shared_keys,
+    shared_rows,
+    whole_rows,
+)
 
 
 def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:
@@ -30,46 +47,106 @@ def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:
 
 
 def test_a_group_shares_its_prompt() -> None:
-    found = find_shared_prompts(experience((0, [3, 4, 5], [2]), (0, [3, 4, 6, 7], [2, 3])))
-    assert found == [SharedPrompt(num_tokens=2, first_rows=[0], rows=[0, 1], prompt_of_row=[0, 0])]
+    prompts = find_shared_prompts(experience((0, [3, 4, 5], [2]), (0, [3, 4, 6, 7], [2, 3])))
+    assert prompts == [Row(num_prompt_tokens=2, members=[0, 1], sizes=[0, 1])]
 
 
-def test_prompts_of_one_length_are_one_part_and_others_another() -> None:
+def test_shorter_prompts_come_first() -> None:
     rows = [(0, [3, 4, 5], [2]), (1, [8, 5], [1]), (2, [6, 7, 5], [2]), (0, [3, 4, 9], [2])]
-    assert find_shared_prompts(experience(*rows)) == [
-        SharedPrompt(num_tokens=1, first_rows=[1], rows=[1], prompt_of_row=[0]),
-        SharedPrompt(num_tokens=2, first_rows=[0, 2], rows=[0, 2, 3], prompt_of_row=[0, 1, 0]),
-    ]
+    assert find_shared_prompts(experience(*rows)) == [Row(1, [1], [0]), Row(2, [0, 3], [0, 0]), Row(2, [2], [0])]
 
 
 def test_equal_prompts_of_different_groups_are_told_apart() -> None:
-    (part,) = find_shared_prompts(experience((0, [3, 4, 5], [2]), (1, [3, 4, 5], [2])))
-    assert part.first_rows == [0, 1]
+    assert len(find_shared_prompts(experience((0, [3, 4, 5], [2]), (1, [3, 4, 5], [2])))) == 2
 
 
 def test_a_group_whose_prompts_differ_shares_what_is_equal() -> None:
-    (part,) = find_shared_prompts(experience((0, [3, 4, 5], [2]), (0, [3, 9, 5], [2]), (0, [3, 9, 6], [2])))
-    assert part.prompt_of_row == [0, 1, 1]
+    prompts = find_shared_prompts(experience((0, [3, 4, 5], [2]), (0, [3, 9, 5], [2]), (0, [3, 9, 6], [2])))
+    assert [prompt.members for prompt in prompts] == [[0], [1, 2]]
 
 
 def test_the_prompt_of_several_turns_ends_before_the_first_loss_token() -> None:
-    (part,) = find_shared_prompts(experience((0, [3, 4, 5, 8, 6], [2, 4])))
-    assert part.num_tokens == 2
+    assert find_shared_prompts(experience((0, [3, 4, 5, 8, 6], [2, 4]))) == [Row(2, [0], [2])]
 
 
 def test_rows_that_train_nothing_count_as_prompts_less_their_last_token() -> None:
-    found = find_shared_prompts(experience((0, [3, 4, 5], []), (0, [3], [])))
-    assert [(part.num_tokens, part.rows) for part in found] == [(1, [1]), (2, [0])]
+    assert find_shared_prompts(experience((0, [3, 4, 5], []), (0, [3], []))) == [Row(1, [1], [0]), Row(2, [0], [0])]
 
 
-def test_costs_count_each_prompt_once_and_each_call() -> None:
-    # Two trajectories of 10 tokens, 6 of them a shared prompt; the last token predicts nothing.
-    rows = [(0, [3] * 6 + [4] * 4, range(6, 10)), (0, [3] * 6 + [5] * 4, range(6, 10))]
-    shared = find_shared_prompts(experience(*rows))
-    # Shared: a call over 6, a call over 2 x 3. Plain: a call over 2 x 9.
-    assert sharing_costs(shared, [10, 10], overhead_tokens=1) == (6 + 1 + 6 + 1, 18 + 1)
+def test_completions_follow_the_stored_keys_of_their_prompts() -> None:
+    # Two prompts of 6 tokens, one with two completions and one with a longer one and one of a single token.
+    prompts = [Row(6, [0, 1], [3, 3]), Row(6, [2, 3], [900, 0])]
+    assert shared_keys(prompts) == [
+        [Row(6, [0, 1], [0, 0]), Row(6, [2, 3], [0, 0])],
+        [Row(6, [0], [3], stored=0), Row(6, [1], [3], stored=0)],
+        [Row(6, [2], [900], stored=1)],
+    ]
 
 
-def test_a_completion_of_one_token_costs_no_second_call() -> None:
-    shared = find_shared_prompts(experience((0, [3, 4, 5], [2]), (0, [3, 4, 6], [2])))
-    assert sharing_costs(shared, [3, 3], overhead_tokens=10) == (2 + 10, 4 + 10)
+def test_completions_share_a_row_with_their_prompt() -> None:
+    assert shared_rows([Row(2, [0, 1], [2, 1])]) == [[Row(2, [0, 1], [2, 1])]]
+
+
+def test_costs_count_each_prompt_once_and_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefix, "CALL_OVERHEAD_TOKENS", 1)
+    prompts = [Row(6, [0, 1], [3, 3])]
+    assert cost(shared_keys(prompts)) == 1 + 6 + 1 + 2 * 3
+    assert cost(shared_rows(prompts)) == 1 + 12 * (1 + 12 / 768)  # 12 keys for each query, and 768 cost as a token
+    assert cost(whole_rows(prompts)) == 1 + 2 * 9
+
+
+def test_a_completion_of_one_token_costs_no_second_call_and_no_mask() -> None:
+    assert cost(shared_keys([Row(2, [0, 1], [0, 0])])) == cost(shared_rows([Row(2, [0, 1], [0, 0])])) == 256 + 2
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 150))
+def test_every_completion_is_in_one_row_which_is_short_where_it_can_be(sizes: list[int], num_prompt: int) -> None:
+    rows = [row for part in shared_rows([Row(num_prompt, list(range(len(sizes))), sizes)]) for row in part]
+    assert sorted(member for row in rows for member in row.members) == list(range(len(sizes)))
+    for row in rows:
+        assert row.sizes == [sizes[member] for member in row.members]
+        assert row.num_tokens == num_prompt + sum(row.sizes)
+        assert row.num_tokens <= shared_prefix.MAX_ROW_TOKENS or len(row.members) == 1
+
+
+def test_a_completion_sees_the_prompt_and_what_precedes_in_itself() -> None:
+    mask = mask_of(torch.tensor([[0, 0, 1, 1, 2, -1]]), torch.float32)
+    assert (mask[0, 0] == 0).int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 1],  # padding sees something, since a softmax over nothing is NaN
+    ]
+
+
+@pytest.mark.parametrize("overhead_tokens", [0, 256])
+@pytest.mark.parametrize("max_tokens", [1, 8, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hidden_states_do_not_depend_on_the_rows(
+    layout: str, max_tokens: int, overhead_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_prefix, "MAX_ROW_TOKENS", max_tokens)
+    monkeypatch.setattr(shared_prefix, "CALL_OVERHEAD_TOKENS", overhead_tokens)
+    model, made = tiny_model(), random_experience(num_groups=4)
+    plan = LAYOUTS[layout](find_shared_prompts(made))
+    whole = model.base_model(input_ids=made.token_ids, use_cache=False).last_hidden_state
+    places: list[list[int]] = []
+    at = predicting_positions(made.loss_mask)
+    for rows, columns, hidden in shared_hidden(model, made.token_ids, at, plan, lambda _, ids: {"input_ids": ids}):
+        assert_close(hidden, whole[rows, columns])
+        places += torch.stack([rows, columns], 1).tolist()
+    assert sorted(places) == torch.stack(at, 1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected"), [(8, 4, "shared_rows"), (600, 100, "shared_keys"), (2, 600, "rectangles")]
+)
+def test_the_cheapest_form_is_taken(prompt: int, completion: int, expected: str) -> None:
+    """Four samples of each of four prompts; rows of a mask are short, and a prompt of two tokens is worth no call."""
+    trained = range(prompt, prompt + completion)
+    rows = [(group, [group] * (prompt + completion), trained) for group in range(4) for _ in range(4)]
+    form, _ = SingleModel(tiny_model(), LogprobSettings())._choose(experience(*rows))
+    assert form == expected

@@ -30,7 +30,7 @@ from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
-FORMS: list[Form] = ["rectangles", "shared_prefix", "bundles", "packed"]
+FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
 
 
 def weighted(outputs: Outputs) -> Tensor:
@@ -307,8 +307,8 @@ def test_no_tensor_as_large_as_all_logits_is_made() -> None:
 
 
 def test_a_form_that_is_not_exact_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"form='shared_prefix' is not exact for MistralForCausalLM"):
-        SingleModel(tiny_model("mistral with a window"), LogprobSettings(), form="shared_prefix")
+    with pytest.raises(ValueError, match=r"form='shared_keys' is not exact for MistralForCausalLM"):
+        SingleModel(tiny_model("mistral with a window"), LogprobSettings(), form="shared_keys")
 
 
 def test_full_parameters_are_all_parameters_in_buckets() -> None:

@@ -22,7 +22,7 @@ from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.empty_model import empty_models
 from lightrl.strategies.single import Form
 
-FORMS: list[Form] = ["rectangles", "shared_prefix", "bundles", "packed"]
+FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
 
 
 def critic_spec(family: str = "qwen3") -> ModelSpec:
