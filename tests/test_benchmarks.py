@@ -435,7 +435,7 @@ def test_a_run_with_lag_trains_on_what_older_weights_sampled(tmp_path, capsys, m
     trained = [row for row in rows if row["measurement"] == "trained"]
     assert [(row["loss"], row["staleness"], row["seeds"]) for row in trained] == [("GRPO", 0, 1), ("OAPL", 2, 1)]
     counts = [(row["loss"], row["runs"], row["healthy"]) for row in rows[2:] if row["runs"]]
-    assert counts == [("GRPO", 1, 1), ("OAPL", 1, 1), ("seeds before 12", 2, 2), ("all", 2, 2)]
+    assert counts == [("GRPO", 1, 1), ("OAPL", 1, 1), ("seeds before 15", 2, 2), ("all", 2, 2)]
     assert rows[0]["fraction_of_on_policy"] == 1
     assert rows[0]["ess_warning_lead_iterations"] is None
     lags.clear()
@@ -456,8 +456,8 @@ def test_a_collapse_is_a_fall_of_the_mean_and_its_warning_comes_before():
     kl_nats = [0.1] * 20 + [20.0] * 30
     assert lag.watched({**even, "kl_behavior_nats": kl_nats})[0] == 44  # 0.1^(15/40) · 20^(25/40) = 2.74; one less: 2.4
     moving = {"ess_fraction": [1.0] * 80, "kl_behavior_nats": [0.0] * 80, "step_k3_nats": [0.011] * 80}
-    assert lag.watched(moving)[0] == 59  # 40 of them, without the first 20
-    assert lag.watched({**moving, "step_k3_nats": [1.0] * 20 + [0.009] * 60})[0] is None
+    assert lag.watched(moving)[0] == 54  # 40 of them, without the first 15
+    assert lag.watched({**moving, "step_k3_nats": [1.0] * 15 + [0.009] * 65})[0] is None
 
 
 def test_other_seeds_decide_whether_a_warning_without_a_collapse_is_a_false_alarm():
@@ -467,11 +467,11 @@ def test_other_seeds_decide_whether_a_warning_without_a_collapse_is_a_false_alar
 
     stays, falls, falls_early = [0.9] * 80, [0.9] * 65 + [0.5] * 15, [0.9] * 55 + [0.5] * 25
     runs = [run("GRPO", 0, stays), run("GRPO", 1, stays, step=0.001)]  # healthy, one with a warning
-    runs += [run("OAPL", 0, stays), run("OAPL", 12, falls)]  # on the edge; 70 - 59 = 11 iterations ahead
-    runs += [run("OAPL", 1, stays, step=0.001), run("OAPL", 2, falls_early), run("OAPL", 13, falls, step=0.001)]
+    runs += [run("OAPL", 0, stays), run("OAPL", 15, falls)]  # on the edge; 70 - 54 = 16 iterations ahead
+    runs += [run("OAPL", 1, stays, step=0.001), run("OAPL", 2, falls_early), run("OAPL", 16, falls, step=0.001)]
     runs += [run("GRPO", 0, falls, lr=4 * lag.LR), run("GRPO", 1, stays, lr=4 * lag.LR)]
     rows = lag.warnings_of(runs)
-    provoked = {"provoked_collapses": 1, "warned_in_time": 1, "least_lead_iterations": 11}
+    provoked = {"provoked_collapses": 1, "warned_in_time": 1, "least_lead_iterations": 16}
     provoked |= {"provoked_without_collapse": 1, "of_these_with_a_warning": 1}
     none = {key: None if key == "least_lead_iterations" else 0 for key in provoked}
     no_edge = {"on_the_edge": 0, "edge_collapses": 0, "edge_warned_in_time": 0, "edge_warned_without_collapse": 0}
@@ -480,8 +480,8 @@ def test_other_seeds_decide_whether_a_warning_without_a_collapse_is_a_false_alar
     edge = {"on_the_edge": 5, "edge_collapses": 3, "edge_warned_in_time": 1, "edge_warned_without_collapse": 1}
     assert rows["OAPL"] == {"runs": 5, **none, **edge, "healthy": 0, "healthy_with_a_warning": 0}
     assert rows["all"] == {"runs": 9, **provoked, **edge, **healthy}
-    assert rows["seeds before 12"]["on_the_edge"] == 3  # though only one of them collapsed: seeds 12 and 13 do
-    assert rows["seeds from 12 on"]["edge_warned_in_time"] == 1
+    assert rows["seeds before 15"]["on_the_edge"] == 3  # seeds 0 to 2, of which one collapsed
+    assert rows["seeds from 15 on"]["edge_warned_in_time"] == 1
 
 
 def test_a_row_has_the_reward_against_on_policy_and_the_least_lead():

@@ -33,7 +33,7 @@ LOW_ESS_FRACTION = 0.15
 HIGH_KL_NATS = 2.5  # per token
 LARGE_STEP_NATS = 0.01  # per token
 MAX_ITERATIONS, MIN_ITERATIONS = 40, 10  # of a mean
-FIRST_ITERATIONS = 20  # whose steps are large in healthy runs too
+FIRST_ITERATIONS = 15  # whose steps are large in healthy runs too
 SMALLEST = 1e-6  # counts in place of less, so that a single 0 does not make a mean 0
 
 

@@ -61,9 +61,9 @@ def test_large_steps_warn_by_their_geometric_mean(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         play(control, [0.001] * 30 + [100.0], name=STEP)  # 10^((-3 · 30 + 2) / 31) = 0.00145
         play(control, [0.1] * 10, name=STEP)  # 10^((-3 · 29 + 2 - 1 · 10) / 40) = 0.0042
-        play(StalenessControl(8), [1.0] * 20 + [0.009] * 60, name=STEP, first=1)  # the first 20 do not count
+        play(StalenessControl(8), [1.0] * 15 + [0.009] * 60, name=STEP, first=1)  # the first 15 do not count
         assert not caplog.messages
-        play(StalenessControl(8), [1.0] * 20 + [0.011] * 40, name=STEP, first=1)
+        play(StalenessControl(8), [1.0] * 15 + [0.011] * 40, name=STEP, first=1)
         assert len(caplog.messages) == 1
         start = "policy/step_k3_nats was 0.011, above 0.01, in the geometric mean of the last 40 iterations: "
         assert caplog.messages[0].startswith(start)
