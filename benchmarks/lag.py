@@ -22,8 +22,8 @@ collapses, since the next one does. It does not matter whether the reward recove
 configuration is on the edge, never the opposite.
 
 The rows `warnings` count how many collapses a warning came `LEAD` iterations ahead of, and how many other runs have
-one: of each loss, of all runs, and of the seeds before and from `FIRST_HELD_OUT` on. Windows and bounds of the warning
-were chosen on the seeds before it; nobody had looked at the others: docs/algorithms.md.
+one: of each loss, of all runs, and of the seeds before and from `FIRST_HELD_OUT` on. The bounds of the warning were
+chosen on some of the seeds before it: docs/algorithms.md.
 
 `runs.jsonl` in the output folder has a line per run; rows are made from it, with as many of the seeds as it has.
 `--run` does the runs that it lacks and appends them, about 10 s of one core each; remove a line to repeat its run.
@@ -61,7 +61,7 @@ LR = 5e-4
 PROVOKED = 4  # times the learning rate
 COLLAPSE = 0.2  # of the reward
 LEAD = 10  # iterations that a warning must come before
-FIRST_HELD_OUT = 15  # seed
+FIRST_HELD_OUT = 12  # seed
 GROUPS = GROUP_SIZE = 16
 MAX_NEW_TOKENS = 4
 POLICY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16}

@@ -30,26 +30,25 @@ MIN_GROUPS = 100  # drawn until then
 
 ESS, KL = "policy/ess_fraction", "policy/kl_behavior_nats"
 LOW_ESS_FRACTION = 0.15
-HIGH_KL_NATS = 2.5  # per token
-LARGE_STEP_NATS = 0.01  # per token
-MAX_ITERATIONS, MIN_ITERATIONS = 40, 10  # of a mean
-FIRST_ITERATIONS = 15  # whose steps are large in healthy runs too
-SMALLEST = 1e-6  # counts in place of less, so that a single 0 does not make a mean 0
+HIGH_KL_NATS = 2.8  # per token
+LAG_ITERATIONS = 10
+LARGE_STEP_NATS = 0.013  # per token
+STEP_ITERATIONS = 20
+FIRST_ITERATIONS = 20  # whose steps are large in healthy runs too
 
 
 class LagWatch:
-    """Tells when the policy is too far from its trajectories, or soon will be.
+    """Tells when the policy is too far from its trajectories, or soon will be, by means over the last iterations.
 
-    By three geometric means over the last `MAX_ITERATIONS` iterations, fewer at the start of a run: values span orders
-    of magnitude, and a single one should not decide. A few tokens have most of the weight: the effective sample size is
-    below `LOW_ESS_FRACTION`. Or, where a loss bounds its weights and they stay even, the policy has left what it learns
-    from: KL(behavior ‖ policy) is above `HIGH_KL_NATS`. Or its steps are large: KL(before ‖ after) of an iteration is
-    above `LARGE_STEP_NATS`. The numbers are from `benchmarks.lag`: docs/algorithms.md.
+    A few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or, where a loss bounds
+    its weights and they stay even, the policy has left what it learns from: KL(behavior ‖ policy) is above
+    `HIGH_KL_NATS`. Or its steps are large: KL(before ‖ after) of an iteration is above `LARGE_STEP_NATS`, in a
+    geometric mean, since a single one may be very large. The numbers are from `benchmarks.lag`: docs/algorithms.md.
     """
 
     def __init__(self, last: Iterable[tuple[float, float, float]] = ()) -> None:
-        self.last = collections.deque(last, maxlen=MAX_ITERATIONS)
-        self.means: list[float] = []  # of sample size, KL and step; empty until there are enough iterations
+        self.last = collections.deque(last, maxlen=STEP_ITERATIONS)
+        self.means: list[float] = []  # of sample size, KL and step; empty before iteration `LAG_ITERATIONS`
         self._problem = self._find()
 
     def begins(self, ess_fraction: float, kl_nats: float, step_nats: float) -> str | None:
@@ -64,17 +63,21 @@ class LagWatch:
         return None if before else self._problem
 
     def _find(self) -> str | None:
-        if len(self.last) < MIN_ITERATIONS:
+        if len(self.last) < LAG_ITERATIONS:
             return None
-        columns = ([max(value, SMALLEST) for value in values] for values in zip(*self.last, strict=True))
-        ess_fraction, kl_nats, step_nats = self.means = list(map(statistics.geometric_mean, columns))
-        in_mean = f"in the geometric mean of the last {len(self.last)} iterations"
+        ess_fractions, kls_nats, steps_nats = zip(*self.last, strict=True)
+        ess_fraction, kl_nats = (statistics.fmean(values[-LAG_ITERATIONS:]) for values in (ess_fractions, kls_nats))
+        are_steps_known = len(steps_nats) == STEP_ITERATIONS and min(steps_nats) > 0
+        step_nats = statistics.geometric_mean(steps_nats) if are_steps_known else 0.0
+        self.means = [ess_fraction, kl_nats, step_nats]
+        in_mean = f"mean of the last {LAG_ITERATIONS} iterations"
         if ess_fraction < LOW_ESS_FRACTION:
-            return f"{ESS} was {ess_fraction:.3g}, below {LOW_ESS_FRACTION}, {in_mean}"
+            return f"{ESS} was {ess_fraction:.3g}, below {LOW_ESS_FRACTION}, in the {in_mean}"
         if kl_nats > HIGH_KL_NATS:
-            return f"{KL} was {kl_nats:.3g}, above {HIGH_KL_NATS}, {in_mean}"
+            return f"{KL} was {kl_nats:.3g}, above {HIGH_KL_NATS}, in the {in_mean}"
         if step_nats > LARGE_STEP_NATS:
-            return f"{STEP} was {step_nats:.3g}, above {LARGE_STEP_NATS}, {in_mean}"
+            in_mean = f"geometric mean of the last {STEP_ITERATIONS} iterations"
+            return f"{STEP} was {step_nats:.3g}, above {LARGE_STEP_NATS}, in the {in_mean}"
         return None
 
 

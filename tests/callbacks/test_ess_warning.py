@@ -29,14 +29,11 @@ def test_few_tokens_with_all_the_weight_warn_once_until_it_recovers(caplog: pyte
         assert not caplog.messages  # too few iterations to tell
         play(control, [0.1] * 20)
         assert len(caplog.messages) == 1
-        start = "policy/ess_fraction was 0.1, below 0.15, in the geometric mean of the last 10 iterations: "
+        start = "policy/ess_fraction was 0.1, below 0.15, in the mean of the last 10 iterations: "
         assert caplog.messages[0].startswith(start)
         assert "Lower lr or max_staleness" in caplog.messages[0]
-        play(control, [1.0] * 40 + [0.01] * 16)  # 0.01^(16/40) = 0.158
-        assert len(caplog.messages) == 1
-        play(control, [0.01] * 16)  # 0.01^(17/40) = 0.141
-    assert len(caplog.messages) == 2
-    assert "was 0.141, below 0.15, in the geometric mean of the last 40 iterations" in caplog.messages[1]
+        play(control, [0.9] * 10 + [0.1] * 20)
+        assert len(caplog.messages) == 2
 
 
 def test_a_policy_that_has_left_what_it_learns_from_warns_though_weights_are_even(
@@ -44,36 +41,35 @@ def test_a_policy_that_has_left_what_it_learns_from_warns_though_weights_are_eve
 ) -> None:
     control = StalenessControl(8)
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(control, [0.1] * 20 + [10.0] * 27, name=KL)  # 0.1^(13/40) · 10^(27/40) = 10^0.35 = 2.24
-        assert not caplog.messages
-        play(control, [10.0] * 13, name=KL)  # with 28, 10^0.4
-        assert len(caplog.messages) == 1
-        start = "policy/kl_behavior_nats was 2.51, above 2.5, in the geometric mean of the last 40 iterations: "
+        play(control, [0.1] * 10 + [20.0] + [2.5] * 2, name=KL)
+        assert not caplog.messages  # (20 + 2 · 2.5 + 7 · 0.1) / 10 = 2.57
+        play(control, [2.5] * 6, name=KL)
+        assert len(caplog.messages) == 1  # with 3 of 2.5 it is 2.81
+        start = "policy/kl_behavior_nats was 2.81, above 2.8, in the mean of the last 10 iterations: "
         assert caplog.messages[0].startswith(start)
-        play(StalenessControl(8), [0.0] + [2.9] * 39, name=KL)  # 0 counts as 1e-6: 2.9^(39/40) · 1e-6^(1/40) = 2.0
-        assert len(caplog.messages) == 1
-        play(StalenessControl(8), [0.0] + [3.8] * 39, name=KL)  # 2.6
-    assert len(caplog.messages) == 2
+        play(control, [2.75] * 30, name=KL)
+    assert len(caplog.messages) == 1
 
 
 def test_large_steps_warn_by_their_geometric_mean(caplog: pytest.LogCaptureFixture) -> None:
     control = StalenessControl(8)
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(control, [0.001] * 30 + [100.0], name=STEP)  # 10^((-3 · 30 + 2) / 31) = 0.00145
-        play(control, [0.1] * 10, name=STEP)  # 10^((-3 · 29 + 2 - 1 · 10) / 40) = 0.0042
-        play(StalenessControl(8), [1.0] * 15 + [0.009] * 60, name=STEP, first=1)  # the first 15 do not count
-        assert not caplog.messages
-        play(StalenessControl(8), [1.0] * 15 + [0.011] * 40, name=STEP, first=1)
+        play(control, [0.001] * 19 + [100.0], name=STEP)  # 0.001 · 100,000^(1/20) = 0.0018
+        play(control, [0.1] * 10, name=STEP)  # 9 · 0.001, one 100, 10 · 0.1: 0.0447 · √0.1 · 100^(1/20) = 0.0178
         assert len(caplog.messages) == 1
-        start = "policy/step_k3_nats was 0.011, above 0.01, in the geometric mean of the last 40 iterations: "
+        start = "policy/step_k3_nats was 0.0141, above 0.013, in the geometric mean of the last 20 iterations: "
         assert caplog.messages[0].startswith(start)
-        play(StalenessControl(8), [0.02] * 20 + [0.0] + [0.02] * 39, name=STEP)  # from before one that is not known
+        play(control, [0.012] * 30, name=STEP)
+        play(StalenessControl(8), [0.05] * 19 + [0.0] + [0.05] * 19, name=STEP)  # one that is not known
+        play(StalenessControl(8), [1.0] * 20 + [0.012] * 20, name=STEP, first=1)  # the first 20 do not count
+        assert len(caplog.messages) == 1
+        play(StalenessControl(8), [1.0] * 21 + [0.012] * 19, name=STEP, first=1)
     assert len(caplog.messages) == 2
 
 
-def test_single_low_iterations_and_a_moderate_fraction_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_low_iteration_and_a_moderate_fraction_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(StalenessControl(8), [1.0] * 10 + [0.001] + [1.0] * 10 + [0.2] * 60)
+        play(StalenessControl(8), [1.0] * 10 + [0.01] + [1.0] * 10 + [0.16] * 30)
         play(StalenessControl(8), [0.1] * 30, is_main=False)
         module: Any = None
         trainer: Any = SimpleNamespace(callback_metrics={}, is_global_zero=True, global_step=30)  # a LightningModule
