@@ -1,6 +1,6 @@
 """Which loss still trains at which lag: reward against on-policy's at equal samples, and when the warning comes.
 
-    python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,...,11]
+    python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,...,15]
                              [--iterations 160] [--out benchmarks/lag] [--quick]
 
 Task, reward and settings are those of `benchmarks.algorithms` (the largest of four digits, 16 groups of 16, two
@@ -16,13 +16,14 @@ without lag. Rows with `provoked` have a learning rate so high that some losses 
 iterations, falls by `COLLAPSE` below its best. `ess_warning_lead_iterations` is the least number of iterations from a
 run's first warning to its collapse: null if no run collapsed, and negative or "missed" where the warning was late.
 
-A collapse is *provoked* if its learning rate is; one at the usual rate is counted by itself ("other"), and a run
-without a collapse is healthy at the usual rate only. It does not matter whether the reward recovers.
+A collapse is *provoked* if its learning rate is. At the usual rate a configuration, which is a loss and a lag, is
+*healthy* if none of its runs collapses, and *on the edge* if some do: there a warning is right whether or not this seed
+collapses, since the next one does. It does not matter whether the reward recovers. More seeds can show that a healthy
+configuration is on the edge, never the opposite.
 
-The rows `warnings` count, of all runs and of each loss, how many collapses a warning came `LEAD` iterations ahead of,
-and how many healthy runs have one; with `with_steps` false, by the first two bounds alone. Those were chosen on runs
-of another processor, where the same seeds take another course, and the bound of the steps on 27 of these:
-docs/algorithms.md.
+The rows `warnings` count how many collapses a warning came `LEAD` iterations ahead of, and how many other runs have
+one: of each loss, of all runs, and of the seeds before and from `FIRST_HELD_OUT` on. The bounds of the warning were
+chosen on some of the seeds before it: docs/algorithms.md.
 
 `runs.jsonl` in the output folder has a line per run; rows are made from it, with as many of the seeds as it has.
 `--run` does the runs that it lacks and appends them, about 10 s of one core each; remove a line to repeat its run.
@@ -48,6 +49,8 @@ from lightrl.callbacks.lag_probe import kept_places, step_k3
 from lightrl.callbacks.staleness import FIRST_ITERATIONS, LagWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.nn import Module
 
@@ -58,6 +61,7 @@ LR = 5e-4
 PROVOKED = 4  # times the learning rate
 COLLAPSE = 0.2  # of the reward
 LEAD = 10  # iterations that a warning must come before
+FIRST_HELD_OUT = 12  # seed
 GROUPS = GROUP_SIZE = 16
 MAX_NEW_TOKENS = 4
 POLICY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16}
@@ -83,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run", action="store_true", help="first do the runs that the records lack")
     parser.add_argument("--losses", default=",".join(LOSSES), help="names, separated by commas")
     parser.add_argument("--staleness", default="16,64", help="lags in iterations, separated by commas")
-    parser.add_argument("--seeds", default=",".join(map(str, range(12))), help="separated by commas")
+    parser.add_argument("--seeds", default=",".join(map(str, range(16))), help="separated by commas")
     parser.add_argument("--iterations", type=int, default=160)
     parser.add_argument("--out", type=Path, help="benchmarks/lag; with --quick runs/lag_quick")
     parser.add_argument("--quick", action="store_true", help="runs one, short; the numbers mean nothing")
@@ -111,9 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         recorded = [seed for seed in seeds if (*setting, seed) in records and ("GRPO", 0, LR, seed) in records]
         if recorded:
             report.add(**row_of(records, *setting, recorded))
-    for loss, with_steps in (("all", False), ("all", True), *((loss, True) for loss in losses if not options.quick)):
-        runs = [run for run in records.values() if loss in ("all", run["loss"])]
-        report.add("warnings", loss=loss, **warnings_of(runs, with_steps=with_steps))
+    for name, counts in warnings_of(list(records.values())).items():
+        report.add("warnings", loss=name, **counts)
     report.finish()
 
 
@@ -226,7 +229,8 @@ def row_of(
     runs = [records[loss, lag, lr, seed] for seed in seeds]
     rewards = [last_reward(run["reward"]) for run in runs]
     on_policy = [last_reward(records["GRPO", 0, LR, seed]["reward"]) for seed in seeds]
-    collapses = [(collapse_of(run["reward"]), warning_of(run)) for run in runs]
+    watches = [watched(run) for run in runs]
+    collapses = [(collapse_of(run["reward"]), warning) for run, (warning, _) in zip(runs, watches, strict=True)]
     leads = [None if warning is None else collapse - warning for collapse, warning in collapses if collapse is not None]
     return {
         "measurement": "trained" if lr == LR else "provoked",
@@ -239,8 +243,9 @@ def row_of(
         "collapsed": len(leads),
         "ess_warning_lead_iterations": "missed" if None in leads else min(leads, default=None),  # type: ignore[type-var]
         "warned_without_collapse": sum(collapse is None and warning is not None for collapse, warning in collapses),
-        "lowest_ess_fraction": round(min(min(means_of_10(run["ess_fraction"])) for run in runs), 2),
-        "highest_kl_nats": round(max(max(means_of_10(run["kl_behavior_nats"])) for run in runs), 2),
+        "lowest_ess_fraction": min((round(min(ess), 2) for _, (ess, _, _) in watches)),
+        "highest_kl_nats": max((round(max(kl), 2) for _, (_, kl, _) in watches)),
+        "largest_step_nats": max((round(max(step), 4) for _, (_, _, step) in watches)),
     }
 
 
@@ -256,37 +261,59 @@ def means_of_10(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[max(0, end - 10) : end]) for end in range(min(10, len(values)), len(values) + 1)]
 
 
-def warning_of(run: dict[str, Any], *, with_steps: bool = True) -> int | None:
-    """The iteration, from 0, of the first warning that StalenessControl gives; None without."""
-    watch = LagWatch()
-    steps = run.get("step_k3_nats", []) if with_steps else []
-    steps = [0.0] * FIRST_ITERATIONS + steps[FIRST_ITERATIONS:]
+def watched(run: dict[str, Any]) -> tuple[int | None, list[list[float]]]:
+    """When StalenessControl warns, and of what: the iteration, from 0, of its first warning, None without; its means.
+
+    The means of sample size, KL and step are a list each, with a value for each iteration since the first that counts.
+    """
+    watch, warnings, means = LagWatch(), [], []
+    steps = [0.0] * FIRST_ITERATIONS + run.get("step_k3_nats", [])[FIRST_ITERATIONS:]
     values = itertools.zip_longest(run["ess_fraction"], run["kl_behavior_nats"], steps, fillvalue=0.0)
-    return next((index for index, numbers in enumerate(values) if watch.begins(*numbers)), None)
+    for index, numbers in enumerate(values):
+        warnings += [index] if watch.begins(*numbers) else []
+        means += [watch.means] if watch.means else []
+    return min(warnings, default=None), [list(values) for values in zip(*means, strict=True)]
 
 
-def warnings_of(runs: Sequence[dict[str, Any]], *, with_steps: bool) -> dict[str, Any]:
-    """How many collapses are warned of `LEAD` iterations ahead, and how many healthy runs have a warning."""
-    provoked: list[int] = []
-    late: list[int] = []
-    healthy: list[bool] = []
-    for run in runs:
-        collapse, warning = collapse_of(run["reward"]), warning_of(run, with_steps=with_steps)
-        if collapse is not None:
-            (provoked if run["lr"] > LR else late).append(-1 if warning is None else collapse - warning)
-        elif run["lr"] == LR:
-            healthy.append(warning is not None)
-    in_time = [lead for lead in provoked if lead >= LEAD]
+def warnings_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By name of a row: how many collapses are warned of `LEAD` iterations ahead, and how many other runs are."""
+    outcomes = [(run, collapse_of(run["reward"]), watched(run)[0]) for run in runs]
+    usual = [(run["loss"], run["staleness"], collapse) for run, collapse, _ in outcomes if run["lr"] == LR]
+    edge = {(loss, lag) for loss, lag, collapse in usual if collapse is not None}
+
+    def counts(is_counted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        leads: dict[str, list[int]] = {"provoked": [], "on the edge": []}
+        has_warning: dict[str, list[bool]] = {"provoked": [], "on the edge": [], "healthy": []}
+        for run, collapse, warning in outcomes:
+            if not is_counted(run):
+                continue
+            is_edge = (run["loss"], run["staleness"]) in edge
+            kind = "provoked" if run["lr"] > LR else "on the edge" if is_edge else "healthy"
+            if collapse is None:
+                has_warning[kind].append(warning is not None)
+            else:
+                leads[kind].append(-1 if warning is None else collapse - warning)
+        in_time = {kind: [lead for lead in values if lead >= LEAD] for kind, values in leads.items()}
+        return {
+            "runs": sum(is_counted(run) for run in runs),
+            "provoked_collapses": len(leads["provoked"]),
+            "warned_in_time": len(in_time["provoked"]),
+            "least_lead_iterations": min(in_time["provoked"], default=None),
+            "provoked_without_collapse": len(has_warning["provoked"]),
+            "of_these_with_a_warning": sum(has_warning["provoked"]),
+            "on_the_edge": len(leads["on the edge"]) + len(has_warning["on the edge"]),
+            "edge_collapses": len(leads["on the edge"]),
+            "edge_warned_in_time": len(in_time["on the edge"]),
+            "edge_warned_without_collapse": sum(has_warning["on the edge"]),
+            "healthy": len(has_warning["healthy"]),
+            "healthy_with_a_warning": sum(has_warning["healthy"]),
+        }
+
     return {
-        "with_steps": with_steps,
-        "runs": len(runs),
-        "provoked_collapses": len(provoked),
-        "warned_in_time": len(in_time),
-        "least_lead_iterations": min(in_time, default=None),
-        "other_collapses": len(late),
-        "others_warned_in_time": sum(lead >= LEAD for lead in late),
-        "healthy": len(healthy),
-        "healthy_with_a_warning": sum(healthy),
+        **{loss: counts(lambda run, loss=loss: run["loss"] == loss) for loss in LOSSES},
+        f"seeds before {FIRST_HELD_OUT}": counts(lambda run: run["seed"] < FIRST_HELD_OUT),
+        f"seeds from {FIRST_HELD_OUT} on": counts(lambda run: run["seed"] >= FIRST_HELD_OUT),
+        "all": counts(lambda run: True),
     }
 
 

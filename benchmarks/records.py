@@ -370,27 +370,36 @@ def lag_table(_: str, __: str) -> str:
         row = lag.row_of(records, loss, eta, lr, seeds)
         lead = row["ess_warning_lead_iterations"]
         cells = [loss_name(loss), eta, f"{lr:g}", row["seeds"], f"{row['fraction_of_on_policy']:.3f}"]
-        cells += [", ".join(f"{reward:.2f}" for reward in row["last_rewards"]), row["collapsed"]]
+        cells += [" – ".join(f"{limit(row['last_rewards']):.2f}" for limit in (min, max)), row["collapsed"]]
         cells += ["" if lead is None else lead, row["warned_without_collapse"]]
         cells += [f"{row['lowest_ess_fraction']:.2f}", f"{row['highest_kl_nats']:.2f}"]
+        cells += [f"{row['largest_step_nats']:.4f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     head = "| loss | η | lr | seeds | of on-policy | last rewards | collapsed | lead | warned without collapse |"
-    head += " lowest `ess_fraction` | highest `kl_behavior_nats` |"
-    return "\n".join(["", head, "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|", *lines, ""])
+    head += " lowest `ess_fraction` | highest `kl_behavior_nats` | largest `step_k3_nats` |"
+    return "\n".join(["", head, "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|", *lines, ""])
 
 
 def warnings_table(_: str, __: str) -> str:
-    """A row for each loss of benchmarks/lag/runs.jsonl, and one for all: what the warning saw."""
+    """A row for each loss of benchmarks/lag/runs.jsonl, for seeds of the choice and held-out ones, and for all."""
     records = lag.read_records(ROOT / "benchmarks" / "lag" / "runs.jsonl")
+    heads = {
+        "runs": "runs",
+        "provoked_collapses": "provoked collapses",
+        "warned_in_time": "warned of",
+        "least_lead_iterations": "least lead",
+        "on_the_edge": "runs on the edge",
+        "edge_collapses": "of these collapsed",
+        "edge_warned_in_time": "warned of",
+        "edge_warned_without_collapse": "warned, no collapse",
+        "healthy": "healthy runs",
+        "healthy_with_a_warning": "with a warning",
+    }
     lines = []
-    for loss in (*lag.LOSSES, "all"):
-        row = lag.warnings_of([run for key, run in records.items() if loss in ("all", key[0])], with_steps=True)
-        cells = [loss_name(loss) if loss != "all" else "all", row["runs"], row["provoked_collapses"]]
-        cells += [row["warned_in_time"], "" if row["least_lead_iterations"] is None else row["least_lead_iterations"]]
-        cells += [row["other_collapses"], row["others_warned_in_time"], row["healthy"], row["healthy_with_a_warning"]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    head = "| loss | runs | provoked collapses | warned of | least lead | other collapses | warned of | healthy runs |"
-    return "\n".join(["", head + " with a warning |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|", *lines, ""])
+    for name, row in lag.warnings_of(list(records.values())).items():
+        cells = ["" if row[key] is None else row[key] for key in heads]
+        lines.append(f"| {' | '.join(map(str, [loss_name(name) if name in lag.LOSSES else name, *cells]))} |")
+    return "\n".join(["", f"| loss | {' | '.join(heads.values())} |", f"|---|{'--:|' * len(heads)}", *lines, ""])
 
 
 def loss_name(loss: str) -> str:

@@ -434,7 +434,8 @@ def test_a_run_with_lag_trains_on_what_older_weights_sampled(tmp_path, capsys, m
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")][1:]
     trained = [row for row in rows if row["measurement"] == "trained"]
     assert [(row["loss"], row["staleness"], row["seeds"]) for row in trained] == [("GRPO", 0, 1), ("OAPL", 2, 1)]
-    assert [(row["loss"], row["runs"], row["healthy"]) for row in rows[2:]] == [("all", 2, 2)] * 2
+    counts = [(row["loss"], row["runs"], row["healthy"]) for row in rows[2:] if row["runs"]]
+    assert counts == [("GRPO", 1, 1), ("OAPL", 1, 1), ("seeds before 12", 2, 2), ("all", 2, 2)]
     assert rows[0]["fraction_of_on_policy"] == 1
     assert rows[0]["ess_warning_lead_iterations"] is None
     lags.clear()
@@ -448,23 +449,42 @@ def test_a_collapse_is_a_fall_of_the_mean_and_its_warning_comes_before():
     assert lag.collapse_of([0.9] * 40 + [0.8] * 40) is None
     ess = [1.0] * 20 + [0.1] * 30
     even, near = {"ess_fraction": [1.0] * 50}, {"kl_behavior_nats": [0.0] * 50}
-    assert lag.warning_of({"ess_fraction": ess, **near}) == 28  # 0.1 · 9 + 1 = 1.9, below 0.2 · 10
-    assert lag.warning_of({**even, "kl_behavior_nats": [0.0] * 20 + [3.0] * 30}) == 29  # 3 · 9 = 27, not above 2.7 · 10
-    moving = {"ess_fraction": [1.0] * 60, "kl_behavior_nats": [0.0] * 60, "step_k3_nats": [0.05] * 60}
-    assert lag.warning_of(moving) == 39  # 20 of them, without the first 20
-    assert lag.warning_of(moving, with_steps=False) is None
-    later = [0.9] * 45 + [0.5] * 15  # from 50 on
-    runs = [{"lr": lr, "reward": reward, **moving} for lr in (lag.LR, 4 * lag.LR) for reward in (later, [0.9] * 60)]
-    counts = {"runs": 4, "provoked_collapses": 1, "other_collapses": 1, "healthy": 1}
-    warned = {"warned_in_time": 1, "least_lead_iterations": 11, "others_warned_in_time": 1, "healthy_with_a_warning": 1}
-    silent = {
-        "warned_in_time": 0,
-        "least_lead_iterations": None,
-        "others_warned_in_time": 0,
-        "healthy_with_a_warning": 0,
-    }
-    for with_steps, expected in ((True, warned), (False, silent)):
-        assert lag.warnings_of(runs, with_steps=with_steps) == {"with_steps": with_steps, **counts, **expected}
+    warning, means = lag.watched({"ess_fraction": ess, **near})
+    assert warning == 29  # the mean of 9 of them and a 1 is 0.19
+    assert [len(values) for values in means] == [41] * 3  # since the 10th iteration
+    assert min(means[0]) == pytest.approx(0.1)
+    assert lag.watched({**even, "kl_behavior_nats": [0.0] * 20 + [3.0] * 30})[0] == 29  # 3 · 9 = 27, not above 2.8 · 10
+    moving = {"ess_fraction": [1.0] * 60, "kl_behavior_nats": [0.0] * 60, "step_k3_nats": [0.014] * 60}
+    assert lag.watched(moving)[0] == 39  # 20 of them, without the first 20
+    assert lag.watched({**moving, "step_k3_nats": [1.0] * 20 + [0.012] * 40})[0] is None
+
+
+def test_other_seeds_decide_whether_a_warning_without_a_collapse_is_a_false_alarm():
+    def run(loss, seed, rewards, *, step=0.014, lr=lag.LR):
+        flat = {"ess_fraction": [1.0] * 80, "kl_behavior_nats": [0.0] * 80, "step_k3_nats": [step] * 80}
+        return {"loss": loss, "staleness": 64, "lr": lr, "seed": seed, "reward": rewards, **flat}
+
+    stays, falls, falls_early = [0.9] * 80, [0.9] * 65 + [0.5] * 15, [0.9] * 35 + [0.5] * 45
+    runs = [run("GRPO", 0, stays), run("GRPO", 1, stays, step=0.001)]  # healthy, one with a warning
+    runs += [run("OAPL", 0, stays), run("OAPL", 15, falls)]  # on the edge; 70 - 39 = 31 iterations ahead
+    runs += [run("OAPL", 1, stays, step=0.001), run("OAPL", 2, falls_early), run("OAPL", 16, falls, step=0.001)]
+    runs += [run("GRPO", 0, falls, lr=4 * lag.LR), run("GRPO", 1, stays, lr=4 * lag.LR)]
+    rows = lag.warnings_of(runs)
+    provoked = {"provoked_collapses": 1, "warned_in_time": 1, "least_lead_iterations": 31}
+    provoked |= {"provoked_without_collapse": 1, "of_these_with_a_warning": 1}
+    none = {key: None if key == "least_lead_iterations" else 0 for key in provoked}
+    no_edge = {"on_the_edge": 0, "edge_collapses": 0, "edge_warned_in_time": 0, "edge_warned_without_collapse": 0}
+    healthy = {"healthy": 2, "healthy_with_a_warning": 1}
+    assert rows["GRPO"] == {"runs": 4, **provoked, **no_edge, **healthy}
+    edge = {"on_the_edge": 5, "edge_collapses": 3, "edge_warned_in_time": 1, "edge_warned_without_collapse": 1}
+    assert rows["OAPL"] == {"runs": 5, **none, **edge, "healthy": 0, "healthy_with_a_warning": 0}
+    assert rows["all"] == {"runs": 9, **provoked, **edge, **healthy}
+    assert rows["seeds before 12"]["on_the_edge"] == 3  # seeds 0 to 2, of which one collapsed
+    assert rows["seeds from 12 on"]["edge_warned_in_time"] == 1
+
+
+def test_a_row_has_the_reward_against_on_policy_and_the_least_lead():
+    rewards, ess = [0.3] * 10 + [0.9] * 30 + [0.5] * 10, [1.0] * 20 + [0.1] * 30
     records = {
         ("GRPO", 0, lag.LR, 0): {"reward": [0.8] * 50, "ess_fraction": [1.0] * 50},
         ("GRPO", 64, lag.LR, 0): {"reward": rewards, "ess_fraction": ess},
@@ -474,6 +494,6 @@ def test_a_collapse_is_a_fall_of_the_mean_and_its_warning_comes_before():
     for record in records.values():
         record["kl_behavior_nats"] = [0.0] * 50
     rows = {loss: lag.row_of(records, loss, 64, lag.LR, [0]) for loss in ("GRPO", "OAPL", "TOPR")}
-    assert [row["ess_warning_lead_iterations"] for row in rows.values()] == [17, "missed", None]
+    assert [row["ess_warning_lead_iterations"] for row in rows.values()] == [16, "missed", None]
     assert [row["warned_without_collapse"] for row in rows.values()] == [0, 0, 1]
     assert [row["fraction_of_on_policy"] for row in rows.values()] == [0.625, 0.625, 1.0]

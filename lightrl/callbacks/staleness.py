@@ -13,6 +13,8 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.rollout import RolloutSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import lightning as L
 
     from lightrl.experience import Experience
@@ -27,8 +29,8 @@ MIN_BIAS = 0.01  # of the groups drawn again, to warn
 MIN_GROUPS = 100  # drawn until then
 
 ESS, KL = "policy/ess_fraction", "policy/kl_behavior_nats"
-LOW_ESS_FRACTION = 0.2
-HIGH_KL_NATS = 2.7  # per token
+LOW_ESS_FRACTION = 0.15
+HIGH_KL_NATS = 2.8  # per token
 LAG_ITERATIONS = 10
 LARGE_STEP_NATS = 0.013  # per token
 STEP_ITERATIONS = 20
@@ -44,8 +46,10 @@ class LagWatch:
     geometric mean, since a single one may be very large. The numbers are from `benchmarks.lag`: docs/algorithms.md.
     """
 
-    def __init__(self) -> None:
-        self.last: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=STEP_ITERATIONS)
+    def __init__(self, last: Iterable[tuple[float, float, float]] = ()) -> None:
+        self.last = collections.deque(last, maxlen=STEP_ITERATIONS)
+        self.means: list[float] = []  # of sample size, KL and step; empty before iteration `LAG_ITERATIONS`
+        self._problem = self._find()
 
     def begins(self, ess_fraction: float, kl_nats: float, step_nats: float) -> str | None:
         """What goes wrong since this iteration, whose values these are; None if nothing does, or did before.
@@ -53,22 +57,27 @@ class LagWatch:
         Args:
             step_nats: 0 where it is not known, and in the `FIRST_ITERATIONS`.
         """
-        before = self._problem()
+        before = self._problem
         self.last.append((ess_fraction, kl_nats, step_nats))
-        return None if before else self._problem()
+        self._problem = self._find()
+        return None if before else self._problem
 
-    def _problem(self) -> str | None:
+    def _find(self) -> str | None:
         if len(self.last) < LAG_ITERATIONS:
             return None
-        ess_fractions, kls_nats, steps_nats = (list(values) for values in zip(*self.last, strict=True))
-        in_mean = f"in the mean of the last {LAG_ITERATIONS} iterations"
-        if statistics.fmean(ess_fractions[-LAG_ITERATIONS:]) < LOW_ESS_FRACTION:
-            return f"{ESS} was below {LOW_ESS_FRACTION} {in_mean}"
-        if statistics.fmean(kls_nats[-LAG_ITERATIONS:]) > HIGH_KL_NATS:
-            return f"{KL} was above {HIGH_KL_NATS} {in_mean}"
+        ess_fractions, kls_nats, steps_nats = zip(*self.last, strict=True)
+        ess_fraction, kl_nats = (statistics.fmean(values[-LAG_ITERATIONS:]) for values in (ess_fractions, kls_nats))
         are_steps_known = len(steps_nats) == STEP_ITERATIONS and min(steps_nats) > 0
-        if are_steps_known and statistics.geometric_mean(steps_nats) > LARGE_STEP_NATS:
-            return f"{STEP} was above {LARGE_STEP_NATS} in the geometric mean of the last {STEP_ITERATIONS} iterations"
+        step_nats = statistics.geometric_mean(steps_nats) if are_steps_known else 0.0
+        self.means = [ess_fraction, kl_nats, step_nats]
+        in_mean = f"mean of the last {LAG_ITERATIONS} iterations"
+        if ess_fraction < LOW_ESS_FRACTION:
+            return f"{ESS} was {ess_fraction:.3g}, below {LOW_ESS_FRACTION}, in the {in_mean}"
+        if kl_nats > HIGH_KL_NATS:
+            return f"{KL} was {kl_nats:.3g}, above {HIGH_KL_NATS}, in the {in_mean}"
+        if step_nats > LARGE_STEP_NATS:
+            in_mean = f"geometric mean of the last {STEP_ITERATIONS} iterations"
+            return f"{STEP} was {step_nats:.3g}, above {LARGE_STEP_NATS}, in the {in_mean}"
         return None
 
 
@@ -183,5 +192,5 @@ class StalenessControl(RLCallback):
         return {"last_lags": [list(values) for values in self._lag.last]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._lag.last.clear()
-        self._lag.last.extend((*values[:2], *(values[2:] or [0.0])) for values in state_dict.get("last_lags", ()))
+        last = state_dict.get("last_lags", ())
+        self._lag = LagWatch((values[0], values[1], values[2] if values[2:] else 0.0) for values in last)

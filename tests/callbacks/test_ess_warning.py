@@ -29,7 +29,9 @@ def test_few_tokens_with_all_the_weight_warn_once_until_it_recovers(caplog: pyte
         assert not caplog.messages  # too few iterations to tell
         play(control, [0.1] * 20)
         assert len(caplog.messages) == 1
-        assert caplog.messages[0].startswith("policy/ess_fraction was below 0.2 in the mean of the last 10 iterations")
+        start = "policy/ess_fraction was 0.1, below 0.15, in the mean of the last 10 iterations: "
+        assert caplog.messages[0].startswith(start)
+        assert "Lower lr or max_staleness" in caplog.messages[0]
         play(control, [0.9] * 10 + [0.1] * 20)
         assert len(caplog.messages) == 2
 
@@ -39,10 +41,13 @@ def test_a_policy_that_has_left_what_it_learns_from_warns_though_weights_are_eve
 ) -> None:
     control = StalenessControl(8)
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(control, [0.1] * 10 + [20.0] + [2.5] * 8, name=KL)
-        assert len(caplog.messages) == 1  # (20 + 9 · 0.1) / 10 is no mean above 2.7, but with more of 2.5 it is
-        assert caplog.messages[0].startswith("policy/kl_behavior_nats was above 2.7 in the mean of the last 10")
-        play(control, [2.5] * 30, name=KL)
+        play(control, [0.1] * 10 + [20.0] + [2.5] * 2, name=KL)
+        assert not caplog.messages  # (20 + 2 · 2.5 + 7 · 0.1) / 10 = 2.57
+        play(control, [2.5] * 6, name=KL)
+        assert len(caplog.messages) == 1  # with 3 of 2.5 it is 2.81
+        start = "policy/kl_behavior_nats was 2.81, above 2.8, in the mean of the last 10 iterations: "
+        assert caplog.messages[0].startswith(start)
+        play(control, [2.75] * 30, name=KL)
     assert len(caplog.messages) == 1
 
 
@@ -52,7 +57,7 @@ def test_large_steps_warn_by_their_geometric_mean(caplog: pytest.LogCaptureFixtu
         play(control, [0.001] * 19 + [100.0], name=STEP)  # 0.001 · 100,000^(1/20) = 0.0018
         play(control, [0.1] * 10, name=STEP)  # 9 · 0.001, one 100, 10 · 0.1: 0.0447 · √0.1 · 100^(1/20) = 0.0178
         assert len(caplog.messages) == 1
-        start = "policy/step_k3_nats was above 0.013 in the geometric mean of the last 20 iterations: "
+        start = "policy/step_k3_nats was 0.0141, above 0.013, in the geometric mean of the last 20 iterations: "
         assert caplog.messages[0].startswith(start)
         play(control, [0.012] * 30, name=STEP)
         play(StalenessControl(8), [0.05] * 19 + [0.0] + [0.05] * 19, name=STEP)  # one that is not known
@@ -64,7 +69,7 @@ def test_large_steps_warn_by_their_geometric_mean(caplog: pytest.LogCaptureFixtu
 
 def test_a_single_low_iteration_and_a_moderate_fraction_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(StalenessControl(8), [1.0] * 10 + [0.01] + [1.0] * 10 + [0.25] * 30)
+        play(StalenessControl(8), [1.0] * 10 + [0.01] + [1.0] * 10 + [0.16] * 30)
         play(StalenessControl(8), [0.1] * 30, is_main=False)
         module: Any = None
         trainer: Any = SimpleNamespace(callback_metrics={}, is_global_zero=True, global_step=30)  # a LightningModule
@@ -72,8 +77,8 @@ def test_a_single_low_iteration_and_a_moderate_fraction_do_not_warn(caplog: pyte
     assert not caplog.messages
 
 
-def test_a_resumed_run_warns_when_it_would_have(caplog: pytest.LogCaptureFixture) -> None:
-    first, resumed = StalenessControl(8), StalenessControl(8)
+def test_a_resumed_run_warns_when_it_would_have_and_not_again(caplog: pytest.LogCaptureFixture) -> None:
+    first, resumed, warned = StalenessControl(8), StalenessControl(8), StalenessControl(8)
     play(first, [0.1] * 9)
     resumed.load_state_dict(first.state_dict())
     older = StalenessControl(8)
@@ -81,4 +86,7 @@ def test_a_resumed_run_warns_when_it_would_have(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         play(resumed, [0.1])
         play(older, [0.1])
+        assert len(caplog.messages) == 2
+        warned.load_state_dict(resumed.state_dict())
+        play(warned, [0.1] * 20)
     assert len(caplog.messages) == 2
