@@ -27,7 +27,7 @@ MAX_PACKAGE_LINES = sum({
     "a run that goes on with fewer hosts of a Ray cluster": 85,
     "reward workers on any host of a Ray cluster": 115,
     "ranks and servers on Slurm nodes of different kinds": 23,
-    "workflows in several processes of rank 0's host, with servers, pauses and checkpoints as in one": 934,
+    "workflows in several processes of rank 0's host, with servers, pauses and checkpoints as in one": 935,
     "an iteration spread over the ranks, in host memory": 1_441,
     "asynchrony without bias: windowed order, lag and steps measured, losses for it": 750,
     "top-p and top-k trained exactly": 667,
