@@ -155,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fleet", default="8,16,3,8", help="numbers of servers, one after the other")
     parser.add_argument("--seconds", type=float, default=15.0, help="at each number")
+    parser.add_argument("--router", help="smg: its servers may write more at a time than SLOTS")
     parser.add_argument("--pace", type=float, default=0.05, help="seconds that a server takes for a token")
     parser.add_argument("--sync_every", type=float, default=4.0, help="seconds between the end of a sync and the next")
     options = parser.parse_args()
@@ -170,6 +171,7 @@ def main() -> None:
             servers.add(server)
         engine = SGLangEngine(
             urls=[f"file://{folder}"],
+            router=options.router,
             max_connections=SLOTS,
             timeouts=Timeouts(hang_s=5.0, request_s=20.0, sync_s=20.0, server_wait_s=30.0),
             probe_interval_s=0.5,

@@ -2,6 +2,9 @@
 
     pip install smg && python -m benchmarks.routing [--servers 4] [--groups 24]
 
+Requests come from a plain client (`pool`, `smg POLICY`) or from SGLangEngine (`engine`, and `engine smg` with
+`router: smg`), which also loads a weight version first.
+
 Servers are small HTTP programs with a prefix cache in pages, as SGLang's; each computes `SLOTS` requests at a time, at
 a fixed pace per prompt token that is not cached and per token written. All samples of the groups start at once: a
 group's samples have one prompt, all prompts begin with the same instruction, and each sample takes several turns, whose
@@ -27,10 +30,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
+import torch
 from aiohttp import web
+from transformers import AutoConfig
 
 from benchmarks.report import Report
+from lightrl.engines import SGLangEngine
 from lightrl.engines.sglang.pool import ServerPool
+from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket
 
 PAGE = 16
 SLOTS, PREFILL_S, DECODE_S = 8, 2e-5, 2e-4  # seconds per token
@@ -44,7 +52,7 @@ class CachedServer:
         self.pages: set[int] = set()
         self.prompt_tokens = self.computed_tokens = 0
         self.busy_s = 0.0
-        self.url = ""
+        self.url = self.weight_version = ""
         self._slots = asyncio.Semaphore(SLOTS)
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -59,7 +67,17 @@ class CachedServer:
             self.compute([*tokens, *written])
         self.prompt_tokens += len(tokens)
         self.computed_tokens += computed
-        return web.json_response({"text": "", "output_ids": written, "meta_info": {"id": body["rid"]}})
+        meta = {"id": body["rid"], "finish_reason": {"type": "length"}, "weight_version": self.weight_version}
+        meta["output_token_logprobs"] = [[-1.0, token, None] for token in written]
+        return web.json_response({"text": "", "output_ids": written, "meta_info": meta})
+
+    async def load(self, request: web.Request) -> web.Response:
+        self.weight_version = (await request.json())["weight_version"]
+        return web.json_response({"success": True})
+
+    async def facts(self, request: web.Request) -> web.Response:
+        facts = {"model_path": "model", "served_model_name": "model", "is_generation": True, "tp_size": 1}
+        return web.json_response(facts | {"weight_version": self.weight_version})
 
     def compute(self, tokens: Sequence[int]) -> int:
         """Tokens that were not cached; they are now."""
@@ -72,11 +90,13 @@ class CachedServer:
     async def serving(self) -> AsyncIterator[None]:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/generate", self.generate)
+        app.router.add_post("/update_weights_from_disk", self.load)
+        for path in ("/pause_generation", "/continue_generation"):
+            app.router.add_post(path, lambda request: web.Response())
         for path in ("/health", "/health_generate"):
             app.router.add_get(path, lambda request: web.Response())
         for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
-            facts = {"model_path": "model", "served_model_name": "model", "is_generation": True, "tp_size": 1}
-            app.router.add_get(path, lambda request, facts=facts: web.json_response(facts))
+            app.router.add_get(path, self.facts)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port := free_port())
@@ -146,6 +166,26 @@ async def send(client: aiohttp.ClientSession, url: str, name: str, tokens: list[
 
 
 @asynccontextmanager
+async def engine_on(servers: Sequence[CachedServer], router: str | None) -> AsyncIterator[Post]:
+    """Requests of an engine that has loaded its first version."""
+    urls = [server.url for server in servers]
+    engine = SGLangEngine(urls=urls, router=router, verify_sync=False)
+    buckets = [Bucket({"weight": torch.zeros(1)}, is_last=True)]
+    try:
+        await asyncio.to_thread(engine.start, AutoConfig.for_model("llama", vocab_size=50_000))
+        await asyncio.to_thread(engine.load_weights, buckets, weight_version=0)
+
+        async def post(session: str, name: str, tokens: list[int]) -> list[int]:
+            seed = random.Random(name).randrange(2**31)
+            (written,) = await engine.generate(tokens, Sampling(max_new_tokens=COMPLETION, seed=seed), session=session)
+            return list(written.token_ids)
+
+        yield post
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+@asynccontextmanager
 async def gateway(servers: Sequence[CachedServer], policy: str) -> AsyncIterator[str]:
     """The address of smg in front of these servers."""
     port, metrics = free_port(), free_port()
@@ -178,8 +218,11 @@ async def measured(router: str, num_servers: int, num_groups: int) -> dict[str, 
         for server in servers:
             await stack.enter_async_context(server.serving())
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        if router == "lightrl":
+        if router == "pool":
             seconds = await play(by_pool(servers, client), num_groups, seen)
+        elif router.startswith("engine"):
+            post = await stack.enter_async_context(engine_on(servers, router.removeprefix("engine").strip() or None))
+            seconds = await play(post, num_groups, seen)
         else:
             async with gateway(servers, router.removeprefix("smg ")) as url:
                 seconds = await play(lambda session, name, tokens: send(client, url, name, tokens), num_groups, seen)
@@ -210,10 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--groups", type=int, default=24, help=f"prompts, each answered {SAMPLES} times")
-    parser.add_argument("--routers", default="lightrl,smg cache_aware,smg round_robin")
+    parser.add_argument("--routers", default="pool,smg cache_aware,smg round_robin,engine,engine smg")
     given = parser.parse_args(arguments)
     if "smg" in given.routers and shutil.which("smg") is None:
-        parser.error("smg is not installed: pip install smg, or --routers lightrl.")
+        parser.error("smg is not installed: pip install smg, or --routers pool,engine.")
     report = Report("routing", slots=SLOTS, prefill_s=PREFILL_S, decode_s=DECODE_S, turns=TURNS, samples=SAMPLES)
     for router in given.routers.split(","):
         values = asyncio.run(measured(router, given.servers, given.groups))

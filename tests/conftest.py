@@ -60,8 +60,12 @@ def _no_task_is_left_in_a_closed_loop() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Skipped tests with a real SGLang are easily overlooked among dots."""
+    """Skipped tests with a real SGLang, or its gateway, are easily overlooked among dots."""
     texts = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     found = [text[text.index("SGLang for this") :].rstrip("')\"") for text in texts if "SGLang for this" in text]
     if found:
         terminalreporter.write_line(f"!! {len(found)} tests with a real server were SKIPPED. {found[0]}", yellow=True)
+    if num := sum("smg is not installed" in text for text in texts):
+        terminalreporter.write_line(
+            f"!! {num} tests with SGLang's gateway were SKIPPED: pip install -c constraints.txt smg", yellow=True
+        )

@@ -40,6 +40,7 @@ MAX_PACKAGE_LINES = sum({
     "AReaL's configurations converted, a row for each key": 816,
     "a plan with the memory of ranks and servers, messages and batch sizes; of a launch, of SFT and pairs": 738,
     "tables, pictures and models for W&B, MLflow and TensorBoard; habits of Lightning refused by name": 236,
+    "requests through SGLang's gateway": 304,
     "ranks that end without an abort, containers that share a folder": 26,
     "a mistyped monitor named before models are loaded; held-out reward where no accuracy is given": 38,
 }.values())  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from fake_gateway import FakeGateway
 from transformers import Qwen3Config
 from worker_workflows import BlockingOnce, Dropping, Dying, Two, Unreadable, Words
 
@@ -62,6 +63,16 @@ def servers() -> Iterator[list[FakeServerProcess]]:
         yield [first, second]
 
 
+ROUTERS = pytest.mark.parametrize("router", [False, True], ids=["directly", "through a gateway"], indirect=True)
+
+
+@pytest.fixture
+def router(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """The address of a gateway, or None."""
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context(FakeGateway().serving()).url if request.param else None
+
+
 @pytest.fixture
 def make(servers: list[FakeServerProcess], caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
     """Makes a controller with version 0 loaded, and closes the one before; in the end none has left a process."""
@@ -73,10 +84,11 @@ def make(servers: list[FakeServerProcess], caplog: pytest.LogCaptureFixture) -> 
             controller.close()
             controller.engine.close()
 
-    def factory(workers: int, workflow: Workflow | None = None, **settings: Any) -> Any:
+    def factory(workers: int, workflow: Workflow | None = None, router: str | None = None, **settings: Any) -> Any:
         close()
         timeouts = Timeouts(hang_s=5.0, request_s=10.0, server_wait_s=10.0)
-        engine = SGLangEngine(urls=[server.url for server in servers], timeouts=timeouts, probe_interval_s=0.2)
+        urls = [server.url for server in servers]
+        engine = SGLangEngine(urls=urls, timeouts=timeouts, probe_interval_s=0.2, router=router)
         engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=1000))
         sizes = {"group_size": 2, "groups_per_iteration": 4, "workflow_workers": workers}
         arguments: Any = [engine, workflow or SingleTurn(Words()), Sums(), RolloutSettings(**{**sizes, **settings})]
@@ -167,11 +179,12 @@ def taken_while(controller: RolloutController, fault: Callable[[], object]) -> l
 # ---------------------------------------------------------------------- the same numbers
 
 
+@ROUTERS
 @pytest.mark.parametrize("judges_later", [False, True], ids=["judged", "judged later"])
-def test_two_workers_give_the_trajectories_of_none(make: Make, judges_later: bool) -> None:
+def test_two_workers_give_the_trajectories_of_none(make: Make, router: str | None, judges_later: bool) -> None:
     results = []
     for num in (0, 2):
-        controller = make(num, judges_later=judges_later)
+        controller = make(num, router=router if num else None, judges_later=judges_later)
         groups = controller.take(0)
         if judges_later:
             controller.wait_for_rewards(groups)
@@ -202,9 +215,10 @@ def test_all_workers_play_and_a_drop_keeps_its_reason(make: Make) -> None:
     assert {(drop.reason, drop.message) for drop in results[1][1]} == {("rollout", "prompt 1 is not for us")}
 
 
+@ROUTERS
 @pytest.mark.parametrize("is_killed", [False, True], ids=["all live", "one is killed amid syncs"])
-def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make: Make, is_killed: bool) -> None:
-    controller = make(2, max_staleness=1)
+def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make: Make, router: str | None, is_killed: bool) -> None:
+    controller = make(2, router=router, max_staleness=1)
     groups = controller.take(0)
     controller.commit()
     for version in (1, 2, 3, 4):
@@ -280,24 +294,44 @@ def test_a_workflow_that_no_worker_can_read_ends_the_run(make: Make, capfd: pyte
 # ---------------------------------------------------------------------- servers
 
 
-def test_a_server_that_dies_is_left_and_comes_back(make: Make, servers: list[FakeServerProcess]) -> None:
+@ROUTERS
+def test_a_server_that_dies_is_left_and_comes_back(
+    make: Make, router: str | None, servers: list[FakeServerProcess]
+) -> None:
     expected = iterations(make(0), 2)
-    controller = make(2)
+    controller = make(2, router=router)
     port = servers[1].port
     groups = taken_while(controller, servers[1].kill)
     states = controller.engine.pool.servers  # type: ignore[attr-defined]
     assert states[servers[1].url].state == "lost"
     servers[1].start(port)
     wait_until(lambda: states[f"http://127.0.0.1:{port}"].state == "routable")
+    gateway = controller.engine._members.gateway  # type: ignore[attr-defined]
+    wait_until(lambda: gateway is None or servers[1].url in gateway.state.serving)
     controller.commit()
     load(controller, 1)
     assert groups + controller.take(1) == expected
     assert servers[1].stats()["requests"]["/generate"] > 0
 
 
-def test_a_server_that_leaves_amid_an_iteration_is_drained(make: Make, servers: list[FakeServerProcess]) -> None:
+@pytest.mark.parametrize("router", [True], indirect=True)
+def test_requests_at_a_server_that_hangs_continue_though_the_gateway_does_not_say_which(
+    make: Make, router: str, servers: list[FakeServerProcess]
+) -> None:
     expected = make(0).take(0)
-    controller = make(2)
+    controller = make(2, router=router)
+    try:
+        assert tokens(taken_while(controller, servers[1].freeze)) == tokens(expected)
+    finally:
+        servers[1].thaw()
+
+
+@ROUTERS
+def test_a_server_that_leaves_amid_an_iteration_is_drained(
+    make: Make, router: str | None, servers: list[FakeServerProcess]
+) -> None:
+    expected = make(0).take(0)
+    controller = make(2, router=router)
     engine: Any = controller.engine
     num_before = [server.stats()["requests"]["/generate"] for server in servers]
     groups = taken_while(controller, lambda: engine._loading.let_go(servers[1].url))

@@ -6,7 +6,7 @@ Reading order:
       home_loop.py   the event loop of everything below, and how other threads reach it
       members.py     which servers join, are lost, come back; pool.py  which one a request goes to
       writer.py      completions, request by request, whatever fails; request.py  the next request, and its answer
-      following.py   requests of other processes, to the servers that this one controls
+      following.py   requests of other processes, to the servers that this one controls; gateway.py  through SGLang's
       client.py      SGLang's routes as methods; connection.py  HTTP with retries and deadlines; open_files.py  sockets
     servers/         processes that serve: started, found, restarted when they die
     sync/            weight versions, on their way to the servers and proven there

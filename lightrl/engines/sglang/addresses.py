@@ -15,8 +15,8 @@ RECEIVER_HELP = (
 
 
 def as_url(address: str) -> str:
-    """`host:port` as `http://host:port`."""
-    return address if "://" in address else f"http://{address}"
+    """`host:port` as `http://host:port`, without a `/` at the end."""
+    return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
 def receivers_from_environment() -> list[str]:

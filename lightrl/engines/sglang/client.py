@@ -6,8 +6,10 @@ around weight updates. A `timeout_s` of 0 means `timeouts.request_s`, for `gener
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from lightrl.engines.sglang.connection import Connection, ServerRefused
 from lightrl.errors import EngineError
 from lightrl.weights.shared_memory import LOAD_FORMAT
 
+ABORT_TIMEOUT_S = 5.0
 _NOT_FOUND = 404
 # Not the draft models of speculative decoding: they have what they share with it, and are of other shapes otherwise.
 _TARGET = {"selector": "target"}
@@ -205,6 +208,16 @@ class SGLangClient(Connection):
 
 def _version(weight_version: str | None) -> dict[str, Any]:
     return {"weight_version": weight_version, "flush_cache": weight_version is not None}
+
+
+async def abort_at(clients: Iterable[SGLangClient], rid: str = "", *, abort_all: bool = False) -> None:
+    """`SGLangClient.abort` at each of these servers; gives up after `ABORT_TIMEOUT_S`, whatever fails."""
+
+    async def abort(client: SGLangClient) -> None:
+        with contextlib.suppress(EngineError, asyncio.TimeoutError):
+            await asyncio.wait_for(client.abort(rid, abort_all=abort_all), ABORT_TIMEOUT_S)
+
+    await asyncio.gather(*map(abort, clients))
 
 
 def is_unknown_adapter(error: EngineError) -> bool:

@@ -64,7 +64,7 @@ class Connection:
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"A server's address must look like http://host:port, got {url!r}.")
-        self.url = url.rstrip("/")
+        self.url = self.name = url.rstrip("/")  # the name is for messages
         self.timeouts = timeouts or Timeouts()
         self.last_answer_at: float | None = None  # seconds, monotonic
         self._last_path = ""  # of that answer
@@ -78,15 +78,18 @@ class Connection:
 
     async def request(
         self,
-        method: Literal["GET", "POST"],
+        method: Literal["GET", "POST", "DELETE"],
         path: str,
         body: dict[str, Any] | bytes | None = None,
         *,
         timeout_s: float = 0.0,
         num_retries: int | None = None,
         read: Callable[[bytes], Any] | None = json.loads,
+        headers: dict[str, str] | None = None,
     ) -> Any:
         """The answer, as `read` parses it; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
+
+        Puts the answer's headers into `headers`, names in lower case.
 
         A retried `/generate` gets a new random `rid`, also in `body`: the server may still hold the old one.
 
@@ -101,7 +104,7 @@ class Connection:
         num_closes = self._num_closes
         for attempt in range(retries + 1):
             try:
-                return await self._attempt(method, path, body, timeout_s, kind, read)
+                return await self._attempt(method, path, body, timeout_s, kind, read, headers)
             except EngineError as error:
                 if attempt == retries or self._num_closes != num_closes or not _may_retry(error):
                     raise
@@ -126,8 +129,8 @@ class Connection:
     def describe(self) -> str:
         """What the server last answered, for messages."""
         if self.last_answer_at is None:
-            return f"{self.url} has never answered"
-        return f"{self.url} last answered {self._last_path} {time.monotonic() - self.last_answer_at:.1f} s ago"
+            return f"{self.name} has never answered"
+        return f"{self.name} last answered {self._last_path} {time.monotonic() - self.last_answer_at:.1f} s ago"
 
     async def _attempt(
         self,
@@ -137,6 +140,7 @@ class Connection:
         timeout_s: float,
         kind: str,
         read: Callable[[bytes], Any] | None,
+        answer_headers: dict[str, str] | None,
     ) -> Any:
         name = path.partition("?")[0]
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.connect_s)
@@ -151,39 +155,41 @@ class Connection:
             ) as response:
                 content = await self._content(response, name)
                 status = response.status
+                if answer_headers is not None:
+                    answer_headers.update((key.lower(), value) for key, value in response.headers.items())
         except asyncio.CancelledError as error:
             # Closing a session cancels the requests that wait for a connection; then nobody has cancelled this task.
             is_cancelled = getattr(asyncio.current_task(), "cancelling", lambda: 0)()  # Python 3.10 does not tell
             if is_cancelled or self._num_closes == num_closes:
                 raise
-            raise EngineUnreachable(f"The connection to {self.url} was closed before it took {name}.") from error
+            raise EngineUnreachable(f"The connection to {self.name} was closed before it took {name}.") from error
         except aiohttp.ServerTimeoutError as error:  # of the connection; the whole request's is below
             raise EngineUnreachable(
-                f"{self.url} accepted no connection for {name} within engine.timeouts.connect_s="
+                f"{self.name} accepted no connection for {name} within engine.timeouts.connect_s="
                 f"{self.timeouts.connect_s:g}; {self.describe()}. It may hang, or have too many connections."
             ) from error
         except asyncio.TimeoutError as error:
             raise EngineTimeout(
-                f"{self.url} did not answer {name} within {timeout_s:g} s; {self.describe()}. Check its log, or "
+                f"{self.name} did not answer {name} within {timeout_s:g} s; {self.describe()}. Check its log, or "
                 "increase the deadline in engine.timeouts."
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnreachable(
-                f"{self.url} gave no answer to {name}: {_reason(error)}; {self.describe()}. Check that it is running "
+                f"{self.name} gave no answer to {name}: {_reason(error)}; {self.describe()}. Check that it is running "
                 "at this address."
             ) from error
         self._last_path, self.last_answer_at = name, time.monotonic()
         if status >= 400:
             text = _short(content.decode(errors="replace"))
             hint = self._hint(status, name)
-            raise ServerRefused(f"{self.url} answered {name} with HTTP {status}: {text}. {hint}", status=status)
+            raise ServerRefused(f"{self.name} answered {name} with HTTP {status}: {text}. {hint}", status=status)
         if read is None:
             return None
         try:
             return read(content)
         except (ValueError, RecursionError) as error:
             raise EngineUnreachable(
-                f"{self.url} answered {name} with {_short(content.decode(errors='replace'))!r}, which is not JSON. "
+                f"{self.name} answered {name} with {_short(content.decode(errors='replace'))!r}, which is not JSON. "
                 "Check that it is an SGLang server."
             ) from error
 
@@ -192,7 +198,7 @@ class Connection:
         content = await body_of(response, _MAX_ANSWER_BYTES)
         if content is None:
             raise EngineUnreachable(
-                f"{self.url} answered {name} with more than {_MAX_ANSWER_BYTES >> 20} MiB. Check that it is an SGLang "
+                f"{self.name} answered {name} with more than {_MAX_ANSWER_BYTES >> 20} MiB. Check that it is an SGLang "
                 "server."
             )
         return content
@@ -203,14 +209,16 @@ class Connection:
             problem = "does not accept this token" if self._headers else "requires a token, and this run has none"
             return f"The server {problem}. Set {TOKEN_VARIABLE}, or `token`, to the API key that it was started with."
         if status == 404 and path == "/model_info":
-            return "This is not an SGLang server, or a gateway such as smg: give each server's own address."
+            return "This is not an SGLang server. If it is a gateway, set router to it, and urls to the servers."
+        if status == 404 and path == "/workers":
+            return "Check that router is the address of a gateway."
         return "Check the server's log." if status >= 500 else "Fix the request."
 
     def _session(self, kind: str) -> aiohttp.ClientSession:
         session = self._sessions.get(kind)
         if session is None:
             if self._is_over:
-                raise EngineUnreachable(f"The connection to {self.url} was closed.")
+                raise EngineUnreachable(f"The connection to {self.name} was closed.")
             limit = self._max_connections if kind == "generate" else _NUM_CONTROL_CONNECTIONS
             session = self._sessions[kind] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60),

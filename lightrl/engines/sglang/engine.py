@@ -52,6 +52,7 @@ from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.routes import check_routes
 from lightrl.engines.sglang.servers.command import dtype_of_auto, usable_token
 from lightrl.engines.sglang.servers.own_fleet import fleet_of
+from lightrl.engines.sglang.servers.own_gateway import Router
 from lightrl.engines.sglang.servers.registry import ServerEntry, registry_at
 from lightrl.engines.sglang.sync.cache_canary import CacheCanary
 from lightrl.engines.sglang.sync.loading import Loading
@@ -120,6 +121,8 @@ class SGLangEngine(
         transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; SGLang
             demands a pickle, see weights/shared_memory.py), `delta` (only what changed, through `receivers`) or
             `cuda_ipc` (same GPUs; a pickle too, and not run yet).
+        router: who chooses the server of a request: `smg` starts SGLang's gateway on this machine (pip install smg), an
+            address is that of a running one, for this run alone; None chooses here. All else goes to each server.
         receivers: addresses of the weight receivers of the delta transport, one on each host of `urls`; None reads
             LIGHTRL_RECEIVER_ADDRS. For servers that are started here one is started too.
         weight_folder: of the disk transport, visible to trainer and servers under this path; None takes a temporary
@@ -155,6 +158,7 @@ class SGLangEngine(
         devices: Sequence[int] | None = None,
         seed: int = 0,
         token: str | None = None,
+        router: str | None = None,
         transport: TransportName = "disk",
         receivers: Sequence[str] | None = None,
         weight_folder: str | None = None,
@@ -230,6 +234,7 @@ class SGLangEngine(
         self._limits = RequestLimits(0, None, None)
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._receivers = Receivers()
+        self._router = Router(router, adapters=adapters)
         self._is_open = False
 
     @property
@@ -296,6 +301,7 @@ class SGLangEngine(
             elif self.transport == "delta":
                 receivers = self.receivers or [entry.receiver for entry in found if entry.receiver] or None
                 self._receivers.connect(receivers, [as_url(url) for url in urls])
+            self._router.start(members, Path(self._scratch.name), self._token, self.timeouts)
             for url in urls:
                 self._home.call(members.join(as_url(url)), self.timeouts.request_s)
             self._home.call(members.reach(), self.timeouts.startup_s + self.timeouts.request_s)
@@ -321,7 +327,7 @@ class SGLangEngine(
         steps: list[Callable[[], object]] = [lambda: self._home.close(lambda: self._leave_loop(for_good=True))]
         if (fleet := self.fleet) is not None:
             steps.append(lambda: fleet.stop(STOP_GRACE_S))
-        steps.append(self._receivers.stop)
+        steps += [self._receivers.stop, self._router.stop]
         if (loading := self._loading) is not None:
             steps = [loading.close, *steps, loading.close_transport]
         if (scratch := self._scratch) is not None:
@@ -358,7 +364,10 @@ class SGLangEngine(
         assert self._members is not None
         assert self._loading is not None
         share = max(1, self.max_connections // num_followers)
-        follower = SGLangFollower(self._members.salt, self._token, self.timeouts, share, self.max_retries, self._limits)
+        gateway = None if (one := self._members.gateway) is None else (one.url, one.token)
+        follower = SGLangFollower(
+            self._members.salt, self._token, self.timeouts, share, self.max_retries, self._limits, gateway
+        )
         return Leader(self._home, self._members, writer, self._loading, follower)
 
     async def unfinished(self) -> dict[int, Completion]:

@@ -16,6 +16,7 @@ from typing import Any
 from lightrl.engines.abilities import Followers
 from lightrl.engines.engine import Completion
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.gateway import Gateway, GatewayState
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.open_files import raise_open_files
@@ -34,6 +35,7 @@ class News:
     is_open: bool  # requests may begin
     may_grow: bool  # servers may join
     servers: list[PooledServer]
+    gateway: GatewayState | None  # None: requests go to each server directly
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,15 @@ class Leader:
     def news(self) -> News:
         is_open = not (self._writer.is_held or self._writer.is_paused)
         servers = list(self._members.pool.servers.values())
-        return News(self._loading.weight_version, is_open, self._members.may_grow, servers)
+        gateway = self._members.gateway
+        state = None if gateway is None else gateway.state
+        return News(self._loading.weight_version, is_open, self._members.may_grow, servers, state)
 
     def note(self, states: Sequence[FollowerState]) -> None:
         self._writer.num_running = sum(state.num_running for state in states)
         self._writer.has_minimum |= any(state.has_minimum for state in states)
+        if self._members.gateway is not None:  # it counts them
+            return
         for url, server in self._members.pool.servers.items():
             loads = [load for state in states for load in state.loads if load[0] == url]
             server.num_requests = sum(load[1] for load in loads)
@@ -101,6 +107,10 @@ class _ToldMembers(Members):
     def follow(self, news: News) -> None:
         self._suspects.clear()
         self.may_grow = news.may_grow
+        if self.gateway is not None and news.gateway is not None:
+            if news.gateway.num_cuts > self.gateway.state.num_cuts:
+                self._home.spawn(self.gateway.close())
+            self.gateway.state = news.gateway
         for told in news.servers:
             was_here = told.url in self.clients
             server = self.pool.servers.get(told.url) or self.pool.join(told.url)
@@ -141,12 +151,15 @@ class SGLangFollower:
     max_connections: int
     max_retries: int
     limits: RequestLimits
+    gateway: tuple[str, str | None] | None = None  # address and key
     weight_version: int = -1
 
     async def open(self, report: Callable[[str, str, str], object]) -> None:
         raise_open_files()
         self._home = HomeLoop(lambda: self._members.pool.describe(), lambda: None, timeout_s=self.timeouts.request_s)
         self._members = _ToldMembers(self._home, self._client, report, salt=self.salt, timeouts=self.timeouts)
+        if self.gateway is not None:
+            self._members.gateway = Gateway(*self.gateway, self._members.pool, timeouts=self.timeouts)
         self._writer = Writer(
             self._home, self._members, limits=self.limits, timeouts=self.timeouts, max_retries=self.max_retries
         )

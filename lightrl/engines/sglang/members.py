@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.client import SGLangClient, abort_at
 from lightrl.engines.sglang.connection import ServerRefused
+from lightrl.engines.sglang.gateway import Gateway
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.servers.registry import LOOK_EVERY_S, Registry, ServerEntry
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHORT_S = 5.0
+_CUT_AFTER_S = 1.0
 _IDENTIFY_EVERY = 5  # health checks: the question reaches the scheduler, so it costs more than a sign of life
 _WARN_AFTER_S = 3.0  # a wrong port looks like a server that is starting
 _WARN_EVERY_S = 30.0
@@ -58,6 +60,7 @@ class Members:
         self.clients: dict[str, SGLangClient] = {}
         self.processes: dict[str, ServerProcess] = {}  # which answered last, by address
         self.fleet: ServerFleet | None = None
+        self.gateway: Gateway | None = None  # that requests go through
         self.registry: Registry | None = None
         self.on_found: Callable[[ServerEntry], None] = lambda entry: None  # before it joins
         self.may_grow = False  # servers may join that are not known yet
@@ -83,8 +86,12 @@ class Members:
             self._home.spawn(self._watch(url))
 
     async def reach(self) -> None:
-        """Waits until every server answers, at most `startup_s`."""
+        """Waits until every server answers, at most `startup_s`; raises EngineError if the gateway cannot be used."""
         await asyncio.gather(*(self._reach(client) for client in self.clients.values()))
+        if self.gateway is not None:
+            await self.gateway.settle()
+            if problem := self.gateway.state.problem:
+                raise EngineError(problem)
 
     async def identify(self, url: str, *, timeout_s: float = 0.0) -> bool:
         """Notes which process answers at an address; True if it is another one than before."""
@@ -117,13 +124,30 @@ class Members:
                 )
             if self.fleet is not None:
                 self.fleet.report(url, reason)
-            self._home.spawn(self.clients[url].close())
+            self._home.spawn(self._free(url, self.clients[url]))
         self._home.wake()
 
+    async def _free(self, url: str, client: SGLangClient) -> None:
+        """Makes the requests at a lost server fail, so that they continue elsewhere."""
+        await client.close()
+        if (gateway := self.gateway) is None:
+            return
+        self._home.spawn(abort_at([client], abort_all=True))  # if it is alive; its answers are not used
+        await asyncio.sleep(_CUT_AFTER_S)
+        await gateway.settle()
+        if url in self.pool.servers and self.pool.servers[url].num_requests:  # it hangs, and which these are is unknown
+            await abort_at([self.clients[one] for one in self.pool.urls("routable")], abort_all=True)
+            await asyncio.sleep(_CUT_AFTER_S)  # the others return what they have
+            await gateway.cut()
+            self._home.wake()
+
     def check_hope(self, since: float) -> None:
-        """Raises if no server will become routable, or none did for `server_wait_s` after `since`, monotonic."""
+        """Raises if no server will become routable, or none, or the gateway, did for `server_wait_s` after `since`."""
         limit_s = self._timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
+        if is_late and self.gateway is not None and self.pool.urls("routable") and not self.gateway.can_send():
+            problem = self.gateway.state.problem or f"{self.gateway.name} does not have the servers as workers."
+            raise EngineTimeout(f"No request was sent for engine.timeouts.server_wait_s={limit_s:g} s: {problem}")
         has_hope = self.may_grow or self.pool.has_hope()
         if not has_hope or (is_late and not self.pool.urls("starting", "routable", "syncing")):
             waited = f"none returned within engine.timeouts.server_wait_s={limit_s:g}; " if is_late else ""
@@ -176,16 +200,18 @@ class Members:
 
     async def disconnect(self, *, for_good: bool = False) -> None:
         """Closes the connections; the next requests, on this loop or another, open new ones unless it is `for_good`."""
-        for client in self.clients.values():
+        for client in (*self.clients.values(), *([] if self.gateway is None else [self.gateway])):
             await client.close(for_good=for_good)
 
     def watch_all(self) -> None:
-        """Watches the servers given by address, and the registry, on a new loop. From any thread."""
+        """Watches the servers given by address, the registry and the gateway, on a new loop. From any thread."""
         if self.fleet is None:
             for url in self.clients:
                 self._home.soon(lambda url=url: self._home.spawn(self._watch(url)))  # type: ignore[misc]
         if self.registry is not None:
             self._home.soon(lambda: self._home.spawn(self._follow()))
+        if (gateway := self.gateway) is not None:
+            self._home.soon(lambda: self._home.spawn(gateway.keep(self._home)))
 
     async def _follow(self) -> None:
         """Lets servers join and leave as the registry says."""
@@ -236,12 +262,17 @@ class Members:
     async def drain(self, url: str) -> None:
         """Moves the requests of a server that leaves elsewhere, waits for that at most `request_s`, and forgets it."""
         deadline = time.monotonic() + self._timeouts.request_s
+        self.pool.drain(url)
+        if self.gateway is not None:
+            await self.gateway.settle()
         while self.pool.drain(url) and time.monotonic() < deadline:
             self._home.wake()  # processes that follow learn of it
             if self.pool.urls("routable"):  # else its requests have nowhere to go on
                 with contextlib.suppress(EngineError):
                     await self.clients[url].abort(abort_all=True)
             await asyncio.sleep(0.05)
+            if self.gateway is not None:  # it counts the requests
+                await self.gateway.settle()
         self.pool.forget(url)
         self.processes.pop(url, None)
         await self.clients.pop(url).close(for_good=True)

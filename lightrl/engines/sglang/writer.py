@@ -15,15 +15,15 @@ import secrets
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightrl.engines.abilities import Followers
 from lightrl.engines.engine import Completion, check_request
-from lightrl.engines.sglang.client import SGLangClient, is_unknown_adapter
+from lightrl.engines.sglang.client import ABORT_TIMEOUT_S, SGLangClient, abort_at, is_unknown_adapter
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
-from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, RequestPictures, read_answer
+from lightrl.engines.sglang.request import Answer, CompletionDraft, MalformedAnswer, RequestPictures, read_answer
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.models.pictures import Pictures
@@ -33,7 +33,6 @@ from lightrl.trajectory import Sampling, token_array
 if TYPE_CHECKING:
     from lightrl.engines.sglang.sync.served_adapters import ServedAdapters
 
-ABORT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 5.0
 
 
@@ -276,26 +275,41 @@ class Writer:
 
     async def _request(self, url: str, draft: CompletionDraft) -> None:
         rid = secrets.token_hex(16)
-        client = self._members.clients[url]
+        members, client = self._members, self._members.clients[url]
         self.has_minimum |= draft.sampling.min_new_tokens > 0
-        server = self._members.pool.start_request(url, draft.max_tokens)
+        counted = members.pool.start_request(url, draft.max_tokens) if members.gateway is None else None
         self.num_running += 1
+
+        def abort() -> None:
+            holders = (
+                [client] if counted else [members.clients[one] for one in members.pool.urls("routable", "draining")]
+            )
+            self._home.spawn(abort_at(holders, rid))
+
         limit_s = self._timeouts.generate_s  # then the server returns what it has, unless it lost the request
-        overdue = asyncio.get_running_loop().call_later(limit_s, lambda: self._home.spawn(_abort(client, rid)))
+        overdue = asyncio.get_running_loop().call_later(limit_s, abort)
         try:
             with self._adapter(draft, rid, client):
-                body, timeout_s = draft.body(rid, self._members.cache_key(url)), limit_s + ABORT_TIMEOUT_S
+                body, timeout_s = draft.body(rid, members.cache_key(url)), limit_s + ABORT_TIMEOUT_S
                 with span("request", "server", url, prompt=len(draft.prompt)) as sent:
-                    answer = await client.generate(body, num_retries=0, timeout_s=timeout_s, read=read_answer)
+                    answer, url = await self._send(url, body, timeout_s)
                     sent.args["tokens"] = len(answer.token_ids)
         except asyncio.CancelledError:
-            self._home.spawn(_abort(client, rid))
+            abort()
             raise
         finally:
             overdue.cancel()
             self.num_running -= 1
-            self._members.pool.end_request(server, draft.max_tokens)
+            if counted:
+                members.pool.end_request(counted, draft.max_tokens)
         draft.add(answer, url, self._limits.vocab_size)
+
+    async def _send(self, url: str, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
+        """The answer, and which server gave it: a gateway chooses one."""
+        if (gateway := self._members.gateway) is not None:
+            return await gateway.generate(body, timeout_s=timeout_s, read=read_answer)
+        client = self._members.clients[url]
+        return await client.generate(body, num_retries=0, timeout_s=timeout_s, read=read_answer), url
 
     @contextlib.contextmanager
     def _adapter(self, draft: CompletionDraft, rid: str, client: SGLangClient) -> Iterator[None]:
@@ -308,15 +322,17 @@ class Writer:
             yield
 
     async def _find_server(self, session: str, failed: set[str], *, min_version: int = -1) -> str:
-        """Waits for the gate and for a routable server; a change of either wakes it."""
-        pool = self._members.pool
+        """Waits for the gate, a routable server and the gateway, if there is one; a change of any wakes it."""
+        pool, gateway = self._members.pool, self._members.gateway
         since = time.monotonic()
         is_waiting = False
         try:
             while True:
                 if self.is_paused or self.is_held:
                     since = time.monotonic()
-                elif url := pool.choose(session, min_version=min_version, excluded=failed):
+                elif (gateway is None or gateway.can_send()) and (
+                    url := pool.choose(session, min_version=min_version, excluded=failed)
+                ):
                     return url
                 if not is_waiting:
                     is_waiting = True
@@ -325,8 +341,3 @@ class Writer:
                 await self._home.wait_for_change(1.0)
         finally:
             self.num_waiting -= is_waiting
-
-
-async def _abort(client: SGLangClient, rid: str) -> None:
-    with contextlib.suppress(EngineError, asyncio.TimeoutError):
-        await asyncio.wait_for(client.abort(rid), ABORT_TIMEOUT_S)

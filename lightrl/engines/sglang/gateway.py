@@ -1,0 +1,136 @@
+"""Gateway: SGLang's gateway (smg) chooses the server of each request; everything else goes to each server directly.
+
+    Writer ── /generate ──► smg ──► one of its workers
+    Gateway.keep ── /workers ──► smg     which are the routable servers, and no others
+
+So a request reaches only servers that have proven the present weights. Paths and fields are those of smg 1.13.0: a
+worker that is deleted gets no new request; for 5 seconds more it is listed as `draining`, and cannot be added again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lightrl.engines.sglang.connection import Connection, ServerRefused
+from lightrl.engines.sglang.home_loop import HomeLoop
+from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.request import MalformedAnswer
+from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+
+log = logging.getLogger(__name__)
+
+_SERVER_HEADER = "x-smg-routed-worker-id"
+_NOT_FOUND, _CONFLICT = 404, 409
+_TRY_AGAIN = (_NOT_FOUND, 408, 429)  # of /generate: it has no worker now, waited too long, or has too many requests
+_SETTLING_S, _SETTLED_S = 0.1, 1.0  # between two looks at its workers
+
+
+@dataclass(frozen=True)
+class GatewayState:
+    """What the process that controls the servers tells others that send through the gateway."""
+
+    serving: frozenset[str] = frozenset()  # servers that it may send a request to
+    problem: str = ""  # why it cannot be used
+    num_cuts: int = 0  # how often the connections of all requests were closed
+
+
+class Gateway(Connection):
+    """A gateway, used by this run alone.
+
+    Args:
+        token: its API key, and the servers'; None if they have none.
+        pool: which servers are routable.
+        settings: as those of `Connection`.
+    """
+
+    def __init__(self, url: str, token: str | None, pool: ServerPool, **settings: Any):
+        super().__init__(url, token=token, max_connections=0, **settings)
+        self.name = f"Gateway {self.url}"
+        self.token = token
+        self.state = GatewayState()
+        self._pool = pool
+        self._key = {"api_key": token} if token is not None else {}
+        self._added: set[str] = set()  # ever
+
+    def can_send(self) -> bool:
+        """Whether a request reaches a routable server, wherever the gateway sends it."""
+        return bool(self.state.serving) and self.state.serving <= set(self._pool.urls("routable"))
+
+    async def generate(
+        self, body: dict[str, Any], *, timeout_s: float, read: Callable[[bytes], Any]
+    ) -> tuple[Any, str]:
+        """The answer of `/generate` to one request, and the address of the server that gave it."""
+        headers: dict[str, str] = {}
+        try:
+            answer = await self.request(
+                "POST", "/generate", body, timeout_s=timeout_s, num_retries=0, read=read, headers=headers
+            )
+        except ServerRefused as error:
+            if error.status in _TRY_AGAIN:
+                raise EngineUnreachable(str(error)) from error
+            raise
+        url = headers.get(_SERVER_HEADER, "a server that it does not name")
+        if url not in self._pool.urls("routable", "syncing", "draining"):
+            raise MalformedAnswer(f"{self.name} sent a request to {url}, which does not have this run's weights.")
+        return answer, url
+
+    async def keep(self, home: HomeLoop) -> None:
+        """Keeps its workers those servers that are routable."""
+        while True:
+            before = self.state
+            await self.settle()
+            if self.state != before:
+                home.wake()
+            is_settled = self.state.serving == set(self._pool.urls("routable")) or self.state.problem
+            await home.wait_for_change(_SETTLED_S if is_settled else _SETTLING_S)
+
+    async def settle(self) -> None:
+        """Makes the routable servers its workers, and no others; notes in `state` why it cannot."""
+        try:
+            serving, problem = await self._settle(), ""
+        except EngineError as error:
+            serving, problem = frozenset[str](), str(error)
+            if isinstance(error, EngineTimeout):  # it hangs, and the requests in it
+                await self.cut()
+        if bool(problem) != bool(self.state.problem):
+            log.warning("%s", problem or f"{self.name} answers again.")
+        self.state = replace(self.state, serving=serving, problem=problem)
+
+    async def cut(self) -> None:
+        """Closes its connections, here and where the state is told: requests in flight fail, and are sent again."""
+        self.state = replace(self.state, num_cuts=self.state.num_cuts + 1)
+        await self.close()
+
+    async def _settle(self) -> frozenset[str]:
+        timeout_s = min(self.timeouts.hang_s, self.timeouts.request_s)
+        answer = await self.request("GET", "/workers", timeout_s=timeout_s)
+        try:
+            workers = {str(entry["url"]).rstrip("/"): entry for entry in answer["workers"]}
+            loads = {url: int(worker["load"]) for url, worker in workers.items()}  # requests in flight
+            serving = {url: worker["id"] for url, worker in workers.items() if worker["status"] != "draining"}
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineUnreachable(f"{self.name} listed its workers as {str(answer)[:200]}.") from error
+        routable = set(self._pool.urls("routable"))
+        for server in self._pool.servers.values():
+            server.num_requests = loads.get(server.url, 0)
+        for url in serving.keys() - routable:
+            if url not in self._pool.servers and url not in self._added:
+                raise EngineError(
+                    f"{self.name} has a worker {url}, which is not one of this run's servers. Give each run a gateway "
+                    f"of its own, or remove the worker: curl -X DELETE {self.url}/workers/{serving[url]}"
+                )
+            await self._change("DELETE", f"/workers/{serving[url]}")
+        for url in routable - workers.keys():
+            self._added.add(url)
+            await self._change("POST", "/workers", {"url": url} | self._key)
+        return frozenset(serving.keys() & routable)
+
+    async def _change(self, method: Literal["POST", "DELETE"], path: str, body: dict[str, Any] | None = None) -> None:
+        try:
+            await self.request(method, path, body, read=None)
+        except ServerRefused as error:
+            if error.status not in (_NOT_FOUND, _CONFLICT):  # it is done, or under way
+                raise

@@ -1,0 +1,452 @@
+"""Requests through SGLang's gateway: a fake one with real sockets, and smg itself where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version
+from fake_gateway import FakeGateway
+from test_registry import NUM_TOKENS, announced, is_whole, often
+from test_server_faults import start, weights
+from test_sglang_engine import contract_case, model_servers, models
+from transformers import PreTrainedModel, Qwen3Config
+from waits import until
+
+from lightrl.engines import Timeouts
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.sglang.servers.registry import ServerEntry
+from lightrl.errors import EngineError
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.trajectory import Sampling
+
+__all__ = ["announced", "model_servers", "models", "often", "start"]  # fixtures
+
+REAL = pytest.param(
+    "smg", marks=pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="smg is not installed")
+)
+BOTH = pytest.mark.parametrize("router", ["fake", REAL], indirect=True)
+SMG = pytest.mark.parametrize("router", [REAL], indirect=True)
+CONFIG = Qwen3Config(vocab_size=1000, max_position_embeddings=100_000)
+SLOWLY = {"seconds_per_token": 0.05}
+PATIENT = Timeouts(hang_s=20.0, request_s=20.0, sync_s=20.0, server_wait_s=60.0)  # a busy machine loses no server
+Start = Callable[..., FakeServerProcess]
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeGateway]:
+    with FakeGateway().serving() as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def router(request: pytest.FixtureRequest) -> Iterator[str]:
+    """`smg`, or the address of a fake gateway."""
+    if request.param == "smg":
+        yield "smg"
+        assert gateways() == []
+    else:
+        with FakeGateway().serving() as gateway:
+            yield gateway.url
+
+
+@contextlib.contextmanager
+def engine_through(router: str, servers: list[FakeServerProcess], **arguments: Any) -> Iterator[SGLangEngine]:
+    settings: dict[str, Any] = {
+        "urls": [server.url for server in servers],
+        "timeouts": PATIENT,
+        "probe_interval_s": 0.1,
+    }
+    engine = SGLangEngine(router=router, **(settings | arguments))
+    engine.start(CONFIG)
+    try:
+        engine.load_weights(weights(0), weight_version=0)
+        yield engine
+    finally:
+        engine.close()
+
+
+def gateways() -> list[psutil.Process]:
+    """The smg that this process has started."""
+    processes = psutil.Process().children(recursive=True)
+    return [process for process in processes if "own_gateway" in str(command_of(process)[1:3])]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+async def request(engine: SGLangEngine, number: int = 0, num_tokens: int = NUM_TOKENS) -> Any:
+    (completion,) = await engine.generate([1], Sampling(max_new_tokens=num_tokens, seed=1), session=str(number))
+    return completion
+
+
+def requests(engine: SGLangEngine, num: int, num_tokens: int = NUM_TOKENS) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(request(engine, number, num_tokens)) for number in range(num)]
+
+
+def serving(engine: SGLangEngine) -> set[str]:
+    assert engine._members is not None
+    assert engine._members.gateway is not None
+    return set(engine._members.gateway.state.serving)
+
+
+def num_running(*servers: FakeServerProcess) -> list[int]:
+    return [int(server.stats()["running"]) for server in servers]
+
+
+def num_generated(server: FakeServerProcess) -> int:
+    return int(server.stats()["requests"].get("/generate", 0))
+
+
+# ---------------------------------------------------------------------- which servers get requests
+
+
+@BOTH
+def test_a_server_that_does_not_prove_the_new_weights_gets_no_request(router: str, start: Start) -> None:
+    liar, honest = start(), start()
+    with engine_through(router, [liar, honest], probe_interval_s=60.0) as engine:
+
+        async def answers(version: int) -> None:
+            for completion in await asyncio.gather(*requests(engine, 32, 2)):
+                assert completion.weight_versions == [version, version]
+
+        asyncio.run(answers(0))
+        assert serving(engine) == {liar.url, honest.url}
+        assert num_generated(liar) > 0
+        liar.fault("wrong_version", "/update_weights_from_disk")
+        engine.load_weights(weights(1), weight_version=1)
+        assert engine.pool.servers[liar.url].state == "lost"
+        before = num_generated(liar)
+        asyncio.run(answers(1))
+        assert num_generated(liar) == before
+        assert serving(engine) == {honest.url}
+
+
+def test_whenever_the_gateway_gets_a_request_all_that_it_may_choose_have_proven_their_weights(start: Start) -> None:
+    servers = [start(**SLOWLY) for _ in range(3)]
+    choices: list[tuple[set[str], set[str]]] = []
+    with (
+        FakeGateway(drain_s=0.2, control_s=0.05).serving() as fake,
+        engine_through(fake.url, servers, interrupt="abort") as engine,
+    ):
+        fake.on_request = lambda ready: choices.append((set(ready), set(engine.pool.urls("routable"))))
+
+        async def scenario() -> list[Any]:
+            writing = requests(engine, 12)
+            for version in range(1, 7):
+                await until(lambda: sum(num_running(*servers)) == 12)
+                servers[version % 3].fault("wrong_version", "/update_weights_from_disk")
+                await asyncio.to_thread(engine.load_weights, weights(version), weight_version=version)
+                await until(lambda: engine.pool.urls("routable") == [server.url for server in servers])  # it is back
+                await until(lambda: len(serving(engine)) == 3)
+            for server in servers:
+                server.pace(0)
+            return await asyncio.gather(*writing)
+
+        completions = asyncio.run(scenario())
+    assert all(is_whole(completion.token_ids) for completion in completions)
+    assert all(completion.weight_versions == sorted(completion.weight_versions) for completion in completions)
+    assert all(ready <= routable for ready, routable in choices)
+    assert len(choices) >= 12 * 7
+    assert min(len(ready) for ready, _ in choices[12:]) < 3
+
+
+@BOTH
+def test_requests_of_a_server_that_is_killed_continue_and_it_serves_again_when_it_is_back(
+    router: str, start: Start
+) -> None:
+    doomed, left = start(**SLOWLY), start(**SLOWLY)
+    with engine_through(router, [doomed, left]) as engine:
+
+        async def scenario() -> list[Any]:
+            writing = requests(engine, 8)
+            await until(lambda: sum(num_running(doomed, left)) == 8)
+            running = num_running(doomed, left)
+            assert running[0] > 0
+            await until(lambda: [one.num_requests for one in engine.pool.servers.values()] == running)
+            doomed.kill()
+            await until(lambda: left.stats()["running"] == 8)
+            await asyncio.to_thread(doomed.start, doomed.port)
+            await until(lambda: serving(engine) == {doomed.url, left.url})
+            left.pace(0)
+            doomed.pace(0)
+            await asyncio.gather(*requests(engine, 8, 2))
+            assert num_generated(doomed) > 0
+            return await asyncio.gather(*writing)
+
+        assert all(is_whole(completion.token_ids) for completion in asyncio.run(scenario()))
+
+
+@BOTH
+def test_requests_of_a_server_that_hangs_continue_elsewhere_and_the_others_lose_nothing(
+    router: str, start: Start
+) -> None:
+    hanging, left = start(**SLOWLY), start(**SLOWLY)
+    timeouts = Timeouts(hang_s=1.0, request_s=20.0, sync_s=20.0, server_wait_s=60.0)
+    with engine_through(router, [hanging, left], timeouts=timeouts) as engine:
+
+        async def scenario() -> list[Any]:
+            writing = requests(engine, 8)
+            await until(
+                lambda: hanging.stats()["running"] and hanging.stats()["running"] + left.stats()["running"] == 8
+            )
+            await until(lambda: min(left.stats()["written"]) > 5)
+            hanging.freeze()
+            await until(lambda: left.stats()["running"] == 8)
+            left.pace(0)
+            return await asyncio.gather(*writing)
+
+        assert all(is_whole(completion.token_ids) for completion in asyncio.run(scenario()))
+        hanging.thaw()
+
+
+@BOTH
+def test_servers_join_and_leave_amid_a_run_and_no_token_is_lost(
+    router: str, tmp_path: Path, announced: Any, often: None
+) -> None:
+    first, second = FakeServerProcess(**SLOWLY), FakeServerProcess(**SLOWLY)
+    with first, second:
+        leaving = announced(ServerEntry(first.url))
+        with engine_through(router, [], urls=[f"file://{tmp_path}"]) as engine:
+
+            async def scenario() -> list[Any]:
+                writing = requests(engine, 4)
+                await until(lambda: first.stats()["running"] == 4)
+                announced(ServerEntry(second.url))
+                await until(lambda: serving(engine) == {first.url, second.url})
+                assert await asyncio.to_thread(leaving.leave)
+                assert not first.stats()["running"]
+                assert engine.pool.urls() == [second.url]
+                assert serving(engine) == {second.url}
+                second.pace(0)
+                return await asyncio.gather(*writing)
+
+            assert all(is_whole(completion.token_ids) for completion in asyncio.run(scenario()))
+
+
+def test_a_server_that_leaves_as_requests_come_returns_what_it_has_written(fake: FakeGateway, start: Start) -> None:
+    leaving, left = start(**SLOWLY), start(**SLOWLY)
+    with engine_through(fake.url, [leaving, left]) as engine:
+
+        async def scenario() -> list[Any]:
+            await until(lambda: serving(engine) == {leaving.url, left.url})
+            writing = requests(engine, 8)
+            await until(lambda: sum(num_running(leaving, left)) == 8)
+            assert engine._loading is not None
+            await asyncio.to_thread(
+                engine._loading.let_go, leaving.url
+            )  # the last count of its requests is from before
+            assert leaving.stats()["requests"]["/abort_request"] > 0
+            left.pace(0)
+            return await asyncio.gather(*writing)
+
+        assert all(is_whole(completion.token_ids) for completion in asyncio.run(scenario()))
+
+
+@BOTH
+def test_a_cancelled_request_is_aborted_whichever_server_has_it(router: str, start: Start) -> None:
+    servers = [start(**SLOWLY), start(**SLOWLY)]
+    with engine_through(router, servers) as engine:
+
+        async def scenario() -> None:
+            (writing,) = requests(engine, 1)
+            await until(lambda: sum(num_running(*servers)) == 1)
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            await until(lambda: all(server.stats()["requests"].get("/abort_request") for server in servers))
+            await until(lambda: not any(server.stats()["running"] for server in servers))
+
+        asyncio.run(scenario())
+
+
+@BOTH
+def test_a_request_that_takes_too_long_returns_what_is_written_and_goes_on(router: str, start: Start) -> None:
+    server = start(seconds_per_token=0.02)
+    timeouts = Timeouts(generate_s=0.5, hang_s=20.0, request_s=20.0, sync_s=20.0)
+    with engine_through(router, [server], timeouts=timeouts) as engine:
+        assert len(asyncio.run(request(engine, num_tokens=60)).token_ids) == 60
+        assert num_generated(server) >= 2
+
+
+def test_an_answer_of_a_server_without_the_weights_is_not_used(fake: FakeGateway, start: Start) -> None:
+    with engine_through(fake.url, [start()], max_retries=2) as engine, FakeServerProcess() as foreign:
+        fake.misroutes_to = foreign.url
+        with pytest.raises(EngineError, match=rf"{fake.url} sent a request to {foreign.url}, which does not have"):
+            asyncio.run(request(engine, num_tokens=2))
+        assert num_generated(foreign) == 3
+
+
+# ---------------------------------------------------------------------- the gateway itself
+
+
+@pytest.mark.parametrize("end", [FakeGateway.stop, FakeGateway.freeze], ids=["ends", "hangs"])
+def test_when_the_gateway_is_gone_the_error_names_it(
+    end: Callable[[FakeGateway], None], fake: FakeGateway, start: Start
+) -> None:
+    server = start(**SLOWLY)
+    timeouts = Timeouts(hang_s=0.5, request_s=5.0, sync_s=5.0, server_wait_s=2.0)
+    with engine_through(fake.url, [server], timeouts=timeouts) as engine:
+
+        async def scenario() -> list[Any]:
+            writing = requests(engine, 2)
+            await until(lambda: server.stats()["running"] == 2)
+            await asyncio.to_thread(end, fake)
+            return await asyncio.gather(*writing, return_exceptions=True)
+
+        for error in asyncio.run(scenario()):
+            assert isinstance(error, EngineError)
+            assert "engine.timeouts.server_wait_s=2" in str(error)
+            assert f"Gateway {fake.url}" in str(error)
+        assert engine.pool.servers[server.url].state == "routable"
+
+
+def test_a_gateway_that_does_not_take_the_servers_is_named(fake: FakeGateway, start: Start) -> None:
+    fake.takes_workers = False
+    with engine_through(fake.url, [start()], timeouts=Timeouts(server_wait_s=1.0)) as engine:
+        with pytest.raises(EngineError, match=f"Gateway {fake.url} does not have the servers as workers"):
+            asyncio.run(request(engine))
+
+
+def test_a_gateway_that_was_restarted_gets_the_servers_and_the_requests_again(start: Start) -> None:
+    server = start(**SLOWLY)
+    with FakeGateway().serving() as first, engine_through(first.url, [server]) as engine:
+
+        async def scenario() -> list[Any]:
+            writing = requests(engine, 4)
+            await until(lambda: server.stats()["running"] == 4)
+            await asyncio.to_thread(first.stop)
+            with FakeGateway(port=first.port).serving():
+                await until(lambda: server.stats()["running"] == 4)
+                server.pace(0)
+                return await asyncio.gather(*writing)
+
+        assert all(is_whole(completion.token_ids) for completion in asyncio.run(scenario()))
+
+
+@SMG
+def test_smg_is_restarted_when_it_is_killed_and_ends_with_the_engine(router: str, start: Start) -> None:
+    server = start(**SLOWLY)
+    with engine_through(router, [server]) as engine:
+
+        async def scenario() -> list[Any]:
+            writing = requests(engine, 4)
+            await until(lambda: server.stats()["running"] == 4)
+            killed = smg()
+            killed.kill()
+            await until(lambda: smg() is not None and smg() != killed)
+            await until(lambda: server.stats()["running"] == 4)
+            server.pace(0)
+            return await asyncio.gather(*writing)
+
+        assert all(is_whole(completion.token_ids) for completion in asyncio.run(scenario()))
+
+
+def smg() -> psutil.Process | None:
+    """The gateway itself, which renames its process."""
+    processes = psutil.Process().children(recursive=True)
+    return next((process for process in processes if "smg" in str(command_of(process)[:1])), None)
+
+
+@SMG
+def test_smg_takes_requests_with_the_token_alone_and_learns_no_other_secret(
+    router: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "another-secret")
+    server = start(api_key="a-secret")
+    with engine_through(router, [server], token="a-secret") as engine:
+        assert engine._members is not None
+        assert engine._members.gateway is not None
+        url = engine._members.gateway.url
+
+        async def statuses() -> list[int]:
+            async with aiohttp.ClientSession() as client:
+                body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+                asked = [client.post(f"{url}/generate", json=body), client.get(f"{url}/workers")]
+                return [answer.status for answer in await asyncio.gather(*asked)]
+
+        assert asyncio.run(statuses()) == [401, 401]
+        assert len(asyncio.run(request(engine, num_tokens=2)).token_ids) == 2
+        assert not [
+            one for one in psutil.process_iter() if "a-secret" in str(command_of(one)) and one.pid != server.pid
+        ]
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"router": "pigeon"}, "'pigeon'"), ({"router": "smg", "adapters": "served"}, "adapters='merged'")],
+    ids=["no address", "served adapters"],
+)
+def test_a_router_that_cannot_work_is_refused_at_once(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SGLangEngine(**arguments)
+
+
+def test_a_gateway_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+    monkeypatch.setitem(sys.modules, "smg", None)
+    with pytest.raises(ValueError, match="pip install smg"):
+        SGLangEngine(urls=[start().url], router="smg").start(CONFIG)
+
+
+def test_a_gateway_with_workers_of_others_is_refused(fake: FakeGateway, start: Start) -> None:
+    other = {"id": "7", "url": "http://127.0.0.1:9", "status": "ready", "load": 0}
+    fake.workers[other["url"]] = other
+    with pytest.raises(EngineError, match=f"has a worker {other['url']}.*curl -X DELETE {fake.url}/workers/7"):
+        SGLangEngine(urls=[start().url], router=fake.url).start(CONFIG)
+
+
+def test_a_server_is_no_gateway_and_a_gateway_no_server(fake: FakeGateway, start: Start) -> None:
+    server = start()
+    with pytest.raises(EngineError, match="Check that router is the address of a gateway"):
+        SGLangEngine(urls=[server.url], router=server.url).start(CONFIG)
+    with pytest.raises(EngineError, match="If it is a gateway, set router to it, and urls to the servers"):
+        SGLangEngine(urls=[fake.url]).start(CONFIG)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nothing = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(EngineError, match=f"Gateway {nothing} gave no answer to /workers"):
+        SGLangEngine(urls=[server.url], router=nothing).start(CONFIG)
+
+
+# ---------------------------------------------------------------------- the contract of an engine
+
+
+@SMG
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_the_engine_through_smg_keeps_the_contract(
+    check: Callable[[EngineCase], None],
+    router: str,
+    model_servers: list[FakeServerProcess],
+    models: list[PreTrainedModel],
+) -> None:
+    case = contract_case(model_servers[:1], models, router=router)
+    try:
+        check(case)
+    finally:
+        case.engine.close()
+
+
+@BOTH
+@pytest.mark.parametrize("interrupt", ["retract", "abort"])
+def test_each_token_is_that_of_its_version_on_two_servers(
+    interrupt: str, router: str, model_servers: list[FakeServerProcess], models: list[PreTrainedModel]
+) -> None:
+    case = contract_case(model_servers, models, interrupt=interrupt, router=router)
+    try:
+        after_a_sync_amid_a_generation_each_token_is_that_of_its_version(case)
+    finally:
+        case.engine.close()
