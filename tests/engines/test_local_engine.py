@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from lightrl.engines import Completion
 from lightrl.engines.local import fused_linear
 from lightrl.engines.local.decoder import HuggingFaceDecoder, like_lengths
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
@@ -138,6 +139,34 @@ def test_engine_weights_equal_the_trainers_and_are_copies(case: EngineCase) -> N
     assert weights.keys() == before.keys()
     for name, weight in weights.items():
         assert torch.equal(weight, before[name]), name
+
+
+def test_weights_are_read_between_two_tokens(qwen3_case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    qwen3_case.load(0)
+    engine = qwen3_case.engine
+    assert isinstance(engine, LocalEngine)
+    decoder, thread = engine._decoder, engine._thread
+    assert decoder is not None
+    assert thread is not None
+    were_at_boundary = []
+    read = decoder.read
+
+    def watched(name: str) -> torch.Tensor:
+        were_at_boundary.append(thread._is_at_boundary)
+        return read(name)
+
+    monkeypatch.setattr(decoder, "read", watched)
+
+    async def scenario() -> list[list[Completion]]:
+        request = asyncio.create_task(qwen3_case.generate([1], Sampling(max_new_tokens=200)))
+        while engine.queue_depths()["running"] == 0:
+            await asyncio.sleep(0.001)
+        engine.read_weights()
+        assert not request.done()  # it was decoding meanwhile
+        return await asyncio.gather(request)
+
+    run(scenario())
+    assert were_at_boundary == [True] * len(decoder.shapes)
 
 
 @pytest.mark.skipif(not fused_linear.can_pack(), reason="torch cannot pack weights on this machine")

@@ -239,10 +239,10 @@ class LocalEngine(
         return [[], *(list(zip(*pair, strict=True)) for pair in zip(logprobs.tolist(), ids.tolist(), strict=True))]
 
     def read_weights(self) -> dict[str, Tensor]:
-        """A copy of every parameter under its Hugging Face name, to compare with the trainer's."""
-        self._started().check_alive()
-        assert self._decoder is not None
-        return {name: self._decoder.read(name) for name in self._decoder.shapes}
+        """A copy of every parameter under its Hugging Face name, to compare with the trainer's; between two tokens."""
+        with self._started().held("read_weights"):
+            assert self._decoder is not None
+            return {name: self._decoder.read(name) for name in self._decoder.shapes}
 
     def close(self) -> None:
         """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`."""
