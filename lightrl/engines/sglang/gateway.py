@@ -56,7 +56,7 @@ class Gateway(Connection):
         self._added: set[str] = set()  # ever
 
     def can_send(self) -> bool:
-        """Whether a request reaches a routable server, wherever the gateway sends it."""
+        """Whether every server that it is known to choose from is routable; `generate` checks the one that it chose."""
         return bool(self.state.serving) and self.state.serving <= set(self._pool.urls("routable"))
 
     async def generate(

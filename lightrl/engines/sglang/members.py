@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHORT_S = 5.0
-_CUT_AFTER_S = 1.0
+_CUT_AFTER_S = 1.0  # for requests of a lost server, then of the others, to leave the gateway by themselves
 _IDENTIFY_EVERY = 5  # health checks: the question reaches the scheduler, so it costs more than a sign of life
 _WARN_AFTER_S = 3.0  # a wrong port looks like a server that is starting
 _WARN_EVERY_S = 30.0
@@ -142,7 +142,7 @@ class Members:
             self._home.wake()
 
     def check_hope(self, since: float) -> None:
-        """Raises if no server will become routable, or none, or the gateway, did for `server_wait_s` after `since`."""
+        """Raises if no server will be routable, or none could be used for `server_wait_s` after `since`, monotonic."""
         limit_s = self._timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
         if is_late and self.gateway is not None and self.pool.urls("routable") and not self.gateway.can_send():

@@ -281,10 +281,8 @@ class Writer:
         self.num_running += 1
 
         def abort() -> None:
-            holders = (
-                [client] if counted else [members.clients[one] for one in members.pool.urls("routable", "draining")]
-            )
-            self._home.spawn(abort_at(holders, rid))
+            urls = members.pool.urls("routable", "draining")  # any of them, behind a gateway
+            self._home.spawn(abort_at([client] if counted else [members.clients[one] for one in urls], rid))
 
         limit_s = self._timeouts.generate_s  # then the server returns what it has, unless it lost the request
         overdue = asyncio.get_running_loop().call_later(limit_s, abort)

@@ -71,8 +71,9 @@ class Router:
             metrics_port = free.getsockname()[1]
         command = [sys.executable, "-c", _PROGRAM, *_ARGUMENTS, f"--prometheus-port={metrics_port}"]
         process = _Process(folder, name="the gateway", port=0, token=token, command=command)
-        ignore = lambda *_: None  # noqa: E731
-        self._fleet = ServerFleet([process], on_lost=ignore, on_started=ignore, hang_timeout_s=timeouts.hang_s)
+        self._fleet = ServerFleet(
+            [process], on_lost=lambda *_: None, on_started=lambda *_: None, hang_timeout_s=timeouts.hang_s
+        )
         (url,) = self._fleet.start()
         members.gateway = Gateway(url, process.token, members.pool, timeouts=timeouts)
 
