@@ -133,6 +133,7 @@ WAITS = (
     Wait("processes of a launch", ends="their end, or Ctrl-C", names="the process that failed"),
     Wait("Ctrl-C", ends="Ctrl-C"),
     Wait("a guarded process, and its parent", ends="the end of either; SIGKILL"),
+    Wait("a C++ compiler", ("engines.local.kernels:_BUILD_TIMEOUT_S",), "then torch computes alone", "the command"),
     Wait("a machine that doctor asks", ("commands.doctor.machine:_CONNECT_S",), names="the address"),
     Wait("a Ray cluster's address", ("launch.ray:_REACH_S",), names="the address"),
 )  # fmt: skip

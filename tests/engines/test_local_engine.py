@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lightrl.engines import Completion
-from lightrl.engines.local import fused_linear
+from lightrl.engines.local import fast_decoder, fused_linear
 from lightrl.engines.local.decoder import HuggingFaceDecoder, like_lengths
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.local_engine import LocalEngine
@@ -70,14 +70,16 @@ def gpt2() -> PretrainedConfig:
 
 
 def llama_with_biases() -> PretrainedConfig:
-    return LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE)
+    return LlamaConfig(**SIZES, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE)
 
 
 CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
     "fast Qwen3": (qwen3, True),
     "fast Llama with biases and llama3 rope": (llama_with_biases, True),
-    "fast Qwen3, packed": (qwen3, True),
-    "fast Llama with biases, packed": (llama_with_biases, True),
+    "fast Qwen3, packed in place": (qwen3, True),
+    "fast Llama with biases, packed in place": (llama_with_biases, True),
+    "fast Qwen3 without kernels": (qwen3, True),
+    "fast Llama with biases without kernels": (llama_with_biases, True),
     "fast Qwen2": (lambda: Qwen2Config(**SIZES), True),
     "fallback GPT2": (gpt2, True),
     "fallback Mistral with a sliding window": (lambda: MistralConfig(**SIZES, sliding_window=6), True),
@@ -108,8 +110,10 @@ def make_case(config: PretrainedConfig, **arguments: Any) -> EngineCase:
 @pytest.fixture(params=list(CASES), ids=list(CASES))
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCase]:
     make_config, fast_path = CASES[request.param]
-    if request.param.endswith("packed"):
-        monkeypatch.setattr(fused_linear, "LEAST_PACKED", 0)
+    if request.param.endswith("packed in place"):
+        monkeypatch.setattr(fused_linear, "_LEAST_MOVED", 0)
+    if request.param.endswith("without kernels"):
+        monkeypatch.setattr(fast_decoder, "kernels", lambda: None)
     case = make_case(make_config(), fast_path=fast_path)
     assert isinstance(case.engine, LocalEngine)
     assert case.engine.is_fast == request.param.startswith("fast")
@@ -167,27 +171,6 @@ def test_weights_are_read_between_two_tokens(qwen3_case: EngineCase, monkeypatch
 
     run(scenario())
     assert were_at_boundary == [True] * len(decoder.shapes)
-
-
-@pytest.mark.skipif(not fused_linear.can_pack(), reason="torch cannot pack weights on this machine")
-@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared"])
-def test_a_packed_weight_is_held_once_and_gives_the_products_of_the_present_values(is_shared: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(1024, 512, generator=generator)
-    copies = [weight.clone(), torch.randn(weight.shape, generator=generator)]
-    bias, inputs = torch.randn(1024, generator=generator), torch.randn(5, 512, generator=generator)
-    part = weight[3:, ::2]
-    linear = fused_linear.FusedLinear(weight, bias, is_shared=is_shared)
-    for values in copies:
-        linear.unpack()
-        weight.copy_(values)
-        linear.pack()
-        assert weight.untyped_storage().nbytes() == (values.nbytes if is_shared else 0)
-        assert torch.equal(linear.current(part), values[3:, ::2])
-        exact = inputs.double() @ values.double().T + bias.double()
-        rounding = 512 * torch.finfo(torch.float32).eps * (inputs.abs() @ values.abs().T + bias.abs())
-        assert ((linear(inputs) - exact).abs() <= rounding).all()
-        assert ((linear(inputs, linear(inputs)) - 2 * exact).abs() <= 3 * rounding).all()
 
 
 @pytest.mark.parametrize("fast_path", [True, False], ids=["fast", "fallback"])
@@ -275,15 +258,7 @@ def test_a_closed_event_loop_does_not_harm_the_others(qwen3_case: EngineCase) ->
 
 
 class CountingDecoder(LlamaDecoder):
-    """Notes which sequences it computed, and which threads decoded."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.threads: set[int] = set()
-
-    def _step_rows(self, *arguments: Any) -> torch.Tensor:
-        self.threads.add(threading.get_ident())
-        return super()._step_rows(*arguments)
+    """Notes which sequences it computed."""
 
     def append(self, sequences: Any, owners: Any) -> torch.Tensor:
         self.computed = [list(sequence) for sequence in sequences]
@@ -350,36 +325,14 @@ def test_logits_do_not_change_when_rows_come_and_go(make_decoder: Any) -> None:
             torch.testing.assert_close(row_logits, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("num_parts", [2, 3])
-def test_parts_of_the_rows_decode_side_by_side_as_together(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.engines.local.fast_decoder._MIN_ROWS_OF_PART", 2)
-    config = qwen3()
-    family = find_family(config)
-    assert family is not None
-    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 1], [2], [3, 3], [4, 1, 2]]
-    logits, threads = [], []
-    for max_parts in (1, num_parts):
-        decoder = CountingDecoder(config, family, dtype=torch.float32, device=torch.device("cpu"))
-        decoder.max_parts = max_parts
-        torch.manual_seed(0)
-        with torch.inference_mode():
-            for name, shape in decoder.shapes.items():
-                decoder.write(name, torch.randn(shape) / 8)
-            decoder.append(prompts, range(len(prompts)))
-            positions = torch.tensor([len(prompt) for prompt in prompts])
-            steps = [decoder.step(torch.arange(7) + num, positions + num, 5 + num) for num in range(3)]
-        logits.append(torch.stack(steps))
-        threads.append(len(decoder.threads))
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
-    assert threads[0] == 1 < threads[1]
-
-
-def test_a_small_model_decodes_in_as_many_parts_as_it_has_threads() -> None:
+@pytest.mark.skipif(fast_decoder.kernels() is None, reason="there is no C++ compiler on this machine")
+def test_the_kernels_split_the_rows_among_the_engines_threads() -> None:
     engine = LocalEngine(threads=3)
     engine.start(qwen3())
     try:
         assert isinstance(engine._decoder, LlamaDecoder)
-        assert (engine._decoder.max_parts, engine.threads) == (3, 3)
+        assert engine._decoder.kernels is not None
+        assert engine._decoder.kernels.threads == 3
     finally:
         engine.close()
 

@@ -9,7 +9,8 @@ Reading order:
     sampler.py        logits to tokens and logprobs
     decoder.py        decodes with any Hugging Face model
     fast_decoder.py   decodes Llama-like models, faster
-    fused_linear.py   its products; large weights are kept packed for them
+    fused_linear.py   its products; weights are kept packed for them
+    kernels.py        its compiled part, built from kernels.cpp where there is a compiler
 
 May import: what engines/ may.
 """

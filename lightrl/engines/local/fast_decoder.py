@@ -3,15 +3,14 @@
 Weights with the same input are fused (query, key and value; gate and up), the key-values of all rows are in
 preallocated slots, row i in slot i, and attention reads only up to the longest row. Within each head the two halves
 that rotary embedding pairs are stored interleaved, so that the rotation is one complex product; queries and keys have
-the same permutation, which does not change their products.
+the same permutation, which does not change their products. In float32 on a CPU a step is one call of the compiled
+kernels, where they can be had.
 
 Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,18 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrl.concurrency.side_by_side import side_by_side
 from lightrl.engines.local.decoder import like_lengths, padded
 from lightrl.engines.local.fused_linear import FusedLinear
+from lightrl.engines.local.kernels import HEAD_SIZES, CacheOfKernel, LayerOfKernel, ModelOfKernel, address, kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _TIME_STEP = 16  # attention reads a multiple of it: fewer distinct shapes, fewer new views
 _TIME_GROWTH = 64  # tokens; the cache grows by at least that
-# Measured with 1 M parameters on 2 cores: two parts of 32 rows are 1.06 times as fast as one of 64, of 64 rows 1.37
-# times, of 256 rows 1.69 times.
-_MIN_ROWS_OF_PART = 64
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,9 @@ class _Target:
 class LlamaDecoder:
     """The fast form of `Decoder` for the families in `FAMILIES`.
 
-    Memory: the weights once (a packed head that is tied to the embedding twice), and key-values that grow with the rows
-    and tokens in use; they are kept for reuse and never shrink. A load writes in place.
+    Memory: the weights once (where kernels are, twice of small ones and of a head that is tied to the embedding), and
+    key-values that grow with the rows and tokens in use; they are kept for reuse and never shrink. A load writes in
+    place.
 
     Args:
         config: of a family that `find_family` knows.
@@ -97,9 +94,6 @@ class LlamaDecoder:
         dtype, device: of weights and key-values.
         prefill_tokens: most tokens, with padding, in one forward over prompts.
     """
-
-    # Of a step's rows, decoded side by side, each in a thread: for small models, whose operations are short.
-    max_parts = 1
 
     def __init__(
         self,
@@ -127,9 +121,13 @@ class LlamaDecoder:
         self._tied = {name: "model.embed_tokens.weight" for name in ties if name not in self.shapes}
         self.optional_shapes = {name: ties[name].shape for name in self._tied}
 
+        # for float32 on a CPU, where they can be had
+        self.kernels = kernels() if dtype == torch.float32 and device.type == "cpu" else None
         self._targets: dict[str, _Target] = {}
         self._linears: list[FusedLinear] = []
-        self._are_packed = False  # as far as that makes them faster
+        self._are_packed = False  # where kernels are
+        self._of_kernel: ModelOfKernel | None = None  # while weights are packed, if kernels know the head size
+        self._intermediate: int = settings.intermediate_size
         self._embedding = self._plain("model.embed_tokens.weight")
         self._layers = [
             self._make_layer(f"model.layers.{depth}.", family, settings) for depth in range(settings.num_hidden_layers)
@@ -159,7 +157,7 @@ class LlamaDecoder:
             target = self._targets[name]
             if target.linear is not None:
                 target.linear.unpack()
-                self._are_packed = False
+                self._are_packed, self._of_kernel = False, None
             target.view.copy_(tensor.reshape(target.view.shape[1:] if target.is_spread else target.view.shape))
 
     def read(self, name: str) -> Tensor:
@@ -194,32 +192,20 @@ class LlamaDecoder:
         return self._logits(self._forward(torch.tensor([[*token_ids]], device=self._device), nowhere, nowhere)[0])
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        n = len(token_ids)
-        self._reserve(n, longest)
-        num_times = min(-(-longest // _TIME_STEP) * _TIME_STEP, self._keys.shape[3])
+        self._reserve(len(token_ids), longest)
+        if self.kernels is None or self._of_kernel is None:
+            return self._step_with_torch(token_ids, positions, longest)
+        slots, room = self._keys.shape[1], self._keys.shape[3]
+        cache = CacheOfKernel(address(self._keys), address(self._values), slots, room, address(self._rotations))
+        return self._head(self.kernels.step(self._of_kernel, cache, token_ids, positions))
+
+    def _step_with_torch(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        n, heads, kv_heads, size = len(token_ids), self._num_heads, self._num_kv_heads, self._head_size
+        group, num_times = heads // kv_heads, min(-(-longest // _TIME_STEP) * _TIME_STEP, self._keys.shape[3])
         if self._views_of != (n, num_times):
             self._make_views(n, num_times)
-        num_parts = max(1, min(self.max_parts, n // _MIN_ROWS_OF_PART))
-        if num_parts == 1:
-            return self._step_rows(slice(0, n), token_ids, positions)
-        bounds = [n * part // num_parts for part in range(num_parts + 1)]
-        parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-        steps = [functools.partial(self._step_part, part, token_ids[part], positions[part]) for part in parts]
-        return torch.cat(side_by_side(steps, name="lightrl-decode-part"))
-
-    def _step_part(self, part: slice, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """`_step_rows` in a thread, for which torch keeps settings of its own."""
-        torch.set_num_threads(1)
-        with torch.inference_mode():
-            return self._step_rows(part, token_ids, positions)
-
-    def _step_rows(self, rows: slice, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """`step` for a part of the rows; `token_ids` and `positions` are theirs."""
-        n, heads, kv_heads, size = len(token_ids), self._num_heads, self._num_kv_heads, self._head_size
-        group, num_times = heads // kv_heads, self._views_of[1]
-        heads_of_rows = slice(rows.start * kv_heads, rows.stop * kv_heads)
         positions_by_head = positions.repeat_interleave(kv_heads)
-        places = self._slot_starts[heads_of_rows] + positions_by_head
+        places = self._slot_starts[: n * kv_heads] + positions_by_head
         mask = torch.zeros(n * kv_heads, 1, num_times, dtype=self._dtype, device=self._device)
         mask.masked_fill_(self._times[:num_times] > positions_by_head[:, None, None], float("-inf"))
         rotations = self._rotations[positions][:, None]
@@ -235,7 +221,7 @@ class LlamaDecoder:
             flat_keys[depth].index_copy_(0, places, qk[:, heads:].reshape(n * kv_heads, size))
             flat_values[depth].index_copy_(0, places, qkv[:, heads + kv_heads :].reshape(n * kv_heads, size))
             queries = qk[:, :heads].reshape(n * kv_heads, group, size)
-            keys, values = (view[heads_of_rows] for view in self._views[depth])
+            keys, values = self._views[depth]
             if self._is_plain_attention:
                 scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
                 mixed = torch.bmm(torch.softmax(scores, -1), values)
@@ -308,6 +294,21 @@ class LlamaDecoder:
             for linear in self._linears:
                 linear.pack()
             self._are_packed = True
+            if self.kernels is not None and self._head_size in HEAD_SIZES:
+                self._of_kernel = self._make_of_kernel()
+
+    def _make_of_kernel(self) -> ModelOfKernel:
+        layers = [
+            LayerOfKernel(
+                *(linear.of_kernel() for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)),
+                *(address(norm) for norm in (layer.input_norm, layer.mlp_norm, layer.qk_norm)),
+            )
+            for layer in self._layers
+        ]
+        sizes = len(layers), self._embedding.shape[1], self._num_heads, self._num_kv_heads, self._head_size
+        addresses = address(self._embedding), address(self._final_norm)
+        array = (LayerOfKernel * len(layers))(*layers)
+        return ModelOfKernel(*sizes, self._intermediate, *addresses, array, self._eps)
 
     def _make_views(self, num_rows: int, num_times: int) -> None:
         kv_heads, size = self._num_kv_heads, self._head_size
@@ -369,7 +370,7 @@ class LlamaDecoder:
         name = self._tied.get("lm_head.weight", "lm_head.weight")
         is_tied = name in self._targets
         weight = self._embedding if is_tied else self._plain(name)
-        head = FusedLinear(weight, None, is_shared=is_tied)
+        head = FusedLinear(weight, None, self.kernels, is_shared=is_tied)
         self._targets[name] = replace(self._targets[name], linear=head)
         self._linears.append(head)
         return head
@@ -399,7 +400,7 @@ class LlamaDecoder:
             buffers.append(buffer)
         weight, bias = buffers
         assert weight is not None
-        linear = FusedLinear(weight, bias)
+        linear = FusedLinear(weight, bias, self.kernels)
         self._linears.append(linear)
         for name, view in views.items():
             own = linear if name.endswith("weight") else None

@@ -70,9 +70,9 @@ class LocalEngine(
     Args:
         max_batch: slots, the most completions that decode together; None takes 512 for a model below 10 M parameters,
             whose steps cost more for each operation than for each row, and 256 for others.
-        threads: cores that decoding uses; None takes as many as torch uses in the thread that calls `start`. Below 10 M
-            parameters a second thread slows an operation down: there each decodes a part of the rows, if they are
-            many, and None takes 1 off the fast path.
+        threads: cores that decoding uses; None takes as many as torch uses in the thread that calls `start`. Where
+            kernels are, each decodes a part of the rows. Elsewhere they share an operation, which a second one slows
+            down below 10 M parameters: there None takes 1.
         max_context: most tokens of prompt and completion together; None is the config's `max_position_embeddings`.
         dtype: of the engine's weights, such as `bfloat16`; `auto` is float32 on the CPU, elsewhere the config's.
         device: where to decode; None is the trainer's CUDA device, or the CPU.
@@ -138,14 +138,14 @@ class LocalEngine(
         self._pictures = Pictures.of(config)
         self._decoder = self._make_decoder(config)
         is_small = sum(shape.numel() for shape in self._decoder.shapes.values()) < SMALL_MODEL_PARAMETERS
-        in_parts = is_small and self.device.type == "cpu" and self.is_fast
+        kernels = self._decoder.kernels if isinstance(self._decoder, LlamaDecoder) else None
         if self.threads is None:
-            self.threads = 1 if is_small and not in_parts else torch.get_num_threads()
-        if in_parts and isinstance(self._decoder, LlamaDecoder):
-            self._decoder.max_parts = self.threads
+            self.threads = 1 if is_small and kernels is None else torch.get_num_threads()
+        if kernels is not None:
+            kernels.threads = self.threads
         max_rows = self.max_batch or (512 if is_small else 256)
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
-        threads = 1 if in_parts else self.threads  # of an operation
+        threads = 1 if is_small and kernels is not None else self.threads  # of an operation of torch
         self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
 

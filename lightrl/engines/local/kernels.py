@@ -1,0 +1,193 @@
+"""Kernels: the compiled part of LocalEngine, float32 on a CPU; `kernels.cpp` has the loops.
+
+With few rows or a small model, an operation of torch takes longer to call than to compute, and a step has about 120 of
+them. Here it is one call, which also leaves Python's lock to other threads. The system's C++ compiler builds it for
+this processor at the first use, in a few seconds, into the user's cache; where there is no compiler, or what it built
+is wrong, torch computes everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+HEAD_SIZES = frozenset({16, 32, 64, 128, 256})  # that `step` knows
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+_FLAGS += ["-shared", "-fPIC", "-pthread"]
+_BUILD_TIMEOUT_S = 120.0
+
+_Address = ctypes.c_void_p
+_Count = ctypes.c_int64
+
+
+class LinearOfKernel(ctypes.Structure):
+    """A packed weight and its bias."""
+
+    _fields_ = (("packed", _Address), ("bias", _Address), ("inputs", _Count), ("outputs", _Count))
+
+
+class LayerOfKernel(ctypes.Structure):
+    """The weights of a layer."""
+
+    _fields_ = (
+        *((name, LinearOfKernel) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _Address) for name in ("input_norm", "mlp_norm", "qk_norm")),
+    )
+
+
+class ModelOfKernel(ctypes.Structure):
+    """Sizes and weights of a model."""
+
+    _fields_ = (
+        *((name, _Count) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_size", "intermediate")),
+        *(("embedding", _Address), ("final_norm", _Address), ("layers", ctypes.POINTER(LayerOfKernel))),
+        ("eps", ctypes.c_double),
+    )
+
+
+class CacheOfKernel(ctypes.Structure):
+    """The key-values and the rotation of each position."""
+
+    _fields_ = (("keys", _Address), ("values", _Address), ("slots", _Count), ("room", _Count), ("rotations", _Address))
+
+
+class Kernels:
+    """The functions of a library that was built from `kernels.cpp`.
+
+    `threads` share the rows of a call that has more than fill a tile.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.threads = 1
+        self._packed_size = _function(library.packed_size, _Count, [_Count, _Count])
+        self._repack = _function(library.repack, None, [_Address, _Count, _Count, _Address, ctypes.c_bool])
+        self._linear = _function(
+            library.linear, None, [ctypes.POINTER(LinearOfKernel), _Address, _Count, _Address, _Address, _Count]
+        )
+        self._step = _function(
+            library.step,
+            None,
+            [ctypes.POINTER(ModelOfKernel), ctypes.POINTER(CacheOfKernel), _Count, *[_Address] * 3, _Count],
+        )
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """The packed form of a contiguous weight [out, in], float32."""
+        packed = torch.zeros(self._packed_size(*weight.shape))
+        self._repack(weight.data_ptr(), *weight.shape, packed.data_ptr(), False)
+        return packed
+
+    def unpack(self, packed: Tensor, weight: Tensor) -> None:
+        """Writes a packed weight into its plain form [out, in]."""
+        self._repack(weight.data_ptr(), *weight.shape, packed.data_ptr(), True)
+
+    def linear(self, inputs: Tensor, weight: LinearOfKernel, added: Tensor | None = None) -> Tensor:
+        """`inputs` [..., in] times the weight, plus its bias and `added` [n, out]: [..., out]."""
+        rows, outputs = inputs.contiguous(), torch.empty(*inputs.shape[:-1], weight.outputs)
+        count = rows.numel() // weight.inputs
+        self._linear(weight, rows.data_ptr(), count, address(added), outputs.data_ptr(), self.threads)
+        return outputs
+
+    def step(self, model: ModelOfKernel, cache: CacheOfKernel, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Normed hidden states [n, hidden] after the last tokens [n], which join the key-values of slots 0 to n - 1."""
+        outputs = torch.empty(len(token_ids), model.hidden)
+        ids, places = token_ids.contiguous(), positions.contiguous()
+        self._step(model, cache, len(ids), ids.data_ptr(), places.data_ptr(), outputs.data_ptr(), self.threads)
+        return outputs
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Of a contiguous tensor's elements, which must outlive their use; None for none."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def kernels() -> Kernels | None:
+    """None if they cannot be had here, which is logged once."""
+    library = _library()
+    return None if library is None else Kernels(library)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """Built where that has not been done."""
+    try:
+        path = _build()
+        library = ctypes.CDLL(str(path))
+        if _is_right(Kernels(library)):
+            return library
+        reason = f"{path} computes wrong products"
+    except subprocess.SubprocessError as error:
+        reason = f"{error} {getattr(error, 'stderr', None) or ''}".rstrip()
+    except (OSError, AttributeError) as error:
+        reason = str(error)
+    log.warning(
+        "LocalEngine decodes with torch's operations alone, which takes a small model several times as long: its "
+        "kernels could not be built. Install a C++ compiler such as g++, or name one in CXX. %s",
+        reason,
+    )
+    return None
+
+
+def _build() -> Path:
+    """The library for this source, compiler and processor. Raises OSError or SubprocessError."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        raise FileNotFoundError("No C++ compiler was found.")
+    command = [compiler, *_FLAGS, "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
+    version = _run([compiler, "--version"])
+    key = hashlib.sha256("\n".join([_SOURCE.read_text(), *command, version, _processor()]).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightrl"
+    library = folder / f"kernels-{key}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            built = Path(own) / library.name
+            _run([*command, str(_SOURCE), "-o", str(built)])
+            built.replace(library)  # whole or not at all, also beside other ranks
+    return library
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S).stdout
+
+
+def _processor() -> str:
+    """What the instructions of this machine are; a home folder may be shared by several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
+
+
+def _is_right(found: Kernels) -> bool:
+    """Whether products of small integers are exact, with bias and sum, for rows and outputs that fill no tile."""
+    weight, inputs = torch.arange(-150.0, 150.0).view(50, 6) % 7, torch.arange(114.0).view(19, 6) % 5
+    bias, added = torch.arange(50.0), torch.arange(950.0).view(19, 50)
+    packed, again = found.pack(weight), torch.empty_like(weight)
+    found.unpack(packed, again)
+    product = found.linear(inputs, LinearOfKernel(packed.data_ptr(), bias.data_ptr(), 6, 50), added)
+    return torch.equal(again, weight) and torch.equal(product, inputs @ weight.t() + bias + added)
+
+
+def _function(function: Any, result: Any, arguments: list[Any]) -> Callable[..., Any]:
+    function.restype, function.argtypes = result, arguments
+    typed: Callable[..., Any] = function
+    return typed
