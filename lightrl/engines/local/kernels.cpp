@@ -1,8 +1,8 @@
 // The compiled part of LocalEngine, for float32 on a CPU: products with packed weights, and a whole step of
 // LlamaDecoder in one call. kernels.py compiles, loads and calls it.
 //
-// The operations of a step are those of LlamaDecoder._step_with_torch, as are the layouts of norms and key-values. A row
-// does not depend on the rows beside it: each sum is added up in one order. Nothing here checks its arguments.
+// The operations of a step are those of LlamaDecoder._step_with_torch, as are the layouts of norms and key-values. A
+// row does not depend on the rows beside it: each sum is added up in one order. Nothing here checks its arguments.
 //
 // Shapes: n rows, H query heads, K key-value heads, D head size, T tokens of room in a slot, I intermediate size.
 
@@ -16,6 +16,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -67,6 +68,17 @@ float sum(const Vector& vector) {
   for (int64_t width = LANES / 2; width > 0; width /= 2)
     for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   return lanes[0];
+}
+
+// Of values, or of their squares.
+template <bool SQUARED>
+float sum(const float* values, int64_t count) {
+  Vector sums = {};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) sums += SQUARED ? vector(values + i) * vector(values + i) : vector(values + i);
+  for (; i < count; ++i) rest += SQUARED ? values[i] * values[i] : values[i];
+  return sum(sums) + rest;
 }
 
 // e^x to 2 units in the last place, in a form that compilers vectorize. Cephes' expf.
@@ -134,13 +146,9 @@ void product(const Linear& linear, const float* inputs, int64_t n, const float* 
 }
 
 void rms_norm(const float* inputs, const float* weight, int64_t size, double eps, float* outputs) {
-  Vector squares = {};
-  float rest = 0;
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) squares += vector(inputs + i) * vector(inputs + i);
-  for (; i < size; ++i) rest += inputs[i] * inputs[i];
-  const float scale = 1 / std::sqrt((sum(squares) + rest) / static_cast<float>(size) + static_cast<float>(eps));
-  for (i = 0; i < size; ++i) outputs[i] = inputs[i] * scale * weight[i];
+  const float squares = sum<true>(inputs, size);
+  const float scale = 1 / std::sqrt(squares / static_cast<float>(size) + static_cast<float>(eps));
+  for (int64_t i = 0; i < size; ++i) outputs[i] = inputs[i] * scale * weight[i];
 }
 
 void rotate(float* head, const float* rotation, int64_t size) {
@@ -165,9 +173,8 @@ void attend(const float* query, const float* keys, const float* values, int64_t 
     scores[t] = sum(dot);
     most = std::max(most, scores[t]);
   }
-  float total = 0;
   for (int64_t t = 0; t < count; ++t) scores[t] = exponential(scores[t] - most);
-  for (int64_t t = 0; t < count; ++t) total += scores[t];
+  const float total = sum<false>(scores, count);
   Vector sums[VECTORS] = {};
   for (int64_t t = 0; t < count; ++t)
     for (int64_t part = 0; part < VECTORS; ++part) sums[part] += vector(values + t * size + part * LANES) * scores[t];
@@ -239,8 +246,8 @@ void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot,
     rms_norm(hidden + row * width, model.final_norm, width, model.eps, outputs + row * width);
 }
 
-// Blocks of rows that several threads compute: each takes the next one. The caller takes them too and waits only for those
-// that others have begun, so a thread that gets no core on a busy machine, or that a fork has lost, delays nothing.
+// Blocks of rows that several threads compute: each takes the next one. The caller takes them too and waits only for
+// those that others have begun, so a thread that gets no core on a busy machine, or is lost in a fork, delays nothing.
 struct Job {
   const std::function<void(int64_t)> run;  // a block
   const int64_t blocks;
@@ -268,7 +275,10 @@ struct Workers {
 
   void help(const std::shared_ptr<Job>& job, int64_t helpers) {
     const std::lock_guard<std::mutex> lock(mutex);
-    for (; count < helpers; ++count) std::thread([this] { serve(); }).detach();
+    try {
+      for (; count < helpers; ++count) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {  // the machine has no more threads: whoever is there computes
+    }
     for (int64_t helper = 0; helper < helpers; ++helper) jobs.push_back(job);
     helpers == 1 ? has_job.notify_one() : has_job.notify_all();
   }
@@ -331,11 +341,11 @@ void repack(float* weight, int64_t outputs, int64_t inputs, float* packed, bool 
 }
 
 // outputs [n, outputs] = inputs [n, inputs] times the weight, plus bias and added [n, outputs], which may be null.
-void linear(const Linear* linear, const float* inputs, int64_t n, const float* added, float* outputs,
+void linear(const Linear* weight, const float* inputs, int64_t n, const float* added, float* outputs,
             int64_t num_threads) {
   in_blocks(n, num_threads, [=](int64_t first, int64_t end) {
-    product(*linear, inputs + first * linear->inputs, end - first, added ? added + first * linear->outputs : nullptr,
-            outputs + first * linear->outputs);
+    product(*weight, inputs + first * weight->inputs, end - first, added ? added + first * weight->outputs : nullptr,
+            outputs + first * weight->outputs);
   });
 }
 

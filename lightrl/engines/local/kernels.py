@@ -134,7 +134,7 @@ def _library() -> ctypes.CDLL | None:
         reason = f"{path} computes wrong products"
     except subprocess.SubprocessError as error:
         reason = f"{error} {getattr(error, 'stderr', None) or ''}".rstrip()
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, RuntimeError) as error:  # RuntimeError: there is no home folder
         reason = str(error)
     log.warning(
         "LocalEngine decodes with torch's operations alone, which takes a small model several times as long: its "
@@ -157,6 +157,7 @@ def _build() -> Path:
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:
+            log.info("The kernels of LocalEngine are built for this processor, once; this takes some seconds.")
             built = Path(own) / library.name
             _run([*command, str(_SOURCE), "-o", str(built)])
             built.replace(library)  # whole or not at all, also beside other ranks
