@@ -11,8 +11,9 @@ The policy's values lie near the border between two bfloat16 values more often t
 step of 1e-6 changes some value of each of its small tensors.
 
 Healthy syncs are those of runs without a fault, with each transport, in both dtypes, with LoRA, with rollouts in the
-background and with servers that compute in bfloat16; each warning, error or lost server is a false alarm. `--write`
-replaces the table between two markers of a Markdown file.
+background, with servers that compute in bfloat16, and with adapters served in three dtypes at three learning rates.
+Each warning, error or lost server is a false alarm. `--write` replaces the table between two markers of a Markdown
+file.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from lightrl.testing import QUIET, FakeServerProcess
 
 LR = 1e-6
 WRONG_VERSION = 2  # of which the sync goes wrong
-NUM_ITERATIONS = 5
+MORE_ITERATIONS = 3
 BUCKET_BYTES = 16_384  # several files or buckets
 UPDATES = "/update_weights"
 TOKEN = "a-token"  # of the weight receiver
@@ -81,6 +82,7 @@ class SyncFault:
     has_lora: bool = False
     adapters: str = "merged"
     lr: float = LR
+    wrong_version: int = WRONG_VERSION
     damage: str = ""  # one of DAMAGES, to what the delta's receiver holds, in place of a server's fault
     models: tuple[str, str] = ("model", "model")  # of MODELS: the trainer's, and what the servers start with
     armed_at: int | None = WRONG_VERSION - 1  # by the start of the rollout with this version; None before the run
@@ -92,12 +94,14 @@ def _load(name: str, kind: str, *, names: str = "", versions_back: int = 1, **ru
     return SyncFault(name, {"kind": kind, "path": UPDATES, "names": names, "versions_back": versions_back}, **run)
 
 
-def _adapter(name: str, kind: str, **run: Any) -> SyncFault:
+def _adapter(
+    name: str, kind: str, *, dtype: str = "float32", wrong_version: int = WRONG_VERSION, **run: Any
+) -> SyncFault:
     """A fault of adapters that are served beside their base."""
-    fault = {"kind": kind, "path": "/load_lora_adapter_from_tensors"}
     return SyncFault(
-        name, fault, dtype="float32", has_lora=True, adapters="served", models=("model", "adapters"), **run
-    )
+        name, {"kind": kind, "path": "/load_lora_adapter_from_tensors"}, dtype=dtype, has_lora=True, adapters="served",
+        models=("model", f"adapters, {dtype}"), wrong_version=wrong_version, armed_at=wrong_version - 1, **run,
+    )  # fmt: skip
 
 
 def _damage(name: str, damage: str) -> SyncFault:
@@ -141,6 +145,8 @@ FAULTS = (
     _adapter("served adapters acknowledged and not kept", "lose_update", is_silent=False),
     _adapter("served adapters of the previous version under the new name", "old_adapter"),
     _adapter("the same at lr 1e-4, usual for adapters", "old_adapter", lr=1e-4),
+    _adapter("the same at lr 1e-7", "old_adapter", lr=1e-7),
+    _adapter("the same at lr 1e-5, version 8", "old_adapter", dtype="bfloat16", lr=1e-5, wrong_version=8),
     _load("acknowledged and ignored, delta", "ignore_update", transport="delta"),
     _load("the previous version loaded, delta", "old_version", transport="delta"),
     _damage("a delta's base with one bit flipped", "flip_bit"),
@@ -154,10 +160,6 @@ FAULTS = (
     _load("update lost, old version reported", "lose_update", is_silent=False),
 )
 
-# Of which faults nothing has noticed within one iteration, as (name, number of servers).
-# Of an adapter, which starts at zero, a step of 1e-6 changes logprobs by less than float32 can tell.
-UNNOTICED = frozenset(("served adapters of the previous version under the new name", num) for num in (1, 2))
-
 # What a message says, and what noticed the fault; the first that matches.
 NOTICED_BY = {
     r"another model": "comparison of models",
@@ -169,7 +171,8 @@ NOTICED_BY = {
     r"does not list it": "list of adapters",
     r"draft model": "digests of the draft",
     r"key-values": "canary",
-    r"previous version|two.version": "two-version probe",
+    r"scores are bit for bit": "unchanged answer",
+    r"its scores (are those|show)": "comparison of versions",
     r"probe differs": "probe bound",
     r"mismatch": "mismatch bound",
 }
@@ -196,18 +199,21 @@ class Watch(RLCallback):
     Args:
         arm: is called when the rollout with version `armed_at` starts; not at all if that is None.
         before: is called when the rollout before that one starts.
+        wrong_version: from which on rollouts count.
     """
 
     def __init__(
         self,
         arm: Callable[[], object] = lambda: None,
         armed_at: int | None = WRONG_VERSION - 1,
-        *,
         before: Callable[[], object] = lambda: None,
+        *,
+        wrong_version: int = WRONG_VERSION,
     ) -> None:
         self.arm = arm
         self.before = before
         self.armed_at = armed_at
+        self.wrong_version = wrong_version
         self.num_rollouts = 0
         self.notices: list[tuple[int, str]] = []
 
@@ -216,7 +222,7 @@ class Watch(RLCallback):
             self.arm()
         elif self.armed_at is not None and trainer.weight_version == self.armed_at - 1:
             self.before()
-        if trainer.weight_version >= WRONG_VERSION:
+        if trainer.weight_version >= self.wrong_version:
             self.num_rollouts += 1
 
     def notice(self, text: str) -> None:
@@ -276,19 +282,17 @@ def on_borders(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(chosen.view(tensor.shape), near, tensor)
 
 
+_LORA = {
+    "enable_lora": True, "max_lora_rank": 2,
+    "lora_target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
+}  # fmt: skip
+
 # Name: a folder of `write_models`, and arguments of a server that starts with it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("model", {}),
     "bfloat16": ("model", {"dtype": "bfloat16"}),
     "two ranks": ("model", {"tp_size": 2}),
-    "adapters": (
-        "model",
-        {
-            "enable_lora": True,
-            "max_lora_rank": 2,
-            "lora_target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
-        },
-    ),
+    **{f"adapters, {dtype}": ("model", {"dtype": dtype} | _LORA) for dtype in ("float32", "bfloat16", "float16")},
     "draft model": ("model", {"speculative_algorithm": "EAGLE"}),
     "tied": ("tied", {}),
     "twin": ("twin", {}),
@@ -432,7 +436,7 @@ def fit(
     receivers: Sequence[str] | None = None,
     lr: float = LR,
     max_staleness: int = 0,
-    num_iterations: int = NUM_ITERATIONS,
+    num_iterations: int = WRONG_VERSION + MORE_ITERATIONS,
 ) -> Result:
     """One run, with its warnings and its error."""
     start = time.perf_counter()
@@ -487,9 +491,9 @@ def run_fault(fault: SyncFault, num_servers: int, servers: Servers) -> Result:
         arm()
     result = fit(
         [process.url for process in processes], servers.folder(fault.models[0]),
-        Watch(arm, fault.armed_at, before=receiver.keep if receiver else lambda: None),
-        transport=fault.transport, dtype=fault.dtype, has_lora=fault.has_lora, adapters=fault.adapters,
-        lr=fault.lr, **delta_settings(receiver),
+        Watch(arm, fault.armed_at, receiver.keep if receiver else lambda: None, wrong_version=fault.wrong_version),
+        transport=fault.transport, dtype=fault.dtype, has_lora=fault.has_lora, adapters=fault.adapters, lr=fault.lr,
+        num_iterations=fault.wrong_version + MORE_ITERATIONS, **delta_settings(receiver),
     )  # fmt: skip
     fired = [entry for process in processes for entry in process.stats()["faults"]]
     result.num_fired = sum(entry["num_fired"] for entry in fired) + len(num_damaged)
@@ -510,7 +514,11 @@ HEALTHY: tuple[Healthy, ...] = (
     ({"has_lora": True}, "bfloat16", 2),
     ({"transport": "tensor"}, "draft model", 1),
     ({"transport": "delta"}, "model", 2),
-    ({"has_lora": True, "adapters": "served", "dtype": "float32"}, "adapters", 1),
+    *(
+        ({"has_lora": True, "adapters": "served", "dtype": dtype, "lr": lr}, f"adapters, {dtype}", 1)
+        for dtype, lrs in (("float32", (1e-6, 1e-7)), ("bfloat16", (1e-5, 1e-6, 1e-7)), ("float16", (1e-6, 1e-7)))
+        for lr in lrs
+    ),
 )
 
 

@@ -42,6 +42,7 @@ MAX_PACKAGE_LINES = sum({
     "tables, pictures and models for W&B, MLflow and TensorBoard; habits of Lightning refused by name": 236,
     "requests through SGLang's gateway": 304,
     "ranks that end without an abort, containers that share a folder": 26,
+    "old weights found by an unchanged answer, those of served adapters too": 93,
     "a mistyped monitor named before models are loaded; held-out reward where no accuracy is given": 38,
 }.values())  # fmt: skip
 MAX_FILE_LINES = 500

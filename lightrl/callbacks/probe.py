@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightrl.callbacks.version_probe import SentSample, Verdict, VersionProbe, as_row
+from lightrl.callbacks.version_probe import SentSample, Verdict, VersionProbe, as_rows
 from lightrl.engines.abilities import DropsReplicas, NamesDtypes, ProvesWeights, ScoresTokens
 from lightrl.errors import LightRLError, WeightSyncError
 from lightrl.experience import Experience
@@ -76,7 +76,8 @@ class Probe:
 
     One wrong replica of several is dropped, if the engine can do that, and gets the weights again; if it is then wrong
     once more, or no other one is right, the run ends. To a replica whose weights were proven by digests only the bound
-    applies, not version_probe.py. A resumed run starts without earlier scores.
+    applies, not version_probe.py; other servers are asked twice, to see if they repeat themselves. A resumed run starts
+    without earlier scores.
 
     Args:
         num: sequences.
@@ -169,10 +170,13 @@ class Probe:
         engine: object = trainer.rollout.engine
         proofs = dict(engine.proofs()) if isinstance(engine, ProvesWeights) else {}
         proven = {name for name, proof in proofs.items() if proof == "digests"}
-        serving, scored = set(proofs), {}
+        serving, scored, repeating = set(proofs), {}, set()
         if scores is not None and isinstance(engine, ScoresTokens):
             try:
                 answers = engine.score(self._sequences(module))
+                if proven < set(proofs):
+                    again = engine.score(self._sequences(module))
+                    repeating = {name for name in answers if answers[name] == again.get(name)}
             except LightRLError as error:
                 raise WeightSyncError(f"The engine could not score the probe: {error}") from error
             serving |= set(answers)
@@ -181,7 +185,9 @@ class Probe:
             self._rounding = self._rounding or rounding(trainer, module)
             wrong = {}
             for name, rows in scored.items():
-                problem = self._problem(name, weight_version, scores, rows, self._rounding, is_proven=name in proven)
+                problem = self._problem(
+                    name, weight_version, scores, rows, self._rounding, name in proven, name in repeating
+                )
                 if problem:
                     wrong[name] = problem
             if wrong:
@@ -204,17 +210,17 @@ class Probe:
         ours: list[list[float]],
         theirs: list[list[float]],
         rounding: Rounding,
-        *,
         is_proven: bool,
+        repeats: bool,
     ) -> str:
         """What is wrong with a replica; empty if nothing is."""
         replica = self._replicas.setdefault(name, _Replica())
-        trainer_row, engine_row = as_row(ours), as_row(theirs)
-        replica.difference = float((engine_row - trainer_row).abs().mean())
+        trainer_rows, engine_rows = as_rows(ours), as_rows(theirs)
+        replica.difference = float((engine_rows - trainer_rows).abs().mean())
         eps = max(rounding.trainer_eps, rounding.engine_eps)
-        bound = self.max_nats or bound_nats(eps, float(trainer_row.abs().mean()))
+        bound = self.max_nats or bound_nats(eps, float(trainer_rows.abs().mean()))
         if not replica.difference <= bound:
-            means = f"{float(trainer_row.mean()):.4f} in the trainer and {float(engine_row.mean()):.4f} in the engine"
+            means = f"{float(trainer_rows.mean()):.4f} in the trainer and {float(engine_rows.mean()):.4f} in the engine"
             return (
                 f"its probe differs by {replica.difference:.3g} nats per token (max_probe_nats={bound:.3g} for "
                 f"{' and '.join(rounding.dtypes)}): the mean logprob of its tokens is {means}"
@@ -223,11 +229,12 @@ class Probe:
             return ""
         replica.verdict = replica.versions.judge(
             weight_version,
-            trainer_row,
-            engine_row,
+            trainer_rows,
+            engine_rows,
             self._sent,
             trainer_eps=rounding.trainer_eps,
             engine_dtype=getattr(torch, rounding.engine_dtype, torch.bfloat16),
+            repeats=repeats,
         )
         return replica.verdict.problem
 

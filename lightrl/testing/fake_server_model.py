@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import io
 import os
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from lightrl.engines.engine import Completion
+from lightrl.engines.local.decoder import HuggingFaceDecoder
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
 from lightrl.functional.supports import decode_supports
@@ -90,7 +92,7 @@ class EmbeddedModel(ScriptedModel):
             tensors.pop("lm_head.weight", None)
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
         self._adapters: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}  # config and tensors, by name
-        self._adapted: dict[str, LocalEngine] = {}  # the base with an adapter merged, by name
+        self._adapted: dict[str, LocalEngine] = {}  # the base with an adapter beside it, by name
 
     def load_adapter(self, name: str, config: Any, payload: str, checksums: Any, die: Any) -> None:
         tensors = dict(unpacked(payload))
@@ -100,10 +102,11 @@ class EmbeddedModel(ScriptedModel):
         if checksums is not None and sums != checksums:
             die("RuntimeError: [LORA-CHECK] adapter sync MISMATCH")
         self._adapters[name] = (config, tensors)
-        engine = self._make_engine(self.config)
+        engine = self._make_engine(self.config, fast_path=False)
         try:
-            engine.load_weights([Bucket(self._with_adapter(name), is_last=True)], weight_version=0)
-        except (EngineError, RuntimeError, KeyError) as error:
+            engine.load_weights([Bucket(self._engine.read_weights(), is_last=True)], weight_version=0)
+            self._add_adapter(engine, name)
+        except (EngineError, RuntimeError, KeyError, AttributeError) as error:
             engine.close()
             del self._adapters[name]
             raise Refused(f"{error}") from error
@@ -112,28 +115,37 @@ class EmbeddedModel(ScriptedModel):
     def copy_adapter(self, source: str, target: str) -> int:
         old, new = self._adapters[source][1], self._adapters[target][1]
         self._adapters[target] = self._adapters[source]
-        self._adapted[target].load_weights([Bucket(self._with_adapter(target), is_last=True)], weight_version=1)
         return sum(int((old[name] != tensor).sum()) for name, tensor in new.items())
 
     def unload_adapter(self, name: str) -> None:
         del self._adapters[name]
         self._adapted.pop(name).close()
 
-    def _with_adapter(self, name: str) -> dict[str, Tensor]:
-        """The base's weights with an adapter added."""
-        config, tensors = self._adapters[name]
-        weights = {key: value.clone() for key, value in self._engine.read_weights().items()}
+    def _add_adapter(self, engine: LocalEngine, name: str) -> None:
+        """Adds B A x to what each adapted layer gives, in the server's dtype, as SGLang does: nothing is merged."""
+        assert isinstance(engine._decoder, HuggingFaceDecoder)
+
+        def adapt(module: torch.nn.Module, args: tuple[Tensor], output: Tensor, key: str) -> Tensor:
+            config, tensors = self._adapters[name]
+            down, up = (tensors[one].to(output.dtype) for one in (key, key.replace(".lora_A.", ".lora_B.")))
+            change = args[0] @ down.T @ up.T
+            scaling: float = config["lora_alpha"] / config["r"]
+            return output + scaling * change
+
+        tensors = self._adapters[name][1]
         for key in (key for key in tensors if ".lora_A." in key):
             layer = key.removeprefix("base_model.model.").partition(".lora_A.")[0]
-            change = tensors[key.replace(".lora_A.", ".lora_B.")] @ tensors[key]
-            weights[f"{layer}.weight"] += config["lora_alpha"] / config["r"] * change
-        return weights
+            module = engine._decoder._model.get_submodule(layer)
+            shape = (len(tensors[key.replace(".lora_A.", ".lora_B.")]), tensors[key].shape[1])
+            if module.weight.shape != shape:
+                raise RuntimeError(f"{layer} has shape {tuple(module.weight.shape)} instead of the adapter's {shape}")
+            module.register_forward_hook(functools.partial(adapt, key=key))
 
     def _engine_of(self, lora: str | None) -> LocalEngine:
         return self._engine if lora is None else self._adapted[lora]
 
-    def _make_engine(self, config: PretrainedConfig) -> LocalEngine:
-        engine = LocalEngine(max_batch=64, threads=1, dtype=self._dtype)
+    def _make_engine(self, config: PretrainedConfig, *, fast_path: bool = True) -> LocalEngine:
+        engine = LocalEngine(max_batch=64, threads=1, dtype=self._dtype, fast_path=fast_path)
         engine.start(config)
         return engine
 
@@ -269,8 +281,8 @@ class EmbeddedModel(ScriptedModel):
             raise Refused(f"{error} Rolling back.") from error
         self.version = version
         self.num_loads = number
-        for name, engine in self._adapted.items():
-            engine.load_weights([Bucket(self._with_adapter(name), is_last=True)], weight_version=number)
+        for engine in self._adapted.values():
+            engine.load_weights([Bucket(tensors, is_last=True)], weight_version=number)
 
     def _read(self, folder: str) -> list[Tensors]:
         """The tensors of each file."""

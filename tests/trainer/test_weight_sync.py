@@ -10,7 +10,7 @@ from tiny_run import Digits, TinyGRPO, make_trainer
 from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, WeightSync
 from lightrl.callbacks.colocation import move_optimizer_state
 from lightrl.callbacks.probe import probe_sequences
-from lightrl.callbacks.version_probe import as_row
+from lightrl.callbacks.version_probe import as_rows
 from lightrl.errors import WeightSyncError
 from lightrl.testing import FakeServerProcess
 
@@ -138,7 +138,7 @@ def test_probe_sequences_are_the_same_in_every_run():
 
 
 def test_the_first_token_has_no_logprob_to_compare():
-    assert as_row([[9.0, -1.0, -2.0], [9.0, -3.0]]).tolist() == [-1.0, -2.0, -3.0]
+    assert as_rows([[9.0, -1.0, -2.0], [9.0, -3.0, -4.0]]).tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
 
 
 @pytest.mark.parametrize("settings", [{"probe": 5}, {"probe_tokens": 1}, {"bucket_mib": 0}, {"max_probe_nats": 0.0}])

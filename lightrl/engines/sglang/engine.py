@@ -422,8 +422,9 @@ class SGLangEngine(
         return {auto if name == "auto" else name for name in servers} | sent
 
     def proofs(self) -> dict[str, Proof]:
-        """How the last load of each serving server was checked, by address."""
-        return self._loading.proofs() if self._loading is not None else {}
+        """How the last load of each serving server was checked, by address; SGLang has no digests of adapters."""
+        proofs = self._loading.proofs() if self._loading is not None else {}
+        return proofs if self._served is None else dict.fromkeys(proofs, "version")
 
     def _open_writer(self) -> Writer:
         if not self._is_open or self._writer is None:
