@@ -1,6 +1,6 @@
 """Which loss still trains at which lag: reward against on-policy's at equal samples, and when the warning comes.
 
-    python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,...,15]
+    python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,...,31]
                              [--iterations 160] [--out benchmarks/lag] [--quick]
 
 Task, reward and settings are those of `benchmarks.algorithms` (the largest of four digits, 16 groups of 16, two
@@ -22,8 +22,8 @@ collapses, since the next one does. It does not matter whether the reward recove
 configuration is on the edge, never the opposite.
 
 The rows `warnings` count how many collapses a warning came `LEAD` iterations ahead of, and how many other runs have
-one: of each loss, of all runs, and of the seeds before and from `FIRST_HELD_OUT` on. The bounds of the warning were
-chosen on some of the seeds before it: docs/algorithms.md.
+one: of each loss, of all runs, and of the seeds before `FIRST_HELD_OUT`, on which the warning's rule was chosen, from
+there, and from `FIRST_FRESH` on: docs/algorithms.md.
 
 `runs.jsonl` in the output folder has a line per run; rows are made from it, with as many of the seeds as it has.
 `--run` does the runs that it lacks and appends them, about 10 s of one core each; remove a line to repeat its run.
@@ -62,6 +62,7 @@ PROVOKED = 4  # times the learning rate
 COLLAPSE = 0.2  # of the reward
 LEAD = 10  # iterations that a warning must come before
 FIRST_HELD_OUT = 12  # seed
+FIRST_FRESH = 16  # seed: warnings in these were not looked at before the rule was fixed
 GROUPS = GROUP_SIZE = 16
 MAX_NEW_TOKENS = 4
 POLICY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16}
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run", action="store_true", help="first do the runs that the records lack")
     parser.add_argument("--losses", default=",".join(LOSSES), help="names, separated by commas")
     parser.add_argument("--staleness", default="16,64", help="lags in iterations, separated by commas")
-    parser.add_argument("--seeds", default=",".join(map(str, range(16))), help="separated by commas")
+    parser.add_argument("--seeds", default=",".join(map(str, range(32))), help="separated by commas")
     parser.add_argument("--iterations", type=int, default=160)
     parser.add_argument("--out", type=Path, help="benchmarks/lag; with --quick runs/lag_quick")
     parser.add_argument("--quick", action="store_true", help="runs one, short; the numbers mean nothing")
@@ -245,7 +246,7 @@ def row_of(
         "warned_without_collapse": sum(collapse is None and warning is not None for collapse, warning in collapses),
         "lowest_ess_fraction": min((round(min(ess), 2) for _, (ess, _, _) in watches)),
         "highest_kl_nats": max((round(max(kl), 2) for _, (_, kl, _) in watches)),
-        "largest_step_nats": max((round(max(step), 4) for _, (_, _, step) in watches)),
+        "largest_step_by_root_gradient": max((round(max(step), 4) for _, (_, _, step) in watches)),
     }
 
 
@@ -264,12 +265,13 @@ def means_of_10(values: Sequence[float]) -> list[float]:
 def watched(run: dict[str, Any]) -> tuple[int | None, list[list[float]]]:
     """When StalenessControl warns, and of what: the iteration, from 0, of its first warning, None without; its means.
 
-    The means of sample size, KL and step are a list each, with a value for each iteration since the first that counts.
+    The means of sample size, KL and step ÷ √gradient are a list each, a value for each iteration since the first that
+    counts.
     """
     watch, warnings, means = LagWatch(), [], []
     steps = [0.0] * FIRST_ITERATIONS + run.get("step_k3_nats", [])[FIRST_ITERATIONS:]
-    values = itertools.zip_longest(run["ess_fraction"], run["kl_behavior_nats"], steps, fillvalue=0.0)
-    for index, numbers in enumerate(values):
+    columns = (run["ess_fraction"], run["kl_behavior_nats"], steps, run.get("grad_norm", []))
+    for index, numbers in enumerate(itertools.zip_longest(*columns, fillvalue=0.0)):
         warnings += [index] if watch.begins(*numbers) else []
         means += [watch.means] if watch.means else []
     return min(warnings, default=None), [list(values) for values in zip(*means, strict=True)]
@@ -312,7 +314,8 @@ def warnings_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
         **{loss: counts(lambda run, loss=loss: run["loss"] == loss) for loss in LOSSES},
         f"seeds before {FIRST_HELD_OUT}": counts(lambda run: run["seed"] < FIRST_HELD_OUT),
-        f"seeds from {FIRST_HELD_OUT} on": counts(lambda run: run["seed"] >= FIRST_HELD_OUT),
+        f"seeds {FIRST_HELD_OUT} to {FIRST_FRESH - 1}": counts(lambda run: FIRST_HELD_OUT <= run["seed"] < FIRST_FRESH),
+        f"seeds from {FIRST_FRESH} on": counts(lambda run: run["seed"] >= FIRST_FRESH),
         "all": counts(lambda run: True),
     }
 

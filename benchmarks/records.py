@@ -373,10 +373,10 @@ def lag_table(_: str, __: str) -> str:
         cells += [" – ".join(f"{limit(row['last_rewards']):.2f}" for limit in (min, max)), row["collapsed"]]
         cells += ["" if lead is None else lead, row["warned_without_collapse"]]
         cells += [f"{row['lowest_ess_fraction']:.2f}", f"{row['highest_kl_nats']:.2f}"]
-        cells += [f"{row['largest_step_nats']:.4f}"]
+        cells += [f"{row['largest_step_by_root_gradient']:.4f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     head = "| loss | η | lr | seeds | of on-policy | last rewards | collapsed | lead | warned without collapse |"
-    head += " lowest `ess_fraction` | highest `kl_behavior_nats` | largest `step_k3_nats` |"
+    head += " lowest `ess_fraction` | highest `kl_behavior_nats` | largest `step_k3_nats` ÷ √`grad_norm` |"
     return "\n".join(["", head, "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|", *lines, ""])
 
 

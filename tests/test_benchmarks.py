@@ -454,23 +454,26 @@ def test_a_collapse_is_a_fall_of_the_mean_and_its_warning_comes_before():
     assert [len(values) for values in means] == [41] * 3  # since the 10th iteration
     assert min(means[0]) == pytest.approx(0.1)
     assert lag.watched({**even, "kl_behavior_nats": [0.0] * 20 + [3.0] * 30})[0] == 29  # 3 · 9 = 27, not above 2.8 · 10
-    moving = {"ess_fraction": [1.0] * 60, "kl_behavior_nats": [0.0] * 60, "step_k3_nats": [0.014] * 60}
-    assert lag.watched(moving)[0] == 39  # 20 of them, without the first 20
-    assert lag.watched({**moving, "step_k3_nats": [1.0] * 20 + [0.012] * 40})[0] is None
+    moving = {"ess_fraction": [1.0] * 60, "kl_behavior_nats": [0.0] * 60, "step_k3_nats": [0.01] * 60}
+    moving["grad_norm"] = [0.5] * 60  # 0.014 · √0.5 = 0.0099
+    assert lag.watched(moving)[0] == 49  # 30 of them, without the first 20
+    assert lag.watched({**moving, "step_k3_nats": [1.0] * 20 + [0.0098] * 40})[0] is None
+    assert lag.watched({**moving, "grad_norm": [0.52] * 60})[0] is None
 
 
 def test_other_seeds_decide_whether_a_warning_without_a_collapse_is_a_false_alarm():
-    def run(loss, seed, rewards, *, step=0.014, lr=lag.LR):
+    def run(loss, seed, rewards, *, step=0.015, lr=lag.LR):
         flat = {"ess_fraction": [1.0] * 80, "kl_behavior_nats": [0.0] * 80, "step_k3_nats": [step] * 80}
+        flat["grad_norm"] = [1.0] * 80
         return {"loss": loss, "staleness": 64, "lr": lr, "seed": seed, "reward": rewards, **flat}
 
     stays, falls, falls_early = [0.9] * 80, [0.9] * 65 + [0.5] * 15, [0.9] * 35 + [0.5] * 45
     runs = [run("GRPO", 0, stays), run("GRPO", 1, stays, step=0.001)]  # healthy, one with a warning
-    runs += [run("OAPL", 0, stays), run("OAPL", 15, falls)]  # on the edge; 70 - 39 = 31 iterations ahead
+    runs += [run("OAPL", 0, stays), run("OAPL", 15, falls)]  # on the edge; 70 - 49 = 21 iterations ahead
     runs += [run("OAPL", 1, stays, step=0.001), run("OAPL", 2, falls_early), run("OAPL", 16, falls, step=0.001)]
     runs += [run("GRPO", 0, falls, lr=4 * lag.LR), run("GRPO", 1, stays, lr=4 * lag.LR)]
     rows = lag.warnings_of(runs)
-    provoked = {"provoked_collapses": 1, "warned_in_time": 1, "least_lead_iterations": 31}
+    provoked = {"provoked_collapses": 1, "warned_in_time": 1, "least_lead_iterations": 21}
     provoked |= {"provoked_without_collapse": 1, "of_these_with_a_warning": 1}
     none = {key: None if key == "least_lead_iterations" else 0 for key in provoked}
     no_edge = {"on_the_edge": 0, "edge_collapses": 0, "edge_warned_in_time": 0, "edge_warned_without_collapse": 0}
@@ -480,7 +483,8 @@ def test_other_seeds_decide_whether_a_warning_without_a_collapse_is_a_false_alar
     assert rows["OAPL"] == {"runs": 5, **none, **edge, "healthy": 0, "healthy_with_a_warning": 0}
     assert rows["all"] == {"runs": 9, **provoked, **edge, **healthy}
     assert rows["seeds before 12"]["on_the_edge"] == 3  # seeds 0 to 2, of which one collapsed
-    assert rows["seeds from 12 on"]["edge_warned_in_time"] == 1
+    assert rows["seeds 12 to 15"]["edge_warned_in_time"] == 1
+    assert rows["seeds from 16 on"]["edge_collapses"] == 1
 
 
 def test_a_row_has_the_reward_against_on_policy_and_the_least_lead():

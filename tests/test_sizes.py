@@ -29,7 +29,7 @@ MAX_PACKAGE_LINES = sum({
     "ranks and servers on Slurm nodes of different kinds": 23,
     "workflows in several processes of rank 0's host, with servers, pauses and checkpoints as in one": 935,
     "an iteration spread over the ranks, in host memory": 1_441,
-    "asynchrony without bias: windowed order, lag and steps measured, losses for it": 750,
+    "asynchrony without bias: windowed order, lag and steps measured, losses for it": 753,
     "top-p and top-k trained exactly": 667,
     "asynchronous runs that resume and repeat": 1_450,
     "a run as a page, a trace of it": 2_150,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,12 @@ log = logging.getLogger(__name__)
 MIN_BIAS = 0.01  # of the groups drawn again, to warn
 MIN_GROUPS = 100  # drawn until then
 
-ESS, KL = "policy/ess_fraction", "policy/kl_behavior_nats"
+ESS, KL, GRAD_NORM = "policy/ess_fraction", "policy/kl_behavior_nats", "policy/grad_norm"
 LOW_ESS_FRACTION = 0.15
 HIGH_KL_NATS = 2.8  # per token
 LAG_ITERATIONS = 10
-LARGE_STEP_NATS = 0.013  # per token
-STEP_ITERATIONS = 20
+LARGE_STEP_NATS = 0.014  # per token, where the gradient norm is 1; in proportion to its root
+STEP_ITERATIONS = 30
 FIRST_ITERATIONS = 20  # whose steps are large in healthy runs too
 
 
@@ -42,42 +43,46 @@ class LagWatch:
 
     A few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or, where a loss bounds
     its weights and they stay even, the policy has left what it learns from: KL(behavior ‖ policy) is above
-    `HIGH_KL_NATS`. Or its steps are large: KL(before ‖ after) of an iteration is above `LARGE_STEP_NATS`, in a
-    geometric mean, since a single one may be very large. The numbers are from `benchmarks.lag`: docs/algorithms.md.
+    `HIGH_KL_NATS`. Or its steps are larger than its gradients explain: KL(before ‖ after) of an iteration, in a
+    geometric mean, since a single one may be very large, is above `LARGE_STEP_NATS` · √(mean gradient norm). AdamW's
+    step does not shrink with the gradient. The numbers are from `benchmarks.lag`: docs/algorithms.md.
     """
 
-    def __init__(self, last: Iterable[tuple[float, float, float]] = ()) -> None:
+    def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:
         self.last = collections.deque(last, maxlen=STEP_ITERATIONS)
-        self.means: list[float] = []  # of sample size, KL and step; empty before iteration `LAG_ITERATIONS`
+        self.means: list[float] = []  # of sample size, KL, step ÷ √gradient; empty before iteration `LAG_ITERATIONS`
         self._problem = self._find()
 
-    def begins(self, ess_fraction: float, kl_nats: float, step_nats: float) -> str | None:
+    def begins(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
         """What goes wrong since this iteration, whose values these are; None if nothing does, or did before.
 
         Args:
             step_nats: 0 where it is not known, and in the `FIRST_ITERATIONS`.
+            grad_norm: before it is clipped.
         """
         before = self._problem
-        self.last.append((ess_fraction, kl_nats, step_nats))
+        self.last.append((ess_fraction, kl_nats, step_nats, grad_norm))
         self._problem = self._find()
         return None if before else self._problem
 
     def _find(self) -> str | None:
         if len(self.last) < LAG_ITERATIONS:
             return None
-        ess_fractions, kls_nats, steps_nats = zip(*self.last, strict=True)
+        ess_fractions, kls_nats, steps_nats, grad_norms = zip(*self.last, strict=True)
         ess_fraction, kl_nats = (statistics.fmean(values[-LAG_ITERATIONS:]) for values in (ess_fractions, kls_nats))
         are_steps_known = len(steps_nats) == STEP_ITERATIONS and min(steps_nats) > 0
         step_nats = statistics.geometric_mean(steps_nats) if are_steps_known else 0.0
-        self.means = [ess_fraction, kl_nats, step_nats]
+        root = math.sqrt(statistics.fmean(grad_norms)) or math.inf  # without a gradient no step is too large
+        self.means = [ess_fraction, kl_nats, step_nats / root]
         in_mean = f"mean of the last {LAG_ITERATIONS} iterations"
         if ess_fraction < LOW_ESS_FRACTION:
             return f"{ESS} was {ess_fraction:.3g}, below {LOW_ESS_FRACTION}, in the {in_mean}"
         if kl_nats > HIGH_KL_NATS:
             return f"{KL} was {kl_nats:.3g}, above {HIGH_KL_NATS}, in the {in_mean}"
-        if step_nats > LARGE_STEP_NATS:
+        if step_nats > LARGE_STEP_NATS * root:
             in_mean = f"geometric mean of the last {STEP_ITERATIONS} iterations"
-            return f"{STEP} was {step_nats:.3g}, above {LARGE_STEP_NATS}, in the {in_mean}"
+            bound = f"{LARGE_STEP_NATS * root:.3g} = {LARGE_STEP_NATS} · √{GRAD_NORM}"
+            return f"{STEP} was {step_nats:.3g}, above {bound}, in the {in_mean}"
         return None
 
 
@@ -94,8 +99,8 @@ class StalenessControl(RLCallback):
     docs/async.md.
 
     It warns where a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), the policy has
-    left what it learns from (`policy/kl_behavior_nats`) or takes large steps (`policy/step_k3_nats`, see lag_probe.py),
-    often long before the reward falls.
+    left what it learns from (`policy/kl_behavior_nats`) or takes larger steps (`policy/step_k3_nats`, see lag_probe.py)
+    than its gradients explain (`policy/grad_norm`), often long before the reward falls.
 
     Args:
         max_staleness: η, in versions.
@@ -178,7 +183,7 @@ class StalenessControl(RLCallback):
     ) -> None:
         metrics = trainer.callback_metrics
         step_nats = metrics.get(STEP, 0.0) if trainer.global_step > FIRST_ITERATIONS else 0.0
-        values = (metrics.get(ESS, 1.0), metrics.get(KL, 0.0), step_nats)
+        values = (metrics.get(ESS, 1.0), metrics.get(KL, 0.0), step_nats, metrics.get(GRAD_NORM, 1.0))
         problem = self._lag.begins(*map(float, values))
         if problem and trainer.is_global_zero:
             log.warning(
@@ -193,4 +198,4 @@ class StalenessControl(RLCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         last = state_dict.get("last_lags", ())
-        self._lag = LagWatch((values[0], values[1], values[2] if values[2:] else 0.0) for values in last)
+        self._lag = LagWatch((*values, *(0.0, 1.0)[len(values) - 2 :]) for values in last)  # older: no step, gradient
