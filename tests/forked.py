@@ -203,8 +203,10 @@ def serve(descriptor: int) -> None:
     """The fork server; returns in its children only, at their end."""
     not_theirs = ["", str(Path(__file__).parent), *_python_path()]
     paths = [path for path in sys.path if path not in not_theirs]
+    gc.disable()  # what imports make stays
     for name in _PRELOADED:
         importlib.import_module(name)
+    gc.enable()
     if len(list(Path("/proc/self/task").iterdir())) != 1:
         raise RuntimeError("An import started a thread, which a fork would lose. Leave that module out of _PRELOADED.")
     gc.collect()
