@@ -103,7 +103,7 @@ def read(path: str) -> dict[str, float]:
 
 def measured(path: Path, cache: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.growth", "--read", str(path)]
-    environment = {**os.environ, "HF_HOME": str(cache), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     values: dict[str, Any] = json.loads(answer.splitlines()[-1])
     return values

@@ -5,6 +5,7 @@ job Lightning would expect the job's tasks.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import subprocess
@@ -17,6 +18,7 @@ import torch
 
 from lightrl.testing import FakeServerProcess
 
+gc.disable()  # until all tests are collected: what imports make stays
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of children, as their imports read it
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
@@ -24,6 +26,11 @@ for name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[name]
 forked.server.environment = dict(os.environ)
 FakeServerProcess.popen = forked.Popen
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

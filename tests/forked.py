@@ -48,17 +48,17 @@ _PRELOADED = [
     "torch.distributed.checkpoint", "transformers.models.qwen3.modeling_qwen3", "lightrl.commands.cli",
     "transformers.models.llama.modeling_llama", "lightrl.engines.sglang.engine", "lightrl.testing.fake_server_model",
 ]  # fmt: skip
-# Read when they are used, or set by `_become`; the last two are set by imports of torch and Lightning themselves. Any
-# other variable may matter at an import (OMP_NUM_THREADS, HF_HUB_OFFLINE, ATEN_CPU_CAPABILITY, PYTHONWARNINGS, HOME):
-# where it differs, the process is a real one.
+# Read when they are used, or by imports that are not _PRELOADED, or set by `_become`; those of OMP and NVML are set by
+# imports of torch and Lightning themselves. Any other variable may matter at an import (OMP_NUM_THREADS,
+# HF_HUB_OFFLINE, ATEN_CPU_CAPABILITY, PYTHONWARNINGS, HOME): where it differs, the process is a real one.
 _READ_LATE = {
     "PYTEST_CURRENT_TEST", "PYTHONPATH", "TMPDIR", "NO_PROXY", "no_proxy", "PATH", "RANK", "LOCAL_RANK", "NODE_RANK",
     "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
     "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LIGHTRL_SERVER_TOKEN", "LIGHTRL_SERVER_ADDRS", "LIGHTRL_RECEIVER_ADDRS",
     "LIGHTRL_DEBUG", "LIGHTRL_SGLANG_PYTHON", "LIGHTRL_SGLANG_CACHE", "JSONARGPARSE_DEPRECATION_WARNINGS",
     "TORCHINDUCTOR_CACHE_DIR",
-    "GLOO_SOCKET_IFNAME", "LIGHTRL_TEST_SECRET", "OMP_WAIT_POLICY",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "GLOO_SOCKET_IFNAME", "LIGHTRL_TEST_SECRET", "OMP_WAIT_POLICY", "HF_DATASETS_CACHE",
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "HF_DATASETS_DISABLE_PROGRESS_BARS",
 }  # fmt: skip
 _PLAIN = {"executable": None, "preexec_fn": None, "pass_fds": (), "shell": False, "gid": None, "gids": None,
     "uid": None, "umask": -1, "process_group": -1, "close_fds": True, "restore_signals": True}  # fmt: skip
@@ -203,8 +203,10 @@ def serve(descriptor: int) -> None:
     """The fork server; returns in its children only, at their end."""
     not_theirs = ["", str(Path(__file__).parent), *_python_path()]
     paths = [path for path in sys.path if path not in not_theirs]
+    gc.disable()  # what imports make stays
     for name in _PRELOADED:
         importlib.import_module(name)
+    gc.enable()
     if len(list(Path("/proc/self/task").iterdir())) != 1:
         raise RuntimeError("An import started a thread, which a fork would lose. Leave that module out of _PRELOADED.")
     gc.collect()

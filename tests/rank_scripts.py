@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import forked
 import torch
@@ -17,6 +18,9 @@ import torch
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.servers.held_port import HeldPort
 from lightrl.experience import Experience
+
+if TYPE_CHECKING:
+    import pytest
 
 TESTS = Path(__file__).parent
 
@@ -73,6 +77,19 @@ def gathered_tensors(experience: Experience) -> dict[str, torch.Tensor]:
         whole[(rows, slice(value.shape[1])) if value.dim() > 1 else rows] = number - fill
         found[name] = (experience.total(whole) + fill).to(value.dtype)
     return found
+
+
+def run_once(script: Path, factory: pytest.TempPathFactory, *args: str) -> Path:
+    """The folder of one `run` for all of pytest's workers, which may share a file's tests."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / script.stem
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            run(script, folder, *args)
+            (folder / "done").touch()
+    return folder
 
 
 def left_by(num_ranks: int, folder: Path) -> list[Any]:

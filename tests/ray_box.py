@@ -29,6 +29,7 @@ _NODE += ["--object-store-memory=80000000", "--disable-usage-stats"]
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0", "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "1000", "OMP_NUM_THREADS": "1",
+    "RAY_worker_niceness": "0",  # 15 else: beside pytest's other worker, ranks would have a thirtieth of a core
 }  # fmt: skip
 # Without it all that reach its ports may run code. A process reads it when it first needs Ray.
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -210,6 +210,7 @@ def test_local_engine_prints_its_ratio_to_generate(capsys):
     assert printed(capsys)[-1]["ratio_1M_64_skewed"] > 0
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_growth_opens_prompts_in_every_form_and_draws_what_it_measures(capsys, tmp_path):
     growth.main(["--quick"])
     lines = printed(capsys)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lightrl import __version__
 
@@ -66,12 +68,19 @@ def main(args: Sequence[str] | None = None) -> int:
     if first not in COMMANDS:
         sys.stderr.write(f"lightrl: {_not_a_command(first)}\n")
         return 2
-    if first in _OWN_MODULES:
-        code: int = importlib.import_module(f"lightrl.commands.{first}").run(args[1:])
-        return code
-    from lightrl.commands.cli import run
+    module = _imported(f"lightrl.commands.{first if first in _OWN_MODULES else 'cli'}")
+    code: int = module.run(args[1:]) if first in _OWN_MODULES else module.run(args, COMMANDS)
+    return code
 
-    return run(args, COMMANDS)
+
+def _imported(name: str) -> Any:
+    """What imports make stays: to look for garbage in it takes a third of a command's start."""
+    if name not in sys.modules:
+        gc.disable()
+        importlib.import_module(name)
+        gc.freeze()
+        gc.enable()
+    return sys.modules[name]
 
 
 def help_text() -> str:

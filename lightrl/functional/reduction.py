@@ -46,7 +46,8 @@ def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     neutral = []
     for index, tensor in enumerate(tensors):
         further = tensor.dim() - dims
-        check_same_shape(**{"loss_mask": loss_mask, f"tensors[{index}]": tensor[(...,) + (0,) * further]})
+        if tensor.shape[:dims] != loss_mask.shape:
+            check_same_shape(**{"loss_mask": loss_mask, f"tensors[{index}]": tensor[(...,) + (0,) * further]})
         neutral.append(torch.where(loss_mask[(...,) + (None,) * further], tensor, tensor.new_zeros(())))
     return tuple(neutral)
 

@@ -186,7 +186,7 @@ class SlurmLauncher:
     def _head(self, step: str, process: Process) -> list[str]:
         """Of a step's script; it notes the step's number, by which it gets signals."""
         file = f"{shlex.quote(self.plan.folder)}/{step}.step"
-        part = "+1" if self._is_apart and step == "servers" else ""
+        part = "_HET_GROUP_1" if self._is_apart and step == "servers" else ""  # scancel ignores 7+1.0
         note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID{part}.$SLURM_STEP_ID" > {file}'
         return script_head(self.plan, process.environment, before=[note, "hosts=($LIGHTRL_HOSTS)"])
 

@@ -44,26 +44,38 @@ def reduction_of(name: str) -> Reduction:
     return reductions.get(word, "mean")
 
 
-def part_of_metric(name: str, metric: Metric, loss_mask: Tensor) -> Tensor:
-    """A microbatch's part of a metric.
+@torch.no_grad()
+def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tensor]:
+    """A microbatch's parts of metrics; those with the same weights share what is made of these.
 
     Args:
-        name: see `reduction_of`.
-        metric: values [B, T] or [B], or a pair of them and their weights; masked positions and values with weight 0
-            have no effect.
+        metrics: by name, see `reduction_of`: values [B, T] or [B], or a pair of them and their weights; masked
+            positions and values with weight 0 have no effect.
         loss_mask: bool [B, T].
     """
-    values, weights = metric if isinstance(metric, tuple) else (metric, torch.ones_like(metric))
-    mask = loss_mask if values.dim() == 2 else loss_mask.any(1)
-    weights = torch.where(mask, weights.float(), 0.0)
-    reduction = reduction_of(name)
-    if reduction in ("max", "min"):
-        worst = -torch.inf if reduction == "max" else torch.inf
-        kept = torch.where(weights != 0, values.float(), worst)
-        number = kept.amax() if reduction == "max" else kept.amin()
-    else:
-        number = torch.where(weights != 0, values.float() * weights, 0.0).sum()
-    return torch.stack([number, weights.sum()])
+    masks = {2: loss_mask, 1: loss_mask.any(1)}
+    # By the dimensions of values without weights, or the id of weights: these, where they count, and their sum.
+    known: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
+    numbers, sums = [], []
+    for name, metric in metrics.items():
+        values, given = metric if isinstance(metric, tuple) else (metric, None)
+        key, mask = values.dim() if given is None else id(given), masks[values.dim()]
+        if key not in known:
+            if given is None:
+                known[key] = None, mask, mask.sum(dtype=torch.float32)
+            else:
+                given = torch.where(mask, given.float(), 0.0)
+                known[key] = given, given != 0, given.sum()
+        weights, counts, total = known[key]
+        reduction, values = reduction_of(name), values.float()
+        if reduction == "max":
+            numbers.append(torch.where(counts, values, -torch.inf).amax())
+        elif reduction == "min":
+            numbers.append(torch.where(counts, values, torch.inf).amin())
+        else:
+            numbers.append(torch.where(counts, values if weights is None else values * weights, 0.0).sum())
+        sums.append(total)
+    return dict(zip(metrics, torch.stack([torch.stack(numbers), torch.stack(sums)], 1).unbind(), strict=True))
 
 
 def joined(name: str, first: Tensor, second: Tensor) -> Tensor:

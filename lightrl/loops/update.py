@@ -17,7 +17,7 @@ from torch import Tensor
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import kl, neutralize, policy_ratio, reduce_loss
-from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, joined, over_ranks, part_of_metric, values_of
+from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, joined, over_ranks, parts_of, values_of
 from lightrl.models import Metric, Outputs
 from lightrl.module import ESS_WEIGHTS
 from lightrl.strategies import Ranks
@@ -63,29 +63,29 @@ class MinibatchLoss:
         mask = experience.loss_mask
         result = dict(self.module.loss(experience, outputs))
         weights = result.pop(ESS_WEIGHTS, None)
-        share = self._share("loss", result, mask, prefix="")
+        metrics: dict[str, Metric] = {}
+        share = self._share("loss", result, mask, metrics)
         with torch.no_grad():
-            self._add("entropy_nats", outputs.entropy.detach(), mask)
-            difference = kl(experience.behavior_logprobs, outputs.logprobs.detach(), estimator="k3")
-            self._add("kl_behavior_nats", difference, mask)
+            metrics["entropy_nats"] = outputs.entropy
+            difference = kl(experience.behavior_logprobs, outputs.logprobs, estimator="k3")
+            metrics["kl_behavior_nats"] = difference
             if not isinstance(weights, Tensor):
-                weights = policy_ratio(outputs.logprobs.detach(), experience.behavior_logprobs)
-            learns = (weights != 0).float()
-            self._add(WEIGHT, (weights, learns), mask)
-            self._add(SQUARED_WEIGHT, (weights.square(), learns), mask)
-            mismatch = (outputs.logprobs.detach() - experience.behavior_logprobs).abs()
-            self._add("behavior_abs_dlogp_nats", mismatch, mask)
-            self._add("max_behavior_abs_dlogp_nats", mismatch, mask)
+                weights = policy_ratio(outputs.logprobs, experience.behavior_logprobs)
+            learns = weights != 0
+            metrics |= {WEIGHT: (weights, learns), SQUARED_WEIGHT: (weights.square(), learns)}
+            mismatch = (outputs.logprobs - experience.behavior_logprobs).abs()
+            metrics |= {"behavior_abs_dlogp_nats": mismatch, "max_behavior_abs_dlogp_nats": mismatch}
             if self.weight_version is not None:
                 # One version in trainer and engine: the engine's numbers alone, without the policy's lag.
                 is_present = experience.weight_versions == self.weight_version
-                self._add("sync/mismatch_k3_nats", (difference, is_present), mask)
-                self._add("sync/mismatch_abs_dlogp_nats", (mismatch, is_present), mask)
-                self._add("sync/max_mismatch_abs_dlogp_nats", (mismatch, is_present), mask)
+                metrics["sync/mismatch_k3_nats"] = difference, is_present
+                metrics["sync/mismatch_abs_dlogp_nats"] = mismatch, is_present
+                metrics["sync/max_mismatch_abs_dlogp_nats"] = mismatch, is_present
                 # Whole rows: after older tokens, an engine may go on with their key-values.
                 is_present = (is_present | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mask)
-                self._add("sync/mismatch_present_abs_dlogp_nats", (mismatch, is_present), mask)
-                self._add("sync/num_present_tokens", (torch.ones_like(mismatch), is_present), mask)
+                metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, is_present
+                metrics["sync/num_present_tokens"] = torch.ones_like(mismatch), is_present
+            self._join(parts_of(metrics, mask))
         if outputs.values is not None:
             share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
         return share * self.holders.dp_size  # gradients are averaged over dp ranks, but shares must be summed
@@ -93,16 +93,22 @@ class MinibatchLoss:
     def _value_share(self, experience: Experience, outputs: Outputs, role: str) -> Tensor:
         assert outputs.values is not None
         result = self.module.value_loss(experience, outputs.values)
-        return self._share("value_loss", result, experience.loss_mask, prefix=f"{role}/")
+        metrics: dict[str, Metric] = {}
+        share = self._share("value_loss", result, experience.loss_mask, metrics, prefix=f"{role}/")
+        if metrics:
+            self._join(parts_of(metrics, experience.loss_mask))
+        return share
 
-    def _share(self, hook: str, result: Mapping[str, Metric], mask: Tensor, *, prefix: str) -> Tensor:
-        """The loss that a hook returned, reduced; keeps its metrics under their names with the prefix."""
+    def _share(
+        self, hook: str, result: Mapping[str, Metric], mask: Tensor, metrics: dict[str, Metric], *, prefix: str = ""
+    ) -> Tensor:
+        """The loss that a hook returned, reduced; adds its metrics under their names with the prefix."""
         if "loss" not in result:
             raise ValueError(f"{hook} must return 'loss' among its keys, got {sorted(result)}.")
         for name, metric in result.items():
             _check_metric(hook, name, metric, mask)
             if name != "loss":
-                self._add(prefix + name, metric, mask)
+                metrics[prefix + name] = metric
         loss = result["loss"]
         assert isinstance(loss, Tensor)
         share = reduce_loss(
@@ -114,7 +120,7 @@ class MinibatchLoss:
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
         # The number that is minimized, under any reduction: the sum of the shares, whose weights sum to 1.
-        self._join(f"{prefix}loss", torch.stack([share.detach(), mask.sum() / self.num_tokens]))
+        self._join({f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
         return share
 
     def reduce(self) -> None:
@@ -145,12 +151,9 @@ class MinibatchLoss:
             fields["proximal_logprobs"] = outputs.logprobs.detach()
         return experience.with_tensors(fields), outputs
 
-    @torch.no_grad()
-    def _add(self, name: str, metric: Metric, mask: Tensor) -> None:
-        self._join(name, part_of_metric(name, metric, mask))
-
-    def _join(self, name: str, part: Tensor) -> None:
-        self.parts[name] = joined(name, self.parts[name], part) if name in self.parts else part
+    def _join(self, parts: Mapping[str, Tensor]) -> None:
+        for name, part in parts.items():
+            self.parts[name] = joined(name, self.parts[name], part) if name in self.parts else part
 
 
 def _check_metric(hook: str, name: str, metric: Metric, mask: Tensor) -> None:

@@ -29,9 +29,11 @@ def png(width=2, height=2, pixels=None, *others):
 
 
 def zeros(num_bytes):
-    """Compressed, without having them in memory."""
-    packer = zlib.compressobj(9)
-    return b"".join([*(packer.compress(bytes(2**20)) for _ in range(num_bytes >> 20)), packer.flush()])
+    """Compressed, without having them in memory: after a full flush each MiB is the same bytes again."""
+    packer = zlib.compressobj(9, wbits=-15)
+    block = packer.compress(bytes(2**20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    checksum = struct.pack(">HH", num_bytes % 65521, 1)  # Adler-32 of zeros
+    return b"\x78\xda" + block * (num_bytes >> 20) + packer.flush() + checksum
 
 
 BOMB = chunk(b"zTXt", b"note\0\0" + zeros(2**30))

@@ -6,23 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from benchmarks.grpo_vs_trl import odd_fraction
 from benchmarks.recovery import Losses
 from lightrl import GRPO
-from lightrl.trajectory import Trajectory
 
 GRADIENTS = "gradients.pt"
-
-
-def noted(trajectory: Trajectory, folder: str) -> float:
-    """The benchmark's reward; notes what started the guardian of this process."""
-    starter = psutil.Process().parents()[1].cmdline()[0]
-    with (Path(folder) / "starters").open("a") as file:
-        file.write(f"{starter.partition('.')[0]}\n")
-    return odd_fraction(trajectory)
 
 
 class BySGD(GRPO):

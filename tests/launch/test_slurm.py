@@ -134,7 +134,7 @@ class TestOnSlurm:
 
     @pytest.mark.timeout(300)
     def test_both_steps_run_at_once_and_the_warning_before_the_time_limit_saves_and_requeues(self, slurm, tmp_path):
-        plan = plan_in(tmp_path, recover=Recover(retries=1), time_limit="1", warning_s=30)
+        plan = plan_in(tmp_path, recover=Recover(retries=1), time_limit="1", warning_s=40)
         write_files(plan, "", SlurmLauncher(plan).files())
         job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
         self.wait_for_notes(slurm, job, tmp_path, 3)
@@ -188,6 +188,7 @@ class TestOnSlurm:
         assert [one["words"][-2:] for one in again] == [["--ckpt_path", "last"]] * 2
         ended = [one["role"] for one in notes(tmp_path) if one["word"] == "ended"]
         assert ended == ["servers", "trainer", "trainer", "servers"]
+        assert "Job step aborted" not in (Path(plan.folder) / "job.log").read_text()  # servers were asked to end
 
     @pytest.mark.timeout(300)
     @pytest.mark.parametrize("retries", [1, 0])

@@ -14,7 +14,7 @@ from lightrl.loops.metrics import (
     IterationMetrics,
     joined,
     over_ranks,
-    part_of_metric,
+    parts_of,
     reduction_of,
     values_of,
 )
@@ -26,7 +26,7 @@ NAMES = ["ratio", "max_ratio", "critic/min_value", "num_clipped"]
 
 def value(name: str, metric: Any, mask: Tensor = MASK) -> float | None:
     """Of a minibatch that is one microbatch on one rank; None where it is left out."""
-    return values_of({name: part_of_metric(name, metric, mask)}).get(name)
+    return values_of(parts_of({name: metric}, mask)).get(name)
 
 
 def test_the_name_says_how_values_are_put_together() -> None:
@@ -61,10 +61,22 @@ def test_a_metric_without_weight_is_left_out(name: str) -> None:
     assert value(name, torch.ones(3), torch.zeros_like(MASK)) is None
     assert value(name, (ones, 0 * ones)) is None
     parts = IterationMetrics()
-    parts.add({name: part_of_metric(name, ones, torch.zeros_like(MASK))})
+    parts.add(parts_of({name: ones}, torch.zeros_like(MASK)))
     assert parts.values() == {}
-    parts.add({name: part_of_metric(name, 2 * ones, MASK)})
+    parts.add(parts_of({name: 2 * ones}, MASK))
     assert parts.values() == {name: 6.0 if name == "num_clipped" else 2.0}
+
+
+def test_metrics_that_are_made_together_are_those_made_alone() -> None:
+    values, others = torch.randn(3, 4), torch.randn(3)
+    present, weights, of_rows = torch.rand(3, 4) < 0.7, torch.rand(3, 4), torch.tensor([0.5, 2.0, 1.0])
+    metrics: dict[str, Any] = {
+        "plain": values, "max_plain": values, "rows": others, "min_rows": others, "num_present": (values, present),
+        "mean": (values, weights), "max_mean": (values, weights), "of_rows": (others, of_rows),
+        "same_weights": (values.square(), weights), "present": (values, present),
+    }  # fmt: skip
+    for name, part in parts_of(metrics, MASK).items():
+        assert torch.equal(part, parts_of({name: metrics[name]}, MASK)[name]), name
 
 
 def cut_metrics(name: str, cuts: list[int]) -> tuple[list[Tensor], float]:
@@ -77,7 +89,7 @@ def cut_metrics(name: str, cuts: list[int]) -> tuple[list[Tensor], float]:
     bounds = {"max_ratio": max(v for v, _ in cells), "critic/min_value": min(v for v, _ in cells)}
     expected = sum(v * w for v, w in cells) if name == "num_clipped" else bounds.get(name, mean)
     triples = zip(values.split(cuts), weights.split(cuts), mask.split(cuts), strict=True)
-    return [part_of_metric(name, (part, its_weights), its_mask) for part, its_weights, its_mask in triples], expected
+    return [parts_of({name: (part, its_weights)}, its_mask)[name] for part, its_weights, its_mask in triples], expected
 
 
 CUTS = [[7], [1, 6], [3, 2, 2], [1] * 7]
@@ -173,8 +185,8 @@ def test_a_metric_of_one_rank_alone_reaches_all_and_nobody_waits() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_without_weight_changes_nothing_and_where_no_rank_has_any_the_name_is_left_out(name: str) -> None:
-    empty = part_of_metric(name, torch.ones(3, 4), torch.zeros_like(MASK))
-    whole = part_of_metric(name, torch.full((3, 4), 2.0), MASK)
+    empty = parts_of({name: torch.ones(3, 4)}, torch.zeros_like(MASK))[name]
+    whole = parts_of({name: torch.full((3, 4), 2.0)}, MASK)[name]
     assert on_ranks({name: empty}, {name: whole}) == [{name: 6.0 if name == "num_clipped" else 2.0}] * 2
     assert on_ranks({name: empty}, {name: empty}) == [{}, {}]
 
@@ -190,10 +202,7 @@ def test_the_effective_sample_size_worked_by_hand(ratios: list[float], expected:
 
 def ess_parts(ratios: Tensor) -> dict[str, Tensor]:
     mask = torch.ones_like(ratios, dtype=torch.bool)
-    return {
-        WEIGHT: part_of_metric(WEIGHT, ratios, mask),
-        SQUARED_WEIGHT: part_of_metric(SQUARED_WEIGHT, ratios.square(), mask),
-    }
+    return parts_of({WEIGHT: ratios, SQUARED_WEIGHT: ratios.square()}, mask)
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)

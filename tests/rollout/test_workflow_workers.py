@@ -237,11 +237,10 @@ def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make: Make, router
 
 
 def test_what_is_given_up_ends_on_the_servers(make: Make, servers: list[FakeServerProcess]) -> None:
-    controller = make(2, oversample_fraction=1.0)
-    servers[1].pace(3.0)  # its groups would hold the batch back
-    groups = controller.take(0)
-    assert len(groups) == 4
-    assert controller.drain_group_drops()["oversampled"] > 0
+    controller = make(2, group_size=1, oversample_fraction=1.0)
+    servers[1].pace(60.0)  # its half would take twelve minutes
+    assert len(controller.take(0)) == 4
+    assert controller.drain_group_drops()["oversampled"] == 4
     wait_until(lambda: num_running(servers) == 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_scripts import ROUNDING, left_by, run
+from rank_scripts import ROUNDING, left_by, run_once
 from test_several_ranks import assert_close
 from world_3d_run import CASES
 
@@ -15,8 +15,7 @@ from world_3d_run import CASES
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
     """What each process found, by number of ranks and rank; all are started once for all tests."""
-    folder = tmp_path_factory.mktemp("3d")
-    run(Path(__file__).with_name("world_3d_run.py"), folder)
+    folder = run_once(Path(__file__).with_name("world_3d_run.py"), tmp_path_factory)
     found = {size: left_by(size, folder / str(size)) for size in (1, 4, 8)}
     return {(size, rank): found[size][rank] for size in found for rank in range(size)}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from distillation_ranks_run import CASES, play
-from rank_scripts import ROUNDING, left_by, run
+from rank_scripts import ROUNDING, left_by, run_once
 
 every_layout = pytest.mark.parametrize("name", CASES)
 
@@ -16,8 +16,7 @@ every_layout = pytest.mark.parametrize("name", CASES)
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found; they are started once for all tests."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run(Path(__file__).with_name("distillation_ranks_run.py"), folder)
+    folder = run_once(Path(__file__).with_name("distillation_ranks_run.py"), tmp_path_factory)
     return left_by(2, folder)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ppo_ranks_run import CASES, SETTINGS, Case
-from rank_scripts import ROUNDING, left_by, run
+from rank_scripts import ROUNDING, left_by, run_once
 from torch import Tensor
 
 every_case = pytest.mark.parametrize("name", CASES)
@@ -17,8 +17,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
     """What each process found, by number of ranks and rank; all are started once for all tests."""
-    folder = tmp_path_factory.mktemp("ppo")
-    run(Path(__file__).with_name("ppo_ranks_run.py"), folder)
+    folder = run_once(Path(__file__).with_name("ppo_ranks_run.py"), tmp_path_factory)
     found = {size: left_by(size, folder / str(size)) for size in (1, 2, 4)}
     return {(size, rank): found[size][rank] for size in found for rank in range(size)}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_scripts import finished, left_by, run
+from rank_scripts import finished, left_by, run_once
 from rank_shares_run import RUNS
 
 from lightrl.weights.disk import is_whole
@@ -19,8 +19,7 @@ SCRIPT = Path(__file__).with_name("rank_shares_run.py")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 found, by run."""
-    folder = tmp_path_factory.mktemp("shares")
-    run(SCRIPT, folder, "run")
+    folder = run_once(SCRIPT, tmp_path_factory, "run")
     return dict(left_by(2, folder)[0])
 
 

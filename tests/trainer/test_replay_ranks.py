@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_scripts import ROUNDING, left_by, run
+from rank_scripts import ROUNDING, left_by, run_once
 
 SCRIPT = Path(__file__).with_name("replay_ranks_run.py")
 
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.replay
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What rank 0 of each run left, by the number of its ranks, with the weights that the others hold."""
-    folder = tmp_path_factory.mktemp("replay_ranks")
-    run(SCRIPT, folder)
+    folder = run_once(SCRIPT, tmp_path_factory)
     left = {size: left_by(size, folder / f"ranks-{size}") for size in (1, 2, 4)}
     for ranks in left.values():
         for other in ranks[1:]:
