@@ -17,7 +17,7 @@ MAX_PACKAGE_LINES = sum({
     "one machine": 32_983,
     "weight syncs proven against the trainer, as deltas, as adapters, to other hosts": 4_338,
     "data of any size, streamed, rendered ahead; SFT and pairs of any size": 1_400,
-    "speed on a CPU: small models, kernels that decode them, commands that start": 1_243,
+    "speed on a CPU: small models, kernels that decode them, commands that start": 1_247,
     "tokens as arrays, trajectories as bytes to reward processes": 400,
     "GPUs: attention of packed rows without a mask, devices, precision": 550,
     "files, programs and secrets of strangers": 606,
