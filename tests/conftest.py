@@ -51,11 +51,14 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_variable_is_left() -> Iterator[None]:
-    """Else the children of later tests would not be forked, for it may matter at an import."""
-    before = {*os.environ, "PYTEST_CURRENT_TEST"}
+    """Nor another value: else the children of later tests would not be forked, for it may matter at an import."""
+    before = dict(os.environ)
     yield
-    for name in set(os.environ) - before:
-        del os.environ[name]
+    for name in {*os.environ, *before} - {"PYTEST_CURRENT_TEST"}:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -88,7 +88,12 @@ def test_a_module_runs_as_main_and_pickles_what_it_defines(tmp_path: Path) -> No
     assert (done.stdout, done.stderr) == ("True ['x']\n", "")
 
 
-def test_children_of_its_children_are_forked_and_end_with_them(tmp_path: Path) -> None:
+def test_children_of_its_children_are_forked_and_end_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = forked.server.environment
+    monkeypatch.setattr(forked, "server", forked.ForkServer(environment))  # whatever became of the other one
+    caplog.set_level(logging.DEBUG, "forked")
     (tmp_path / "parent.py").write_text(
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, __file__.replace('parent', 'child')], stdout=subprocess.PIPE)\n"
@@ -96,8 +101,8 @@ def test_children_of_its_children_are_forked_and_end_with_them(tmp_path: Path) -
     )
     (tmp_path / "child.py").write_text("import time; print(open('/proc/self/cmdline').read(), flush=True)")
     command = [sys.executable, str(tmp_path / "parent.py")]
-    done = forked.run(command, children_fork=True, capture_output=True, text=True)
-    assert "forked.serve" in done.stdout
+    done = forked.run(command, children_fork=True, capture_output=True, text=True, env=environment)
+    assert "forked.serve" in done.stdout, caplog.text
 
 
 @pytest.mark.parametrize(
