@@ -185,9 +185,8 @@ class Probe:
             self._rounding = self._rounding or rounding(trainer, module)
             wrong = {}
             for name, rows in scored.items():
-                problem = self._problem(
-                    name, weight_version, scores, rows, self._rounding, name in proven, name in repeating
-                )
+                shown = {"is_proven": name in proven, "repeats": name in repeating}
+                problem = self._problem(name, weight_version, scores, rows, self._rounding, **shown)
                 if problem:
                     wrong[name] = problem
             if wrong:
@@ -210,6 +209,7 @@ class Probe:
         ours: list[list[float]],
         theirs: list[list[float]],
         rounding: Rounding,
+        *,
         is_proven: bool,
         repeats: bool,
     ) -> str:

@@ -197,5 +197,5 @@ class StalenessControl(RLCallback):
         return {"last_lags": [list(values) for values in self._lag.last]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        last = state_dict.get("last_lags", ())
-        self._lag = LagWatch((*values, *(0.0, 1.0)[len(values) - 2 :]) for values in last)  # older: no step, gradient
+        healthy = (1.0, 0.0, 0.0, 1.0)  # in place of what an older release did not keep: the step, the gradient norm
+        self._lag = LagWatch((*values, *healthy[len(values) :]) for values in state_dict.get("last_lags", ()))

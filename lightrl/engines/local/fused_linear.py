@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightrl.engines.local.kernels import Kernels, LinearOfKernel, address
 
-_LEAST_MOVED = 2**18  # elements; a smaller weight is packed beside its plain form, which costs less than to restore it
+_LEAST_MOVED = 2**18  # elements; a smaller weight keeps its plain form beside the packed one: no load restores it
 
 
 class FusedLinear:

@@ -277,7 +277,7 @@ struct Workers {
     const std::lock_guard<std::mutex> lock(mutex);
     try {
       for (; count < helpers; ++count) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {  // the machine has no more threads: whoever is there computes
+    } catch (const std::system_error&) {  // no thread could be started: the others compute
     }
     for (int64_t helper = 0; helper < helpers; ++helper) jobs.push_back(job);
     helpers == 1 ? has_job.notify_one() : has_job.notify_all();

@@ -1,9 +1,9 @@
 """Kernels: the compiled part of LocalEngine, float32 on a CPU; `kernels.cpp` has the loops.
 
-With few rows or a small model, an operation of torch takes longer to call than to compute, and a step has about 120 of
-them. Here it is one call, which also leaves Python's lock to other threads. The system's C++ compiler builds it for
-this processor at the first use, in a few seconds, into the user's cache; where there is no compiler, or what it built
-is wrong, torch computes everything.
+With few rows or a small model, an operation of torch takes longer to call than to compute, and a step has many in each
+layer. Here a step is one call, which holds no lock of Python's. The system's C++ compiler builds the library for this
+processor at the first use, in a few seconds, into the user's cache; where there is no compiler, or what it built is
+wrong, torch computes everything.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CacheOfKernel(ctypes.Structure):
 class Kernels:
     """The functions of a library that was built from `kernels.cpp`.
 
-    `threads` share the rows of a call that has more than fill a tile.
+    The rows of a call are shared among up to `threads` threads; a few rows, which fill one tile, have one.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
