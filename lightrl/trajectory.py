@@ -82,6 +82,7 @@ class Sampling:
             raise ValueError(f"temperature must be >= 0 (0 is greedy) and finite, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] (1 keeps every token), got {self.top_p}.")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not (1 <= self.top_k <= MAX_SUPPORT or self.top_k == -1):
             raise ValueError(
                 f"top_k must be from 1 to {MAX_SUPPORT:,} (-1 keeps every token), got {self.top_k}. The tokens that it "
@@ -92,6 +93,11 @@ class Sampling:
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             bound = f"max_new_tokens={self.max_new_tokens}"
             raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
+
+    def with_seed(self, seed: int) -> Sampling:
+        copy = object.__new__(type(self))  # the other values were checked
+        vars(copy).update(vars(self), seed=seed)
+        return copy
 
     @property
     def is_truncated(self) -> bool:
@@ -236,9 +242,15 @@ class TokenArray(Sequence[_Number]):
         return repr(self.tolist())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy as np
+
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    def numpy(self) -> Any:
+        """As `numpy.asarray`, and faster."""
         import numpy as np  # here, since reward workers do without
 
-        return np.array(np.frombuffer(self._bytes(), self.code), dtype=dtype, copy=copy)
+        return np.frombuffer(self._bytes(), self.code)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenArray.of_stored, (*self.stored, self.code)
@@ -299,12 +311,13 @@ class Trajectory:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in TOKEN_FIELDS and value is not None:
             value = token_array(name, value)
-        object.__setattr__(self, name, value)
+        self.__dict__[name] = value
 
     def __post_init__(self) -> None:
-        tail = self.token_ids[len(self.token_ids) - len(self.completion_ids) :]
-        if tail == self.completion_ids:
-            self.completion_ids = tail  # in the same memory
+        both = [token_array("token_ids", ids) for ids in (self.token_ids, self.completion_ids)]
+        all_ids, last_ids = (bytes(ids._bytes()) for ids in both)
+        if last_ids and all_ids.endswith(last_ids):
+            self.completion_ids = self.token_ids[-len(self.completion_ids) :]  # in the same memory
 
     def __eq__(self, other: object) -> bool:
         return self.to_json() == other.to_json() if isinstance(other, Trajectory) else NotImplemented

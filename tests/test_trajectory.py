@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,12 @@ def test_a_truncated_draw_is_bounded_in_what_it_chooses_from() -> None:
     ]
 
 
+def test_another_seed_changes_nothing_else() -> None:
+    sampling = Sampling(temperature=0.5, top_k=3, stop_token_ids=(7,), seed=1)
+    assert sampling.with_seed(9) == replace(sampling, seed=9)
+    assert sampling.seed == 1
+
+
 def test_seeds_differ_by_each_of_their_parts_and_are_the_same_on_every_machine() -> None:
     seeds = {
         sampling_seed(run, prompt, sample, turn)
@@ -156,6 +163,19 @@ def test_a_number_that_does_not_fit_is_refused_by_the_name_of_its_field(name: st
     trajectory = random_trajectories()[0]
     with pytest.raises(ValueError, match=f"^{name} must be numbers of type (int32|float32), one for each token: "):
         setattr(trajectory, name, values)
+
+
+@pytest.mark.parametrize("as_runs", [False, True])
+@pytest.mark.parametrize(("last", "is_end"), [([7, 9], False), ([9, 9], True), ([7] + [9] * 20, True), ([], False)])
+def test_the_last_turn_is_a_view_if_it_ends_the_trajectory(last: list[int], is_end: bool, as_runs: bool) -> None:
+    token_ids: TokenArray[int] = TokenArray([1, 7] + [9] * 20, "i", as_runs=as_runs)
+    assert bool(token_ids.stored[1]) == as_runs
+    prompt = Prompt("a", token_ids=[1])
+    item = Trajectory(prompt, 0, 0, token_ids, [False] * 22, [0.0] * 22, [-1] * 22, last, "")
+    assert item.completion_ids == last
+    assert isinstance(item.completion_ids, TokenArray)
+    assert isinstance(item.completion_ids.stored[0], bytes)
+    assert isinstance(item.completion_ids._values, memoryview) == is_end
 
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(30_000, 8.1), (50, 60)])

@@ -76,8 +76,11 @@ class RolloutLoop(_AutomaticOptimization):
 
         A resumed run cannot repeat what loaders and validation drew from the global state in between.
         """
-        with torch.random.fork_rng(devices=[module.device] if module.device.type == "cuda" else []):
-            torch.manual_seed(sampling_seed(self.trainer.rollout.run_seed, "iteration", self.trainer.weight_version))
+        is_cuda = module.device.type == "cuda"
+        # torch.manual_seed formats the stack for each kind of accelerator that is missing.
+        set_seed: Any = torch.manual_seed if is_cuda else torch.default_generator.manual_seed
+        with torch.random.fork_rng(devices=[module.device] if is_cuda else []):
+            set_seed(sampling_seed(self.trainer.rollout.run_seed, "iteration", self.trainer.weight_version))
             yield
 
     def _take_groups(self) -> list[Group]:

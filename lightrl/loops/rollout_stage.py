@@ -28,7 +28,7 @@ from lightrl.models import ParallelModel
 from lightrl.models.lora import AdapterShape
 from lightrl.models.stop_tokens import with_stop_tokens
 from lightrl.module import RLModule
-from lightrl.rewards import FailureLog, Judge, make_judge
+from lightrl.rewards import FailureLog, JudgesGroups, make_judge
 from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.rollout.workflow_pool import check_workers
@@ -52,7 +52,7 @@ class RolloutStage:
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         self.trainer = trainer
         self.resume = resume
-        self._judge: Judge | None = None
+        self._judge: JudgesGroups | None = None
         self._engine_is_open = False
         self._num_threads = 0  # before the stage, while it is open
         self._gc_threshold = gc.get_threshold()  # before the stage
@@ -211,7 +211,7 @@ class RolloutStage:
         )
 
 
-def _judge_of(module: RLModule) -> Judge:
+def _judge_of(module: RLModule) -> JudgesGroups:
     """What judges the module's trajectories, not started."""
     return make_judge(
         module.reward_source if module.reward_source is not None else module.reward,

@@ -9,7 +9,7 @@ Reading order:
     ray_worker.py    such a process on any host of a Ray cluster
     transport.py     trajectories as bytes, and with lists for the function
     hook.py          RewardHook: callables of this process, in a thread
-    judge.py         Judge, the protocol of both; make_judge, which chooses
+    judge.py         Judge and JudgesGroups, their protocols; make_judge, which chooses
     evaluation.py    reward, accuracy and pass@k of judged groups
     replay.py        FailureLog, failed trajectories; replay, which judges them again
 Reward functions:
@@ -27,7 +27,7 @@ dotted path in YAML.
 from lightrl.rewards.code_tests import code_tests
 from lightrl.rewards.environment_reward import environment_reward
 from lightrl.rewards.hook import RewardHook
-from lightrl.rewards.judge import Judge, make_judge
+from lightrl.rewards.judge import Judge, JudgesGroups, make_judge
 from lightrl.rewards.judgment import Judgment
 from lightrl.rewards.llm_judge import LLMJudge
 from lightrl.rewards.math_answer import math_answer
@@ -45,7 +45,8 @@ from lightrl.rewards.text_rewards import (
 )  # fmt: skip
 
 __all__ = [
-    "Judge", "Judgment", "RewardHook", "RewardPart", "RewardPool", "make_judge", "FailureLog", "ReplayRow", "examine",
-    "replay", "math_answer", "code_tests", "Limits", "LocalSandbox", "Run", "Sandbox", "json_schema", "OverlongPenalty",
-    "overlong_penalty", "regex_match", "repetition_penalty", "tag_format", "LLMJudge", "environment_reward",
+    "Judge", "JudgesGroups", "Judgment", "RewardHook", "RewardPart", "RewardPool", "make_judge", "FailureLog",
+    "ReplayRow", "examine", "replay", "math_answer", "code_tests", "Limits", "LocalSandbox", "Run", "Sandbox",
+    "json_schema", "OverlongPenalty", "overlong_penalty", "regex_match", "repetition_penalty", "tag_format",
+    "LLMJudge", "environment_reward",
 ]  # fmt: skip

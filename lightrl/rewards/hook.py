@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightrl.rewards.judgment import Judgment, Outcome, Runner
+from lightrl.rewards.judgment import Outcome, Runner
 from lightrl.rewards.parts import check_takes_trajectory
 from lightrl.rewards.supervisor import Supervisor
 from lightrl.rewards.transport import ListTrajectory
@@ -45,13 +45,8 @@ class RewardHook(Supervisor[Trajectory]):
 
         super().__init__(name, make_worker, workers=1, timeout_s=timeout_s, startup_timeout_s=timeout_s)
 
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        """The function's judgment of this trajectory; waits for the thread and for the function.
-
-        Raises:
-            RewardError: reason `raised`, `not_finite` or `timeout`; `killed` if this was closed.
-        """
-        return await self._judge(trajectory, ListTrajectory(**vars(trajectory)))
+    def _request_of(self, trajectory: Trajectory) -> tuple[Trajectory, int]:
+        return ListTrajectory(**vars(trajectory)), 0
 
     def _warn(self) -> None:
         if not self._has_warned:

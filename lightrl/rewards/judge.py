@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lightrl.rewards.hook import RewardHook
 from lightrl.rewards.judgment import Judgment
@@ -29,6 +30,15 @@ class Judge(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class JudgesGroups(Judge, Protocol):
+    """A Judge that takes trajectories together, which spares the event loop a task for each of them."""
+
+    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+        """Futures of what `score` returns, or with the RewardError that it raises; called on the event loop."""
+        ...
+
+
 def make_judge(
     reward: Reward | Callable[[Trajectory], Any],
     *,
@@ -38,7 +48,7 @@ def make_judge(
     search_paths: Sequence[str] = (),
     memory_limit_mib: int | None = 4096,
     recycle_after: int | None = None,
-) -> Judge:
+) -> JudgesGroups:
     """A RewardPool for a dotted path or a function that another process can import, else a RewardHook.
 
     Args:

@@ -98,15 +98,9 @@ class RewardPool(Supervisor[bytes]):
             recycle_after=recycle_after,
         )
 
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        """The function's judgment of a copy of this trajectory; waits for a free process and for the function.
-
-        Raises:
-            RewardError: reason `raised` (also if JSON cannot hold the prompt's fields), `not_finite`, `timeout` or
-                `killed` (also if the pool was closed).
-        """
+    def _request_of(self, trajectory: Trajectory) -> tuple[bytes, int]:
         request = trajectory_to_bytes(trajectory, self._prompt_bytes(trajectory.prompt))
-        return await self._judge(trajectory, request, len(request))
+        return request, len(request)
 
     def _prompt_bytes(self, prompt: Prompt) -> bytes:
         """Made once for all trajectories of a group, which share the prompt."""
@@ -170,7 +164,8 @@ class WorkerProcess:
         self._send_bytes(b"".join([lengths.encode(), b"\n", *requests]))
 
     def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
-        return [_outcome(json.loads(line)) for line in self._receive_lines(wait_s)]
+        lines = self._receive_lines(wait_s)
+        return [_outcome(record) for record in json.loads(b"[" + b",".join(lines) + b"]")]
 
     def stack(self) -> str:
         self._log.clear()

@@ -11,6 +11,7 @@ the trajectory log, whose lines have a trajectory too.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import logging
@@ -23,7 +24,7 @@ from typing import Any
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import write_problem
 from lightrl.errors import RewardError
-from lightrl.rewards.judge import Judge, make_judge
+from lightrl.rewards.judge import Judge, JudgesGroups, make_judge
 from lightrl.rewards.judgment import Judgment
 from lightrl.rewards.parts import Reward
 from lightrl.rewards.transport import as_json
@@ -41,7 +42,7 @@ class FailureLog:
         max_failures: maximum lines from one process, so that a broken reward does not fill the disk.
     """
 
-    def __init__(self, judge: Judge, path: str | Path, *, max_failures: int = 1000) -> None:
+    def __init__(self, judge: JudgesGroups, path: str | Path, *, max_failures: int = 1000) -> None:
         self._judge = judge
         self.path = Path(path)
         self._num_left = max_failures
@@ -50,14 +51,21 @@ class FailureLog:
         self._judge.start()
 
     async def score(self, trajectory: Trajectory) -> Judgment:
-        try:
-            return await self._judge.score(trajectory)
-        except RewardError as error:
-            self._write(trajectory, error)
-            raise
+        return await self.score_group([trajectory])[0]
+
+    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+        judgings = self._judge.score_group(trajectories)
+        for trajectory, judging in zip(trajectories, judgings, strict=True):
+            judging.add_done_callback(functools.partial(self._look, trajectory))
+        return judgings
 
     def close(self) -> None:
         self._judge.close()
+
+    def _look(self, trajectory: Trajectory, judging: asyncio.Future[Judgment]) -> None:
+        error = None if judging.cancelled() else judging.exception()
+        if isinstance(error, RewardError):
+            self._write(trajectory, error)
 
     def _write(self, trajectory: Trajectory, error: RewardError) -> None:
         if self._num_left <= 0:

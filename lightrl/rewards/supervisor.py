@@ -19,6 +19,7 @@ import functools
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -92,10 +93,10 @@ class _Call(Generic[Request]):
     is_alone: bool = False  # it hung or died together with others: next time it gets a worker for itself
 
 
-class Supervisor(Generic[Request]):
+class Supervisor(ABC, Generic[Request]):
     """What RewardPool and RewardHook share: workers, their supervising threads, and the calls that wait for them.
 
-    `start` and `close` may be called from any thread, `score` from coroutines of any event loop.
+    `start` and `close` may be called from any thread, `score` and `score_group` on any event loop.
 
     Args:
         name: of the reward function, for messages.
@@ -156,24 +157,43 @@ class Supervisor(Generic[Request]):
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_TIMEOUT_S)
 
-    async def _judge(self, trajectory: Trajectory, request: Request, num_bytes: int = 0) -> Judgment:
+    async def score(self, trajectory: Trajectory) -> Judgment:
         """The judgment of one trajectory; waits for a worker and for the function, which has `timeout_s`.
 
-        A supervising thread wakes it. On cancellation a waiting call is forgotten; a running one finishes and its
-        outcome is ignored.
+        On cancellation a waiting call is forgotten; a running one finishes and its outcome is ignored.
 
         Raises:
-            RewardError: if the function failed, or this was closed.
+            RewardError: reason `raised` (also if the trajectory cannot be sent), `not_finite`, `timeout` or `killed`
+                (also if this was closed).
         """
+        return await self.score_group([trajectory])[0]
+
+    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+        """The judgment of each trajectory, or the RewardError of `score`, as futures of the running loop."""
         if not self._threads:
             raise RuntimeError(f"Call start() of reward function {self._name} before score().")
-        call = _Call(trajectory, request, num_bytes, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Judgment]] = []
+        calls = []
+        for trajectory in trajectories:
+            futures.append(loop.create_future())
+            try:
+                request, num_bytes = self._request_of(trajectory)
+                calls.append(_Call(trajectory, request, num_bytes, futures[-1]))
+            except RewardError as error:
+                futures[-1].set_exception(error)
         with self._changed:
-            if self._refusal is not None:
-                raise RewardError(self._refusal, reason="killed")
-            self._waiting.append(call)
-            self._changed.notify()
-        return await call.future
+            if self._refusal is None:
+                self._waiting.extend(calls)
+                self._changed.notify(len(calls))
+                return futures
+        for call in calls:
+            call.future.set_exception(RewardError(self._refusal, reason="killed"))
+        return futures
+
+    @abstractmethod
+    def _request_of(self, trajectory: Trajectory) -> tuple[Request, int]:
+        """What a worker gets, and its size in bytes; RewardError if it cannot be sent."""
 
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._supervise, name=f"reward-supervisor-{len(self._threads)}", daemon=True)

@@ -18,6 +18,8 @@ from lightrl.trajectory import TOKEN_FIELDS, Prompt, TokenArray, Trajectory, Tur
 
 _LENGTHS = struct.Struct("<qq")
 _FIELDS = {item.name for item in fields(Trajectory)}
+_SENT = [name for name in TOKEN_FIELDS if name != "supports"]
+_NOT_JSON = {"prompt", *TOKEN_FIELDS}
 
 
 class ListTrajectory(Trajectory):
@@ -59,12 +61,15 @@ def trajectory_to_bytes(trajectory: Trajectory, prompt: bytes) -> bytes:
     Args:
         prompt: the bytes of its prompt.
     """
-    values = {name: value for name, value in vars(trajectory).items() if name != "prompt"} | {"supports": None}
-    stored = {name: values.pop(name).stored for name in TOKEN_FIELDS if values[name] is not None}
-    values["stored"] = [[name, len(numbers), len(ends)] for name, (numbers, ends) in stored.items()]
-    others = _json(values, trajectory.prompt)
-    parts = [part for pair in stored.values() for part in pair]
-    return b"".join([_LENGTHS.pack(len(prompt), len(others)), prompt, others, *parts])
+    values = vars(trajectory)
+    others = {name: value for name, value in values.items() if name not in _NOT_JSON}
+    others["turns"] = [vars(turn) for turn in trajectory.turns]
+    parts: list[bytes] = []
+    for name in _SENT:
+        parts += (b"", b"") if values[name] is None else values[name].stored
+    others["lengths"] = [*map(len, parts)]
+    head = _json(others, trajectory.prompt)
+    return b"".join([_LENGTHS.pack(len(prompt), len(head)), prompt, head, *parts])
 
 
 def trajectory_from_bytes(data: bytes) -> ListTrajectory:
@@ -73,9 +78,11 @@ def trajectory_from_bytes(data: bytes) -> ListTrajectory:
     prompt = Prompt.from_json(json.loads(data[_LENGTHS.size : start]))
     values = json.loads(data[start : start + num_others])
     start += num_others
-    for name, num_numbers, num_ends in values.pop("stored"):
+    lengths = iter(values.pop("lengths"))
+    for name, num_numbers, num_ends in zip(_SENT, lengths, lengths, strict=True):
         middle, end = start + num_numbers, start + num_numbers + num_ends
-        values[name] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
+        if num_numbers or name != "rewards":  # which may be None
+            values[name] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
         start = end
     return ListTrajectory(**values | {"prompt": prompt, "turns": [Turn(**turn) for turn in values["turns"]]})
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.engines.engine import Completion
-from lightrl.errors import RolloutError
-from lightrl.rollout.player import Player, checked, drawn
+from lightrl.errors import RewardError, RolloutError
+from lightrl.rewards import JudgesGroups, Judgment
+from lightrl.rollout.player import Player, checked
 from lightrl.trace import record
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.workflow import SingleTurn
@@ -64,6 +65,10 @@ class GroupPlayer(Player):
         ]
         return type(self.workflow).run is SingleTurn.run and homes[0] is homes[1]
 
+    @functools.cached_property
+    def _group_judge(self) -> JudgesGroups | None:
+        return self.judge if isinstance(self.judge, JudgesGroups) else None
+
     async def _play_group(
         self,
         group: Group,
@@ -75,42 +80,76 @@ class GroupPlayer(Player):
         judge_now: bool,
     ) -> AsyncIterator[tuple[int, Trajectory | None]]:
         """`parts` with one request and one task."""
-        steps: asyncio.Queue[tuple[int, asyncio.Future[Any]]] = asyncio.Queue()
+        num, samplings = len(samples), [sampling.with_seed(seed) for seed in seeds]
+        arrived: list[tuple[int, asyncio.Future[Any]]] = []
+        news = asyncio.Event()
         waits: list[asyncio.Future[Any]] = []
         played: dict[int, Trajectory] = {}  # by sample, while they are judged
 
         def follow(sample: int, step: asyncio.Future[Any]) -> None:
             waits.append(step)
-            step.add_done_callback(lambda done: steps.put_nowait((sample, done)))
+            step.add_done_callback(functools.partial(arrive, sample))
 
-        written = self.written.completions(seed_name)
-        num = len(samples)
+        def arrive(sample: int, step: asyncio.Future[Any]) -> None:
+            arrived.append((sample, step))
+            news.set()
+
+        written, seed_of = self.written.completions(seed_name), dict(zip(samples, seeds, strict=True))
         try:
-            samplings = [drawn(sampling, seed) for seed in seeds]
             begun_ns = time.perf_counter_ns()
-            completions = self._write_group(group.prompt, samplings, seed_name)
-            for sample, seed, completion in zip(samples, seeds, completions, strict=True):
-                written[seed] = None
+            for sample, completion in zip(samples, self._write_group(group.prompt, samplings, seed_name), strict=True):
+                written[seed_of[sample]] = None
                 follow(sample, completion)
             while num:
-                sample, step = await steps.get()
-                if sample in played:
+                await news.wait()
+                news.clear()
+                steps, done, unjudged = arrived.copy(), [], {}
+                arrived.clear()
+                for sample, step in steps:
+                    trajectory: Trajectory | None
+                    if sample in played:
+                        trajectory = played.pop(sample)
+                        done.append((sample, trajectory if self._has_reward(trajectory, step) else None))
+                        continue
+                    record("generate", "generate", "generations", begun_ns, session=f"{seed_name}/{sample}")
+                    written[seed_of[sample]] = None if step.exception() else step.result()
+                    trajectory = self._finished(group, sample, step, sampling)
+                    if trajectory is not None and judge_now:
+                        unjudged[sample] = trajectory
+                    else:
+                        done.append((sample, self._begun_judging(trajectory)))
+                played |= unjudged
+                for sample, judging in zip(unjudged, self._judged_together(list(unjudged.values())), strict=True):
+                    follow(sample, judging)
+                for sample, trajectory in done:
                     num -= 1
-                    yield sample, played.pop(sample) if step.result() else None
-                    continue
-                record("generate", "generate", "generations", begun_ns, session=f"{seed_name}/{sample}")
-                written[seeds[samples.index(sample)]] = None if step.exception() else step.result()
-                trajectory = self._finished(group, sample, step, sampling)
-                if trajectory is None or not judge_now:
-                    num -= 1
-                    yield sample, self._begun_judging(trajectory)
-                else:
-                    played[sample] = trajectory
-                    follow(sample, self.tasks.spawn(self._set_reward(trajectory)))
+                    yield sample, trajectory
         finally:
             self.tasks.give_up(step for step in waits if not step.done())
             for step in waits:  # an engine that fails tells each of them
                 _ = step.cancelled() or (step.done() and step.exception())
+
+    def _judged_together(self, trajectories: list[Trajectory]) -> list[asyncio.Future[Any]]:
+        """What `_has_reward` reads when it is done, of each."""
+        if trajectories and (judge := self._group_judge) is not None:
+            begun_ns = time.perf_counter_ns()
+            judgings = judge.score_group(trajectories)
+            for judging in judgings:
+                judging.add_done_callback(lambda _: record("reward", "reward", "rewards", begun_ns))
+            return [*judgings]
+        return [self.tasks.spawn(self._set_reward(trajectory)) for trajectory in trajectories]
+
+    def _has_reward(self, trajectory: Trajectory, judged: asyncio.Future[Any]) -> bool:
+        """Sets the reward, if that is not done; False if the trajectory was dropped."""
+        if isinstance(judged, asyncio.Task):  # of `_set_reward`
+            return bool(judged.result())
+        try:
+            judgment: Judgment = judged.result()
+        except RewardError as error:
+            self.tally.drop_failed(error, trajectory.prompt)
+            return False
+        judgment.apply_to(trajectory)
+        return True
 
     def _finished(
         self, group: Group, sample: int, written: asyncio.Future[Completion], sampling: Sampling

@@ -93,4 +93,5 @@ def parallel_model(
 
 def ranks_of(strategy: Strategy) -> Ranks:
     """The strategy's Ranks; those of one process if it does not split models."""
-    return strategy.ranks if isinstance(strategy, SplitsModels) else _ALONE
+    ranks = getattr(strategy, "ranks", None)  # isinstance of a protocol takes long
+    return ranks if isinstance(ranks, Ranks) else _ALONE

@@ -38,7 +38,7 @@ from lightrl.functional.rows import (
 )
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.token_rows import TokenRows
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Trajectory, token_array
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,7 +115,11 @@ class SpreadExperience(Experience):
         check_trajectories(trajectories, are_judged=are_judged)
         rows = row_fields(trajectories)
         tokens = {
-            name: _stored([getattr(item, name) for item in trajectories], dtype) for name, dtype in TOKEN_DTYPES.items()
+            name: TokenRows(
+                [token_array(name, getattr(item, name)).numpy() for item in trajectories],
+                torch.empty(0, dtype=dtype).numpy(),
+            )
+            for name, dtype in TOKEN_DTYPES.items()
         }
         if any(item.supports is not None for item in trajectories):
             tokens["supports"] = TokenRows([support_codes(item).numpy() for item in trajectories], _NO_CODES)
@@ -129,7 +133,8 @@ class SpreadExperience(Experience):
         rows = self if len(kept) == len(self) else self.select(kept)
         tensors: dict[str, Any] = {"rewards": rewards}
         if any(item.rewards is not None for item in items):
-            tensors["token_rewards"] = _stored([token_rewards_of(item) for item in items], torch.float32)
+            rewards_of = [np.asarray(token_rewards_of(item), np.float32) for item in items]
+            tensors["token_rewards"] = TokenRows(rewards_of, np.empty(0, np.float32))
         return rows.with_tensors(tensors)
 
     # ------------------------------------------------------------------ as an Experience
@@ -385,12 +390,6 @@ def support_bytes(experience: SpreadExperience) -> Tensor | None:
 
 def _row_sizes(codes: TokenRows) -> Tensor:
     return torch.tensor([len(values) for values in codes.rows])
-
-
-def _stored(values: Sequence[Any], dtype: torch.dtype) -> TokenRows:
-    """Of the TokenArrays of each row."""
-    empty = torch.empty(0, dtype=dtype).numpy()
-    return TokenRows([np.asarray(item, dtype=empty.dtype) for item in values], empty)
 
 
 def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:

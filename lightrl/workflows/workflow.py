@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -86,6 +87,7 @@ class SingleTurn(Workflow):
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.continues = type(self).run is SingleTurn.run
+        self._latest: tuple[Prompt, TokenArray[int], TokenArray[float]] | None = None  # what `_of_prompt` returned
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         if not prompt.token_ids:
@@ -94,17 +96,18 @@ class SingleTurn(Workflow):
 
     def trajectory_of(self, prompt: Prompt, completion: Completion) -> Trajectory:
         """What `run` returns for this completion of a prompt that has token ids."""
-        start, num_new = len(prompt.token_ids or ()), len(completion.token_ids)
+        prompt_ids, zeros = self._of_prompt(prompt)
+        start, num_new = len(prompt_ids), len(completion.token_ids)
+        versions = token_array("weight_versions", completion.weight_versions).runs()
+        token_ids: TokenArray[int] = TokenArray.joined([prompt_ids, completion.token_ids], "i")
         return Trajectory(
             prompt=prompt,
             group_id=-1,
             sample=-1,
-            token_ids=TokenArray.joined([prompt.token_ids or (), completion.token_ids], "i"),
-            loss_mask=TokenArray.of_runs([(False, start), (True, num_new)], "?"),
-            behavior_logprobs=TokenArray.joined([TokenArray.of_runs([(0.0, start)], "f"), completion.logprobs], "f"),
-            weight_versions=TokenArray.of_runs(
-                [(-1, start), *token_array("weight_versions", completion.weight_versions).runs()], "i"
-            ),
+            token_ids=token_ids,
+            loss_mask=_runs("?", (False, start), (True, num_new)),
+            behavior_logprobs=TokenArray.joined([zeros, completion.logprobs], "f"),
+            weight_versions=_runs("i", (-1, start), *versions),
             completion_ids=completion.token_ids,
             completion=self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
             finish_reason=completion.finish_reason,
@@ -112,6 +115,18 @@ class SingleTurn(Workflow):
             turns=[Turn(start, start + num_new, completion.finish_reason)],
             supports=joined_supports([(start, None), (num_new, completion.supports)]),
         )
+
+    def _of_prompt(self, prompt: Prompt) -> tuple[TokenArray[int], TokenArray[float]]:
+        """Token ids and zeros of a prompt, made once for those of its completions that come together."""
+        if self._latest is None or self._latest[0] is not prompt:
+            token_ids: TokenArray[int] = TokenArray(prompt.token_ids or (), "i")
+            self._latest = prompt, token_ids, TokenArray.of_stored(bytes(4 * len(token_ids)), b"", "f")
+        return self._latest[1:]
+
+
+@functools.lru_cache(1024)
+def _runs(code: str, *runs: tuple[int, int]) -> TokenArray[Any]:
+    return TokenArray.of_runs(runs, code)
 
 
 async def wait_or_abandon(

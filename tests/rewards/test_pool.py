@@ -228,6 +228,31 @@ def test_a_cancelled_call_leaves_the_pool_usable():
         assert asyncio.run(cancel_and_go_on(pool)) == Judgment(3.0)
 
 
+def test_trajectories_of_a_group_are_judged_each_with_its_own_outcome(pool):
+    group = [trajectory_that(give=0.5), trajectory_that(answer={1, 2}), trajectory_that(), trajectory_that(give=0.25)]
+
+    async def judged() -> list[object]:
+        judgings = pool.score_group(group)
+        judgings[2].cancel()
+        return await asyncio.gather(*judgings, return_exceptions=True)
+
+    first, refused, cancelled, last = asyncio.run(judged())
+    assert [first, last] == [Judgment(0.5), Judgment(0.25)]
+    assert isinstance(refused, RewardError)
+    assert "cannot be sent to the reward process as JSON" in str(refused)
+    assert isinstance(cancelled, asyncio.CancelledError)
+
+
+def test_a_group_that_comes_after_the_end_is_refused_one_by_one():
+    with pool_of("obey") as pool:
+        pass
+
+    async def judged() -> list[object]:
+        return await asyncio.gather(*pool.score_group([trajectory_that()] * 2), return_exceptions=True)
+
+    assert reasons(asyncio.run(judged())) == ["killed", "killed"]
+
+
 def test_close_fails_the_calls_on_their_way_and_ends_all_processes():
     async def close_while_hanging(pool: RewardPool) -> list[object]:
         tasks = [asyncio.create_task(pool.score(trajectory_that(do="hang"))) for _ in range(5)]

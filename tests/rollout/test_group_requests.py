@@ -13,6 +13,7 @@ from test_controller import CONFIG, Numbers, PlainJudge, Words, iterate, load_ve
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RewardError, RolloutError
+from lightrl.rewards import Judgment
 from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
@@ -52,8 +53,25 @@ class LoneEngine(GroupEngine):
         return await super().generate(*args, **kwargs)
 
 
-@pytest.fixture
-def make() -> Any:
+class GroupJudge(PlainJudge):
+    """Takes trajectories together, as RewardPool does."""
+
+    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+        judgings = [asyncio.get_running_loop().create_future() for _ in trajectories]
+        for trajectory, judging in zip(trajectories, judgings, strict=True):
+            asyncio.get_running_loop().call_later(0.01 * (3 - trajectory.sample), self.settle, trajectory, judging)
+        return judgings
+
+    def settle(self, trajectory: Trajectory, judging: asyncio.Future[Judgment]) -> None:
+        if not judging.done():
+            try:
+                judging.set_result(Judgment(self.function(trajectory), {"seen": 1.0}))
+            except RewardError as error:
+                judging.set_exception(error)
+
+
+@pytest.fixture(params=[PlainJudge, GroupJudge])
+def make(request: pytest.FixtureRequest) -> Any:
     made: list[RolloutController] = []
 
     def factory(engine: FakeEngine, reward: Any = lambda trajectory: 1.0, **settings: Any) -> RolloutController:
@@ -63,7 +81,7 @@ def make() -> Any:
         controller = RolloutController(
             engine,
             SingleTurn(Words()),  # type: ignore[arg-type]
-            PlainJudge(reward),
+            request.param(reward),
             RolloutSettings(**settings),
             sampling=Sampling(max_new_tokens=4),
             run_seed=7,
@@ -130,6 +148,23 @@ def test_one_failure_drops_one_trajectory(make: Any) -> None:
     messages = sorted(drop.message for drop in controller.drain_drops())
     assert messages[:2] == ["The engine aborted turn 0 of prompt 'p0'.", "The engine aborted turn 0 of prompt 'p1'."]
     assert messages[2:] == ["no", "no"]
+
+
+@pytest.mark.parametrize("make", [GroupJudge], indirect=True)
+def test_what_is_given_up_while_it_is_judged_is_judged_no_more(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[asyncio.Future[Judgment]] = []
+
+    def never(judge: GroupJudge, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+        begun.extend(asyncio.get_running_loop().create_future() for _ in trajectories)
+        return begun[-len(trajectories) :]
+
+    monkeypatch.setattr(GroupJudge, "score_group", never)
+    controller = make(GroupEngine(), rollout_timeout_s=0.5)
+    with pytest.raises(RolloutError, match="no trajectory finished"):
+        controller.take(0)
+    controller.close()
+    assert begun
+    assert all(judging.cancelled() for judging in begun)
 
 
 def test_a_prompt_that_the_engine_refuses_drops_its_trajectories_alone(make: Any) -> None:

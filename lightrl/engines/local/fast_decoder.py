@@ -180,7 +180,7 @@ class LlamaDecoder:
         logits = torch.empty(len(sequences), len(self._embedding), device=self._device)
         for chunk in like_lengths(sequences, self._prefill_tokens):
             token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
-            rows = torch.tensor([row for index in chunk for row in rows_of[index]], device=self._device)
+            rows = self._index([row for index in chunk for row in rows_of[index]])
             sources = torch.tensor([p for p, index in enumerate(chunk) for _ in rows_of[index]], device=self._device)
             logits[torch.tensor(chunk, device=self._device)] = self._prefill(token_ids, lengths, rows, sources)
         return logits
@@ -189,7 +189,8 @@ class LlamaDecoder:
         self._pack()
         nowhere = torch.empty(0, dtype=torch.int64, device=self._device)  # no row gets the key-values
         self._reserve(self._num_rows, len(token_ids))
-        return self._logits(self._forward(torch.tensor([[*token_ids]], device=self._device), nowhere, nowhere)[0])
+        of_one = torch.tensor([[*token_ids]], device=self._device)
+        return self._logits(self._forward(of_one, slice(0), nowhere)[0])
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._reserve(len(token_ids), longest)
@@ -248,12 +249,17 @@ class LlamaDecoder:
         """Three plain products are fastest on a CPU in float32; elsewhere fused attention is."""
         return self._dtype == torch.float32 and self._device.type == "cpu"
 
-    def _prefill(self, token_ids: Tensor, lengths: Tensor, rows: Tensor, sources: Tensor) -> Tensor:
+    def _index(self, rows: list[int]) -> Tensor | slice:
+        """These rows of a tensor; as a slice if they follow one another, since it is written faster."""
+        first, end = rows[0], rows[-1] + 1
+        return slice(first, end) if rows == [*range(first, end)] else torch.tensor(rows, device=self._device)
+
+    def _prefill(self, token_ids: Tensor, lengths: Tensor, rows: Tensor | slice, sources: Tensor) -> Tensor:
         """Writes key-values of the padded sequences into the rows; returns logits after each last token."""
         hidden = self._forward(token_ids, rows, sources)
         return self._logits(hidden[torch.arange(len(hidden), device=self._device), lengths - 1])
 
-    def _forward(self, token_ids: Tensor, rows: Tensor, sources: Tensor) -> Tensor:
+    def _forward(self, token_ids: Tensor, rows: Tensor | slice, sources: Tensor) -> Tensor:
         """Writes key-values of the padded sequences into the rows; returns hidden states [b, T, hidden]."""
         b, num_times = token_ids.shape
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
@@ -264,8 +270,8 @@ class LlamaDecoder:
             qkv = layer.qkv(normed).view(b, num_times, heads + 2 * kv_heads, size)
             qk = self._rotate(qkv[:, :, : heads + kv_heads], layer.qk_norm, rotations).transpose(1, 2)
             keys, values = qk[:, heads:], qkv[:, :, heads + kv_heads :].transpose(1, 2)
-            self._keys[depth][rows, :, :num_times] = keys[sources]
-            self._values[depth][rows, :, :num_times] = values[sources]
+            self._keys[depth][rows, :, :num_times] = keys.index_select(0, sources)
+            self._values[depth][rows, :, :num_times] = values.index_select(0, sources)
             mixed = F.scaled_dot_product_attention(qk[:, :heads], keys, values, is_causal=True, enable_gqa=True)
             mixed = mixed.transpose(1, 2).reshape(b * num_times, heads * size)
             flat = layer.output(mixed, hidden.view(b * num_times, -1))

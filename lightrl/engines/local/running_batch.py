@@ -9,6 +9,7 @@ Shapes: S slots, n = `size` rows in use, W tokens of room per row, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,10 @@ from lightrl.engines.local.steps import Kind, StepLog
 from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
+# What rows have in common beside their seeds.
+_kind = operator.attrgetter(
+    "temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids"
+)  # fmt: skip
 _FIRST_WIDTH = 64  # tokens; W doubles from here
 _MAX_DRAWS = 32  # whose supports wait to be encoded
 
@@ -144,9 +149,11 @@ class RunningBatch:
             raise FloatingPointError("the logits of a token are not finite")
         self._encode_supports()
         completions = []
+        versions_of: dict[tuple[Any, ...], TokenArray[int]] = {}  # rows of a wave have the same
         for place, slot in enumerate(finished):
             row, length = self._rows[slot], lengths[place]
-            versions = _versions(row.version_changes, length)
+            key = length, *row.version_changes
+            versions = versions_of.get(key) or versions_of.setdefault(key, _versions(row.version_changes, length))
             ids = TokenArray[int].of_stored(token_ids[place, :length].tobytes(), b"", "i")
             of_ids = TokenArray[float].of_stored(logprobs[place, :length].tobytes(), b"", "f")
             completions.append((row, Completion(ids, of_ids, versions, reasons[place], row.codes())))
@@ -293,20 +300,26 @@ class RunningBatch:
         first = self.size
         self._rows.extend(rows)
 
-        samplings = [row.sampling for row in rows]
         positions = [len(row.prompt) + num - 1 for row, num in zip(rows, generated, strict=True)]
         self._fill(self._positions, first, positions)
         self._fill(self._generated, first, generated)
-        self._fill(self._limits, first, [sampling.max_new_tokens for sampling in samplings])
-        self._fill(self._minima, first, [s.min_new_tokens if s.stop_token_ids else 0 for s in samplings])
         self._fill(self._seeds, first, [row.seed for row in rows])
-        kept = [sampling if sampling.is_truncated else Sampling() for sampling in samplings]  # greedy is not
-        self._fill(self._top_k, first, [s.max_support if s.is_truncated else self._vocab_size for s in kept])
-        self._fill(self._top_p, first, [sampling.top_p for sampling in kept])
-        self._fill(self._temperature, first, [sampling.temperature or 1.0 for sampling in samplings])
-        self._fill(self._is_greedy, first, [sampling.temperature == 0 for sampling in samplings])
-        self._fill_stops(first, [sampling.stop_token_ids for sampling in samplings])
-        every = [row.sampling for row in self._rows]
+        kinds = {_kind(row.sampling): row.sampling for row in self._rows}  # few, with hundreds of rows
+        places = {kind: place for place, kind in enumerate(kinds)}
+        which = torch.tensor([places[_kind(row.sampling)] for row in rows], device=self._device)
+        every = list(kinds.values())
+        kept = [sampling if sampling.is_truncated else Sampling() for sampling in every]  # greedy is not
+        for tensor, values in (
+            (self._limits, [sampling.max_new_tokens for sampling in every]),
+            (self._minima, [s.min_new_tokens if s.stop_token_ids else 0 for s in every]),
+            (self._top_k, [s.max_support if s.is_truncated else self._vocab_size for s in kept]),
+            (self._top_p, [sampling.top_p for sampling in kept]),
+            (self._temperature, [sampling.temperature or 1.0 for sampling in every]),
+            (self._is_greedy, [sampling.temperature == 0 for sampling in every]),
+            self._stops_of([sampling.stop_token_ids for sampling in every]),
+        ):
+            of_kinds = torch.tensor(values, dtype=tensor.dtype, device=self._device)
+            tensor[first : self.size] = of_kinds[which]
         self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in every)
         self._has_truncation = any(sampling.is_truncated for sampling in every)
         self._has_greedy = any(sampling.temperature == 0 for sampling in every)
@@ -319,14 +332,14 @@ class RunningBatch:
     def _fill(self, tensor: Tensor, first: int, values: Sequence[int | float | bool]) -> None:
         tensor[first : first + len(values)] = torch.tensor(values, dtype=tensor.dtype, device=self._device)
 
-    def _fill_stops(self, first: int, stops: Sequence[tuple[int, ...]]) -> None:
+    def _stops_of(self, stops: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[list[int]]]:
+        """The rows' stop tokens, with room for these, and these as they stand there."""
         width = max(self._stops.shape[1], *(len(ids) for ids in stops), 1)
         if width > self._stops.shape[1]:
             wider = torch.full((self.max_rows, width), -1, device=self._device)
             wider[:, : self._stops.shape[1]] = self._stops
             self._stops = wider
-        padded = [[*ids, *[-1] * (width - len(ids))] for ids in stops]
-        self._stops[first : first + len(stops)] = torch.tensor(padded, device=self._device)
+        return self._stops, [[*ids, *[-1] * (width - len(ids))] for ids in stops]
 
     def _widen(self, num_tokens: int) -> None:
         """Makes room for at least `num_tokens` in every row."""
