@@ -160,7 +160,7 @@ class Runner:
         try:
             with self._border(trajectory):
                 value = self._function(trajectory)
-                if not inspect.isawaitable(value):
+                if isinstance(value, float | dict) or not inspect.isawaitable(value):
                     return Judgment.of(value, trajectory)
         except RewardError as error:
             return error
@@ -246,6 +246,8 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _number(value: object, what: str, trajectory: Trajectory, largest: float = _LARGEST_REWARD) -> float:
+    if type(value) in (float, int, bool) and abs(value) <= largest:  # type: ignore[arg-type]  # what is usual, and fast
+        return float(value)  # type: ignore[arg-type]
     problem = f"The reward function must return a number, or a dict of numbers; for {label(trajectory)}, {what} is"
     shown = f"{value!r:.200} ({type(value).__name__})"
     if not hasattr(type(value), "__float__"):

@@ -30,10 +30,20 @@ class ListTrajectory(Trajectory):
     """
 
     def __init__(self, **values: Any) -> None:
-        self._arrays = {name: value for name, value in values.items() if isinstance(value, TokenArray)}
-        self.__dict__.update((name, value) for name, value in values.items() if name not in self._arrays)
-        if "rewards" in self._arrays:  # `__getattr__` is not asked, since the class has a default
-            self.rewards = self._arrays["rewards"].tolist()
+        arrays = {name: values.pop(name) for name in TOKEN_FIELDS if type(values.get(name)) is TokenArray}
+        self._fill(values, arrays)
+
+    @classmethod
+    def of(cls, others: dict[str, Any], arrays: dict[str, TokenArray[Any]]) -> ListTrajectory:
+        """From the per-token fields and all others, by name."""
+        made = cls.__new__(cls)
+        made._fill(others, arrays)
+        return made
+
+    def _fill(self, others: dict[str, Any], arrays: dict[str, TokenArray[Any]]) -> None:
+        self.__dict__.update(others, _arrays=arrays)
+        if "rewards" in arrays:  # `__getattr__` is not asked, since the class has a default
+            self.rewards = arrays["rewards"].tolist()
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
@@ -75,16 +85,19 @@ def trajectory_to_bytes(trajectory: Trajectory, prompt: bytes) -> bytes:
 def trajectory_from_bytes(data: bytes) -> ListTrajectory:
     num_prompt, num_others = _LENGTHS.unpack_from(data)
     start = _LENGTHS.size + num_prompt
-    prompt = Prompt.from_json(json.loads(data[_LENGTHS.size : start]))
-    values = json.loads(data[start : start + num_others])
+    prompt = Prompt.from_json(json.loads(data[_LENGTHS.size : start].decode()))
+    others = json.loads(data[start : start + num_others].decode())
     start += num_others
-    lengths = iter(values.pop("lengths"))
+    arrays: dict[str, TokenArray[Any]] = {}
+    lengths = iter(others.pop("lengths"))
     for name, num_numbers, num_ends in zip(_SENT, lengths, lengths, strict=True):
         middle, end = start + num_numbers, start + num_numbers + num_ends
         if num_numbers or name != "rewards":  # which may be None
-            values[name] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
+            arrays[name] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
         start = end
-    return ListTrajectory(**values | {"prompt": prompt, "turns": [Turn(**turn) for turn in values["turns"]]})
+    others["turns"] = [Turn(**turn) for turn in others["turns"]]
+    others["prompt"] = prompt
+    return ListTrajectory.of(others, arrays)
 
 
 def as_json(trajectory: Trajectory) -> bytes:

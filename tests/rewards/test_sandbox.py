@@ -3,6 +3,7 @@
 A program that could harm this machine if a layer failed looks first whether the layer is there.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RewardError
 from lightrl.rewards.sandbox import LAYERS, Limits, LocalSandbox, Run, what_to_allow
 
@@ -54,14 +56,21 @@ def run(sandbox: LocalSandbox, program: str, stdin: str = "", **limits: float) -
     result = sandbox.run(program, stdin, Limits(**{"cpu_s": 2, "wall_s": 2, **limits}))
     assert sandbox._guard is not None
     assert psutil.Process(sandbox._guard.pid).children(recursive=True) == []
-    assert list(Path(tempfile.gettempdir()).glob("lightrl-sandbox-*/program.py")) == []
+    assert list(Path(tempfile.gettempdir()).glob(f"{own_prefix('lightrl-sandbox-')}*/program.py")) == []
     return result
 
 
 def processes_with(mark: str) -> list[psutil.Process]:
-    return [
-        item for item in psutil.process_iter(["cmdline"]) if any(mark in word for word in item.info["cmdline"] or ())
-    ]
+    """Those that have it in their command, but for the ones of another pytest worker beside this one."""
+    parent = psutil.Process().parent()
+    beside = {item.pid for item in parent.children()} - {os.getpid()} if parent is not None else set()
+    found = []
+    for item in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            has_mark = any(mark in word for word in item.info["cmdline"] or ())
+            if has_mark and beside.isdisjoint(ancestor.pid for ancestor in item.parents()):
+                found.append(item)
+    return found
 
 
 def test_a_program_reads_and_prints(sandbox):
@@ -417,4 +426,4 @@ def test_folders_within_folders_do_not_harm_the_guard(sandbox):
     deep = "import os\nfor _ in range(1100):\n    os.mkdir('x' * 50)\n    os.chdir('x' * 50)"
     run(sandbox, deep)
     assert run(sandbox, "import os; print(os.listdir('.'))").stdout == "['program.py']\n"
-    assert not list(Path(tempfile.gettempdir()).glob("lightrl-sandbox-*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"{own_prefix('lightrl-sandbox-')}*"))

@@ -217,8 +217,11 @@ def test_all_workers_play_and_a_drop_keeps_its_reason(make: Make) -> None:
 
 @ROUTERS
 @pytest.mark.parametrize("is_killed", [False, True], ids=["all live", "one is killed amid syncs"])
-def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make: Make, router: str | None, is_killed: bool) -> None:
+def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(
+    make: Make, servers: list[FakeServerProcess], router: str | None, is_killed: bool
+) -> None:
     controller = make(2, router=router, max_staleness=1)
+    servers[0].pace(5 * PACE_S)  # so that a sync finds something to stop on a slow machine too
     groups = controller.take(0)
     controller.commit()
     for version in (1, 2, 3, 4):
