@@ -19,7 +19,7 @@ MAX_PACKAGE_LINES = sum({
     "data of any size, streamed, rendered ahead; SFT and pairs of any size": 1_400,
     "speed on a CPU: small models, kernels that decode them, commands that start": 1_247,
     "tokens as arrays, trajectories as bytes to reward processes": 400,
-    "groups admitted, played and judged together": 124,
+    "groups admitted, played and judged together": 140,
     "GPUs: attention of packed rows without a mask, devices, precision": 550,
     "files, programs and secrets of strangers": 606,
     "one section to launch a run on any cluster": 2_200,
