@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         recorded = [seed for seed in seeds if (*setting, seed) in records and ("GRPO", 0, LR, seed) in records]
         if recorded:
             report.add(**row_of(records, *setting, recorded))
-    for name, counts in warnings_of(list(records.values())).items():
+    for name, counts in warnings_of([run for run in records.values() if run["seed"] in seeds]).items():
         report.add("warnings", loss=name, **counts)
     report.finish()
 

@@ -35,7 +35,7 @@ MAX_PACKAGE_LINES = sum({
     "asynchronous runs that resume and repeat": 1_450,
     "a run as a page, a trace of it": 2_150,
     "bad input named with file, line and setting": 665,
-    "nothing waits for ever: stopped and killed processes, disks that hang, one table of all waits": 892,
+    "nothing waits for ever: stopped and killed processes, disks that hang, one table of all waits": 901,
     "a terminal that is read: lines that stay, files explained": 168,
     "a run checked before it starts": 1_000,
     "AReaL's configurations converted, a row for each key": 816,

@@ -109,7 +109,7 @@ class GroupPlayer(Player):
                     trajectory: Trajectory | None
                     if sample in played:
                         trajectory = played.pop(sample)
-                        done.append((sample, trajectory if self._has_reward(trajectory, step) else None))
+                        done.append((sample, trajectory if self._take_judgment(trajectory, step) else None))
                         continue
                     record("generate", "generate", "generations", begun_ns, session=f"{seed_name}/{sample}")
                     written[seed_of[sample]] = None if step.exception() else step.result()
@@ -130,7 +130,7 @@ class GroupPlayer(Player):
                 _ = step.cancelled() or (step.done() and step.exception())
 
     def _judged_together(self, trajectories: list[Trajectory]) -> list[asyncio.Future[Any]]:
-        """What `_has_reward` reads when it is done, of each."""
+        """Of each, what `_take_judgment` gets when it is done."""
         if trajectories and (judge := self._group_judge) is not None:
             begun_ns = time.perf_counter_ns()
             judgings = judge.score_group(trajectories)
@@ -139,8 +139,8 @@ class GroupPlayer(Player):
             return [*judgings]
         return [self.tasks.spawn(self._set_reward(trajectory)) for trajectory in trajectories]
 
-    def _has_reward(self, trajectory: Trajectory, judged: asyncio.Future[Any]) -> bool:
-        """Sets the reward, if that is not done; False if the trajectory was dropped."""
+    def _take_judgment(self, trajectory: Trajectory, judged: asyncio.Future[Any]) -> bool:
+        """Sets the reward that came of it, if that is not done; False if the trajectory was dropped."""
         if isinstance(judged, asyncio.Task):  # of `_set_reward`
             return bool(judged.result())
         try:

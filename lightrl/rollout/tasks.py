@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from lightrl.errors import RolloutError
 
 _T = TypeVar("_T")
+_CANCEL_AGAIN_S = 3.0
 
 
 class Tasks:
@@ -35,10 +36,13 @@ class Tasks:
             task.cancel()
 
     async def give_up_all(self, *, but: Collection[asyncio.Task[Any]]) -> None:
-        """Cancels all other tasks of the event loop and waits for them, and for the ones left out."""
+        """Cancels all other tasks of the event loop and waits for them, and for the ones left out.
+
+        Again, if one goes on: a library may swallow a cancellation, as aiohttp does in the moment of its own timeout.
+        """
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             self.give_up(task for task in tasks if task not in but)
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
 
     def fail(self, error: BaseException) -> None:
         """Ends the run with this error, unless it has failed before."""

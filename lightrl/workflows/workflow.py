@@ -84,10 +84,11 @@ class SingleTurn(Workflow):
         tokenizer: turns the completion's ids into `Trajectory.completion`, without special tokens.
     """
 
+    _latest: tuple[Prompt, TokenArray[int], TokenArray[float]] | None = None  # of `_of_prompt`
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.continues = type(self).run is SingleTurn.run
-        self._latest: tuple[Prompt, TokenArray[int], TokenArray[float]] | None = None  # what `_of_prompt` returned
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         if not prompt.token_ids:
@@ -124,7 +125,7 @@ class SingleTurn(Workflow):
         return self._latest[1:]
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(64)  # most are of this iteration
 def _runs(code: str, *runs: tuple[int, int]) -> TokenArray[Any]:
     return TokenArray.of_runs(runs, code)
 

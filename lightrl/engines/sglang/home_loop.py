@@ -18,6 +18,7 @@ from lightrl.errors import EngineError, EngineTimeout
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+_CANCEL_AGAIN_S = 1.0
 _ENDED = "The event loop of SGLangEngine ended. The log, or the error before, says why."
 
 
@@ -89,12 +90,15 @@ class HomeLoop:
                 thread.close(lambda: asyncio.sleep(0), self.timeout_s)
 
     async def end_tasks(self) -> None:
-        """On the loop: cancels all tasks and waits for them."""
+        """On the loop: cancels all tasks and waits for them.
+
+        Again, if one goes on: aiohttp swallows a cancellation that comes in the moment of its own timeout.
+        """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)  # a cancelled request spawns one that aborts it
+            await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)  # a cancelled request spawns one that aborts it
 
     def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,0 +1,53 @@
+"""The end of an event loop's tasks, also of those that go on after a cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lightrl.engines.sglang import home_loop
+from lightrl.engines.sglang.home_loop import HomeLoop
+from lightrl.rollout import tasks
+from lightrl.rollout.tasks import Tasks
+
+
+async def goes_on(ended: list[str]) -> None:
+    """Swallows its first cancellation, as aiohttp does if it comes in the moment of a timeout."""
+    try:
+        await asyncio.sleep(600)
+    except asyncio.CancelledError:
+        ended.append("first")
+    try:
+        await asyncio.sleep(600)
+    finally:
+        ended.append("second")
+
+
+def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_CANCEL_AGAIN_S", 0.05)
+    ended: list[str] = []
+
+    async def scenario() -> None:
+        spawned = Tasks()
+        spawned.spawn(goes_on(ended))
+        await asyncio.sleep(0)
+        await spawned.give_up_all(but=[])
+        assert spawned.failure is None
+
+    asyncio.run(scenario())
+    assert ended == ["first", "second"]
+
+
+def test_so_is_one_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_loop, "_CANCEL_AGAIN_S", 0.05)
+    ended: list[str] = []
+    home = HomeLoop(lambda: "", lambda: None)
+
+    async def begin() -> None:
+        home.spawn(goes_on(ended))
+        await asyncio.sleep(0)
+
+    asyncio.run_coroutine_threadsafe(begin(), home.loop).result(10)
+    home.close(home.end_tasks)
+    assert ended == ["first", "second"]
