@@ -95,7 +95,8 @@ class Sampling:
             raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
 
     def with_seed(self, seed: int) -> Sampling:
-        copy = object.__new__(type(self))  # the other values were checked
+        """A copy that draws by another seed; what was checked is not checked again."""
+        copy = object.__new__(type(self))
         vars(copy).update(vars(self), seed=seed)
         return copy
 
@@ -247,7 +248,7 @@ class TokenArray(Sequence[_Number]):
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def numpy(self) -> Any:
-        """As `numpy.asarray`, and faster."""
+        """An array of its dtype, [T], that cannot be written to; as `numpy.asarray`, but faster."""
         import numpy as np  # here, since reward workers do without
 
         return np.frombuffer(self._bytes(), self.code)

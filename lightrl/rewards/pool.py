@@ -41,7 +41,7 @@ PLACE_VARIABLE = "LIGHTRL_REWARD_WORKERS"  # "ray": on any host of the cluster t
 
 
 class RewardPool(Supervisor[bytes]):
-    """Judges trajectories in warm child processes, with a deadline for each call.
+    """Judges copies of trajectories in warm child processes, with a deadline for each call.
 
     Invariants: each call has one outcome, a Judgment or a RewardError, and a failure is never a reward of 0; a process
     that hung or died is replaced; no process outlives this one, not even after `kill -9`. What the function prints

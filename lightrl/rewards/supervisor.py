@@ -160,7 +160,8 @@ class Supervisor(ABC, Generic[Request]):
     async def score(self, trajectory: Trajectory) -> Judgment:
         """The judgment of one trajectory; waits for a worker and for the function, which has `timeout_s`.
 
-        On cancellation a waiting call is forgotten; a running one finishes and its outcome is ignored.
+        A supervising thread wakes it. On cancellation a waiting call is forgotten; a running one finishes and its
+        outcome is ignored.
 
         Raises:
             RewardError: reason `raised` (also if the trajectory cannot be sent), `not_finite`, `timeout` or `killed`
@@ -169,7 +170,7 @@ class Supervisor(ABC, Generic[Request]):
         return await self.score_group([trajectory])[0]
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
-        """The judgment of each trajectory, or the RewardError of `score`, as futures of the running loop."""
+        """As `score`, of each trajectory: a future of the running loop, with its judgment or its RewardError."""
         if not self._threads:
             raise RuntimeError(f"Call start() of reward function {self._name} before score().")
         loop = asyncio.get_running_loop()

@@ -78,8 +78,8 @@ def trajectory_to_bytes(trajectory: Trajectory, prompt: bytes) -> bytes:
     for name in _SENT:
         parts += (b"", b"") if values[name] is None else values[name].stored
     others["lengths"] = [*map(len, parts)]
-    head = _json(others, trajectory.prompt)
-    return b"".join([_LENGTHS.pack(len(prompt), len(head)), prompt, head, *parts])
+    other_json = _json(others, trajectory.prompt)
+    return b"".join([_LENGTHS.pack(len(prompt), len(other_json)), prompt, other_json, *parts])
 
 
 def trajectory_from_bytes(data: bytes) -> ListTrajectory:

@@ -80,7 +80,7 @@ class GroupPlayer(Player):
         judge_now: bool,
     ) -> AsyncIterator[tuple[int, Trajectory | None]]:
         """`parts` with one request and one task."""
-        num, samplings = len(samples), [sampling.with_seed(seed) for seed in seeds]
+        num_left, samplings = len(samples), [sampling.with_seed(seed) for seed in seeds]
         arrived: list[tuple[int, asyncio.Future[Any]]] = []
         news = asyncio.Event()
         waits: list[asyncio.Future[Any]] = []
@@ -100,7 +100,7 @@ class GroupPlayer(Player):
             for sample, completion in zip(samples, self._write_group(group.prompt, samplings, seed_name), strict=True):
                 written[seed_of[sample]] = None
                 follow(sample, completion)
-            while num:
+            while num_left:
                 await news.wait()
                 news.clear()
                 steps, done, unjudged = arrived.copy(), [], {}
@@ -122,7 +122,7 @@ class GroupPlayer(Player):
                 for sample, judging in zip(unjudged, self._judged_together(list(unjudged.values())), strict=True):
                     follow(sample, judging)
                 for sample, trajectory in done:
-                    num -= 1
+                    num_left -= 1
                     yield sample, trajectory
         finally:
             self.tasks.give_up(step for step in waits if not step.done())

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from lightrl.errors import RolloutError
 
 _T = TypeVar("_T")
-_CANCEL_AGAIN_S = 3.0
+_CANCEL_AGAIN_S = 3.0  # until then a workflow may clean up
 
 
 class Tasks:
@@ -38,7 +38,7 @@ class Tasks:
     async def give_up_all(self, *, but: Collection[asyncio.Task[Any]]) -> None:
         """Cancels all other tasks of the event loop and waits for them, and for the ones left out.
 
-        Again, if one goes on: a library may swallow a cancellation, as aiohttp does in the moment of its own timeout.
+        One that goes on is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
         """
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             self.give_up(task for task in tasks if task not in but)

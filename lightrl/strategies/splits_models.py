@@ -93,5 +93,5 @@ def parallel_model(
 
 def ranks_of(strategy: Strategy) -> Ranks:
     """The strategy's Ranks; those of one process if it does not split models."""
-    ranks = getattr(strategy, "ranks", None)  # isinstance of a protocol takes long
+    ranks = getattr(strategy, "ranks", None)  # isinstance with a protocol is slow
     return ranks if isinstance(ranks, Ranks) else _ALONE

@@ -13,7 +13,7 @@ from lightrl.rollout.tasks import Tasks
 
 
 async def goes_on(ended: list[str]) -> None:
-    """Swallows its first cancellation, as aiohttp does if it comes in the moment of a timeout."""
+    """Swallows its first cancellation, as aiohttp does with one that arrives as a timeout expires."""
     try:
         await asyncio.sleep(600)
     except asyncio.CancelledError:

@@ -26,9 +26,7 @@ from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 # What rows have in common beside their seeds.
-_kind = operator.attrgetter(
-    "temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids"
-)  # fmt: skip
+_kind = operator.attrgetter("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids")
 _FIRST_WIDTH = 64  # tokens; W doubles from here
 _MAX_DRAWS = 32  # whose supports wait to be encoded
 

@@ -92,7 +92,7 @@ class HomeLoop:
     async def end_tasks(self) -> None:
         """On the loop: cancels all tasks and waits for them.
 
-        Again, if one goes on: aiohttp swallows a cancellation that comes in the moment of its own timeout.
+        One that goes on is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
         """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:
