@@ -120,26 +120,6 @@ def check_scores(case: AdapterCase, version: int) -> None:
         assert scores[0][1:] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def check_answers(case: AdapterCase, version: int) -> None:
-    """As the probe relies on: the same adapter answers with the same bits, and one a step of 1e-6 away with others."""
-    engine: Any = case.engine
-    row = list(range(2, 30))
-    scores = engine.score([row])
-    assert engine.score([row]) == scores
-    same = version + len(case.models)
-    case.load(same)
-    assert engine.score([row]) == scores
-    stepped = adapted(version)
-    with torch.no_grad():
-        for name, parameter in stepped.named_parameters():
-            if ".lora_" in name:
-                parameter += 1e-6
-    case.models = [stepped] * len(case.models)
-    case.load(same + 1)
-    for url, (answer,) in engine.score([row]).items():
-        assert answer != scores[url][0]
-
-
 def listed(case: AdapterCase) -> list[list[str]]:
     """The adapters of each server."""
     engine: Any = case.engine
@@ -152,7 +132,6 @@ def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case)
         case.load(version)
         check_tokens(case, version)
         check_scores(case, version)
-    check_answers(case, version)
 
 
 def test_the_digests_of_the_base_do_not_prove_the_adapters(case, servers):
@@ -374,6 +353,5 @@ def test_the_real_sglang_serves_each_version_within_rounding(tmp_path, monkeypat
             check_scores(case, version)
         run(until(lambda: listed(case) == [["policy-v1", "policy-v2"]]))
         assert case.engine.last_sync.seconds["load"] < case.engine.timeouts.sync_s
-        check_answers(case, 2)
     finally:
         case.engine.close()

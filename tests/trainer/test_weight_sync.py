@@ -9,8 +9,7 @@ from tiny_run import Digits, TinyGRPO, make_trainer
 
 from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, WeightSync
 from lightrl.callbacks.colocation import move_optimizer_state
-from lightrl.callbacks.probe import probe_sequences
-from lightrl.callbacks.version_probe import as_rows
+from lightrl.callbacks.probe import as_rows, probe_sequences
 from lightrl.errors import WeightSyncError
 from lightrl.testing import FakeServerProcess
 
