@@ -18,23 +18,6 @@ class DraftModel:
     def __init__(self) -> None:
         self.own = {"model.fc.weight": torch.ones(4, 8)}
         self.target: Callable[[], dict[str, Tensor]] = dict  # the target's parameters
-        self._kept: dict[str, Tensor] = {}  # shared parameters that an update did not reach
 
     def parameters(self) -> dict[str, Tensor]:
-        return self._shared() | self._kept | self.own
-
-    def keep(self) -> None:
-        """From now on it has the present values of what it shares."""
-        self._kept = {name: tensor.clone() for name, tensor in self._shared().items()}
-
-    def share(self) -> None:
-        """Undoes `keep`."""
-        self._kept = {}
-
-    def num_wrong(self) -> int:
-        """How many values differ from the target's."""
-        shared = self._shared()
-        return sum(int((kept != shared[name]).sum()) for name, kept in self._kept.items())
-
-    def _shared(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.target().items() if name in _SHARED}
+        return {name: tensor for name, tensor in self.target().items() if name in _SHARED} | self.own

@@ -17,7 +17,7 @@ OF_LOADS = (
     "delta_twice", "delta_on_wrong_base", "torn_file", "old_rank", "flip_bit", "truncate", "round", "through_float16",
 )  # fmt: skip
 OF_SERVED_WEIGHTS = ("revert", "restart")
-OF_UPDATES = ("lose_update", "wrong_version", "keep_cache", "stale_draft", "old_adapter")
+OF_UPDATES = ("lose_update", "wrong_version", "keep_cache", "old_adapter")
 KINDS = ("late", *OF_ANSWERS, *OF_UPDATES, *OF_LOADS, *OF_SERVED_WEIGHTS)
 
 
@@ -31,8 +31,7 @@ class Fault:
     (done, as another version).
 
     Silent kinds answer success, and the version is as requested. `keep_cache`: an update, or a flush, leaves the
-    key-values of the old weights in the prefix cache; `stale_draft`: one does not reach the draft model.
-    `old_adapter`: a LoRA adapter has the values of the one before it.
+    key-values of the old weights in the prefix cache. `old_adapter`: an adapter has the values of the one before it.
     Those of fake_server_wrong_loads.py load other weights than were sent. At any path, `revert` brings back the weights
     of `versions_back` versions ago, and `restart` does so with an empty cache and a new start time.
     """

@@ -155,8 +155,6 @@ class EmbeddedModel(ScriptedModel):
 
     def forget_history(self) -> None:
         self._history = None
-        if self.draft is not None:
-            self.draft.share()
 
     def keep_stale(self) -> None:
         if self._stale is None:

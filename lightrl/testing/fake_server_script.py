@@ -73,7 +73,6 @@ class ScriptedModel:
         self.version = version
         self.num_loads = 0
         self.config: Any = None  # of a model
-        self.draft: Any = None  # a DraftModel
         self._sums: dict[str, str] = {"script": "0"}
         self._running = asyncio.Event()
         self._running.set()

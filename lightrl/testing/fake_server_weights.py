@@ -85,11 +85,7 @@ class WeightRoutes:
                     self._model.keep_stale()
                 elif body.get("flush_cache", True):
                     self.flush_cache()
-                if (stale := self._faults.next(path, ("stale_draft",))) is not None:
-                    self._model.draft.keep()
                 await load(f"not-{version}" if is_wrong else version, self._faults.next(path, OF_LOADS))
-                if stale is not None:
-                    stale.num_wrong_values += self._model.draft.num_wrong()
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     async def _from_disk(self, body: dict[str, Any]) -> Any:

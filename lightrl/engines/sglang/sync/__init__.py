@@ -8,7 +8,6 @@ Reading order:
       memory.py          what a colocated server has released
     served_adapters.py   adapters beside their base, one per version
     weight_proofs.py     digests of what was sent, against the servers'; cache_canary.py  was the prefix cache emptied?
-      draft_models.py    of speculative decoding
 
 May import: what sglang/ may.
 """
