@@ -318,6 +318,8 @@ def test_delta_sync_gives_the_servers_the_trainers_weights_and_sends_little(capf
     assert {(line["transport"], line["receivers"]) for line in grown} == {
         (transport, receivers) for transport in transports for receivers in (1, 2)
     }
+    full = [line for line in grown if line["transport"] == "delta transport, full"]
+    assert all(line["models_sent_by_trainer"] == pytest.approx(line["receivers"], rel=0.01) for line in full)
     assert all(line["is_arithmetic"] for line in lines if line.get("measurement") == "paper")
 
 
