@@ -130,21 +130,25 @@ def test_rooms_describe_themselves_in_at_most_25_lines():
 
 
 def test_every_deadline_has_a_finite_default():
-    """A deadline is a `*_timeout_s` argument or a field of Timeouts, a number of seconds; None would wait for ever."""
+    """A deadline is a `*timeout_s` parameter or field, or a field of Timeouts: None by default would wait for ever.
+
+    What has no default gets its value from a caller, in the end from a setting, which has one.
+    """
     found = {}
     for file in modules_of():
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef) and node.name == "Timeouts":
-                for field in (item for item in node.body if isinstance(item, ast.AnnAssign)):
-                    found[f"Timeouts.{ast.unparse(field.target)}"] = isinstance(field.value, ast.Constant)
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            plain, given = node.args.posonlyargs + node.args.args, node.args.defaults
-            pairs = list(zip(plain[len(plain) - len(given) :], given, strict=True))
-            pairs += [pair for pair in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if pair[1]]
-            for argument, default in pairs:
-                if argument.arg.endswith("timeout_s"):
-                    where = f"{file.relative_to(PACKAGE)}:{node.name}({argument.arg})"
+            deadlines = []
+            if isinstance(node, ast.ClassDef):
+                fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+                deadlines = [(ast.unparse(field.target), field.value) for field in fields]
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                plain = node.args.posonlyargs + node.args.args
+                defaults = [None] * (len(plain) - len(node.args.defaults)) + node.args.defaults
+                pairs = zip(plain + node.args.kwonlyargs, defaults + node.args.kw_defaults, strict=True)
+                deadlines = [(argument.arg, default) for argument, default in pairs]
+            for name, default in deadlines:
+                if default is not None and (name.endswith("timeout_s") or node.name == "Timeouts"):
+                    where = f"{file.relative_to(PACKAGE)}:{node.name}({name})"
                     found[where] = isinstance(default, ast.Constant) and isinstance(default.value, int | float)
-    assert len(found) > 15
+    assert len(found) > 50
     assert not [where for where, is_finite in found.items() if not is_finite]

@@ -15,7 +15,6 @@ Reading order:
     launch.py         starts ranks and servers on one machine or many
     status.py         shows what a run and its launch do
     inspect.py        shows runs in the browser
-    deadlines.py      lists every wait and its deadline (python -m lightrl.commands.deadlines)
     export.py         turns a checkpoint into a Hugging Face folder
 
 May import: everything. To add a command: a module with `run(args) -> exit code`, and its line in main.py.
