@@ -40,10 +40,9 @@ Answers = dict[str, dict[str, Any]]  # by address; with `error` from a receiver 
 class DeltaTransport(WeightTransport):
     """Sends the receivers what changed since the last version, while the trainer gathers and the servers generate.
 
-    Each receiver gets its own upload. It is the whole version if the receiver has another base: at first, after it was
-    lost, after it refused. Each
-    computes the digest of its result before a server loads it, so a full sync now and then would find nothing more.
-    A copy of the model stays in the trainer's host memory.
+    Each receiver gets an upload of its own: the whole version if it has another base, as at first, after it was lost,
+    after it refused. It computes the digest of its result before a server loads it, so a full sync now and then would
+    find nothing more. A copy of the model stays in the trainer's host memory.
 
     Args:
         connect: opens the connection to the receiver at an address.
@@ -194,6 +193,7 @@ class _Receivers:
         self, urls: Sequence[str], path: str, body: dict[str, Any] | bytes, fields: dict[str, Any] | None = None
     ) -> Answers:
         """Sends one request to each of these receivers, to all at the same time."""
+        asked = list(urls)  # the caller may remove some meanwhile
         query = f"?{urlencode(fields)}" if fields else ""
 
         async def ask(url: str) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class _Receivers:
                 return {"error": str(error)}
             return answer
 
-        return dict(zip(urls, await asyncio.gather(*map(ask, urls)), strict=True))
+        return dict(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
 
     async def state(self, url: str) -> dict[str, Any]:
         """With `error` if there is none, and `is_silent` if nothing answered."""
