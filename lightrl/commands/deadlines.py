@@ -77,7 +77,6 @@ WAITS = (
     Wait("what is in flight, for a checkpoint", (_LOOP,), "half of it"),
     Wait("tasks that were given up", ("concurrency.loop_thread:_LAST_TASKS_S",),
          "10 s for close, then their daemon thread is abandoned"),
-    Wait("tokens of a replayed schedule", (_ROLLOUT,), names="the versions that lack tokens"),
     Wait("a model call", ("dataflow:ModelCall.timeout_s",), names="the call"),
     Wait("a workflow, outside of generate", ("workflows.workflow:Workflow.own_timeout_s",),
          "the trajectory is dropped", "the workflow and the prompt"),
