@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import LightRLError
-from lightrl.loops.rollout_loop import RolloutLoop
+from lightrl.loops.rollout_loop import ROLLOUT_LOOP_KEY, RolloutLoop
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import mark_as_on_all_ranks, ranks_of
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 
 log = logging.getLogger(__name__)
-
-# Where Lightning keeps the loop's own state in a checkpoint, under `loops` and `fit_loop`.
-ROLLOUT_LOOP_KEY = "epoch_loop.automatic_optimization.state_dict"
 
 
 class ResumeCheck:

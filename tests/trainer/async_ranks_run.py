@@ -1,8 +1,9 @@
-"""What test_replay_ranks.py runs: a process records an asynchronous run, two and four ranks repeat it, each against a
-fake server with a model of its own, over sockets and with weights on the disk."""
+"""What test_async_ranks.py runs: an asynchronous run on one, two and four ranks. Its engine's tokens follow from seed
+and position alone, so the runs draw the same ones although their syncs come at other moments."""
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,8 @@ import torch
 from rank_scripts import fork_runs, gathered_tensors, leave
 from resharded_run import SPEC, weights_of
 from tiny_run import Digits, TinyGRPO, make_trainer
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrl import FSDP2Strategy, Parallel3DStrategy, Sampling, SGLangEngine, StalenessControl
-from lightrl.testing import FakeServerProcess
+from lightrl import FakeEngine, FSDP2Strategy, Parallel3DStrategy, Sampling, StalenessControl
 
 POLICY = replace(SPEC, config={**SPEC.config, "max_position_embeddings": 256})  # type: ignore[dict-item]
 ITERATIONS = 6
@@ -39,14 +38,13 @@ class Lagging(TinyGRPO):
         self.losses.append(metrics["loss"])
 
 
-def play(size: int, folder: Path, url: str) -> None:
+def play(size: int, folder: Path) -> None:
     module = Lagging()
-    schedule = folder / "1" if size > 1 else None
-    engine = SGLangEngine(urls=[url], interrupt="abort")
+    engine = FakeEngine(seconds_per_token=lambda *_: random.SystemRandom().uniform(0, 0.004))
     trainer = make_trainer(
         folder / f"{size}", engine=engine, max_steps=ITERATIONS, callbacks=[StalenessControl(2)], **SPREAD[size]
     )
-    trainer.fit(module, datamodule=Digits(schedule=schedule))
+    trainer.fit(module, datamodule=Digits())
     seen = [gathered_tensors(experience) for experience in module.experiences]
     leave(
         {
@@ -63,12 +61,7 @@ def play(size: int, folder: Path, url: str) -> None:
 def main() -> int:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    model_folder = folder / "model"
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**POLICY.config)).save_pretrained(model_folder)
-    with FakeServerProcess(str(model_folder)) as one, FakeServerProcess(str(model_folder)) as other:
-        urls = {1: one.url, 2: one.url, 4: other.url}
-        failed = fork_runs([1], lambda size: play(size, folder, urls[size]))
-        return failed or fork_runs([2, 4], lambda size: play(size, folder, urls[size]))
+    return fork_runs([1, 2, 4], lambda size: play(size, folder))
 
 
 if __name__ == "__main__":
