@@ -15,7 +15,7 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     dataflow      which model computes what from what
     engines       token ids to completions: local, SGLang, fake
     strategies    where parameters and work live
-    testing       servers to test with
+    testing       a tiny policy and made-up trajectories, for tests
     workflows     a prompt to a trajectory: turns, environments, agents
     rollout       prompts to judged trajectories, within a staleness
     module        RLModule: the hooks a user writes

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_sglang.model import EmbeddedModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,7 +20,6 @@ from lightrl import LocalEngine
 from lightrl.callbacks.probe import probe_sequences
 from lightrl.callbacks.version_probe import MIN_CHANGED, SentSample, VersionProbe, as_rows
 from lightrl.models.lora import LoRA, is_adapter, peft_name
-from lightrl.testing.fake_server_model import EmbeddedModel
 from lightrl.weights import bucketed
 from lightrl.weights.shared_memory import payload_of
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_sglang.process import FakeServerProcess
 from rank_scripts import fork_runs, gathered_tensors, leave
 from resharded_run import SPEC, weights_of
 from tiny_run import Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl import FSDP2Strategy, Parallel3DStrategy, Sampling, SGLangEngine, StalenessControl
-from lightrl.testing import FakeServerProcess
 
 POLICY = replace(SPEC, config={**SPEC.config, "max_position_embeddings": 256})  # type: ignore[dict-item]
 ITERATIONS = 6
