@@ -26,6 +26,7 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     trainer       Lightning's Trainer with an engine
     inspect       a run as a page in the browser
     launch        one run on one machine or many: the plan, and who starts it
+    migration     AReaL's configurations as ours: lightrl convert
     commands      lightrl fit | validate | test | predict | export | plan | convert | doctor | launch |
                   status | inspect | serve
 
