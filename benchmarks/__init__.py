@@ -29,3 +29,8 @@ Reading order:
 May import: everything of lightrl, and the extra [bench]. To add one: a file named for what it measures, with
 `if __name__ == "__main__"`, whose contenders take turns (`report.interleaved`) and whose keys name units.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the fake SGLang server, fake_sglang

@@ -36,6 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fake_sglang.process import FakeServerProcess
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -59,7 +60,7 @@ from lightrl.engines import Timeouts
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.servers.held_port import HeldPort
 from lightrl.errors import LightRLError
-from lightrl.testing import QUIET, FakeServerProcess
+from lightrl.testing import QUIET
 
 LR = 1e-6
 WRONG_VERSION = 2  # of which the sync goes wrong

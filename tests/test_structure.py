@@ -24,6 +24,7 @@ FLOORS = [
     {"algorithms", "loops", "callbacks"},
     {"trainer"},
     {"inspect", "launch"},
+    {"migration"},
     {"commands"},
     {"__main__"},
 ]

@@ -9,7 +9,6 @@ Reading order:
     plan.py           shows what an iteration computes, from what and where, and what it takes
       plan_run.py     reads sizes and ranks from a configuration; plan_costs.py  memory and batch sizes of them
       plan_fit.py     which setting makes fit what does not; plan_tables.py  prints
-    convert.py        turns AReaL's configurations into ours: areal_keys.py has a row for each key, with areal_rules.py
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang servers in the foreground
     launch.py         starts ranks and servers on one machine or many

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
+from fake_sglang import COMMAND
 from safetensors.torch import load_file
 from sync_cases import asked, running, sync, version_of
 from transformers import Qwen3Config
@@ -33,7 +34,7 @@ from lightrl.testing import tiny_policy
 from lightrl.weights import ServerForm, bucketed
 
 UPDATE, TOKEN = "/update_weights_from_disk", "a-token"
-FAKE_SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}", "--dtype", "bfloat16"]
+FAKE_SERVER = [*COMMAND, "--port", "{port}", "--dtype", "bfloat16"]
 
 
 class ReceiverProcess:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import pytest
 import torch
 from engine_contract import EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version, run
 from engine_contract import recomputed_logprobs as recomputed
+from fake_sglang import COMMAND
+from fake_sglang.process import FakeServerProcess
 from real_sglang import sglang_python, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import until
@@ -24,7 +25,6 @@ from lightrl.engines.sglang.servers import command, server
 from lightrl.engines.sglang.servers.command import flags
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge, peft_name
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
 from lightrl.weights.shared_memory import payload_of
@@ -249,7 +249,7 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
 
 
 def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder):
-    words = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}", "--model-path", str(folder)]
+    words = [*COMMAND, "--port", "{port}", "--model-path", str(folder)]
     case = started(SGLangEngine(servers=1, command=[*words, *flags(LORA)], adapters="served", probe_interval_s=0.1))
     try:
         for version in range(3):

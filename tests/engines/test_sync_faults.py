@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS
 
 from benchmarks.sync_faults import (
     FAULTS,
@@ -21,7 +22,6 @@ from benchmarks.sync_faults import (
     run_fault,
     run_healthy,
 )
-from lightrl.testing.fake_server_faults import OF_LOADS, OF_SERVED_WEIGHTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_sglang.process import FakeServerProcess
 from sync_cases import asked, running
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
@@ -22,7 +23,6 @@ from lightrl.engines.sglang.servers.server_process import ServerProcess, other_m
 from lightrl.engines.sglang.sync.report import Fleet
 from lightrl.engines.sglang.sync.weight_proofs import WeightProofs, target_digests
 from lightrl.errors import EngineError, WeightSyncError
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import ServerForm, bucketed
 
@@ -380,7 +380,7 @@ def proofs_of(config: PretrainedConfig, process: ServerProcess) -> WeightProofs:
 
 
 def answer_of(config: PretrainedConfig, dtype: torch.dtype, **more: str) -> dict[str, Any]:
-    from lightrl.testing.fake_server_layout import checksums
+    from fake_sglang.layout import checksums
 
     tensors = {name: tensor.to(dtype) for name, tensor in parameters_of(config).items()}
     return {"ranks": [{"checksums": {**checksums(tensors, config, 1)[0], **more}, "parallelism_info": []}]}

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from fake_gateway import FakeGateway
+from fake_sglang.process import FakeServerProcess
 from transformers import Qwen3Config
 from worker_workflows import BlockingOnce, Dropping, Dying, Two, Unreadable, Words
 
@@ -27,7 +28,6 @@ from lightrl.engines import SGLangEngine, Timeouts
 from lightrl.errors import RolloutError
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows.workflow import SingleTurn, Workflow

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_sglang import COMMAND
 from rank_scripts import leave
 from safetensors.torch import load_file
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
@@ -36,7 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def server(folder: Path, policy: Any) -> list[str]:
     """The fake server's command, with a model of the policy's config."""
     AutoConfig.for_model(**CONFIG).save_pretrained(folder / "model")
-    words = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+    words = [*COMMAND, "--port", "{port}"]
     words += ["--model-path", str(folder / "model"), "--enable-lora", "--max-lora-rank", "2", "--lora-target-modules"]
     return [*words, *AdapterShape.of(Role(POLICY, lora=LoRA(rank=2)).load_model()).target_modules]
 

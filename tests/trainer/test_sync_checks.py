@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_sglang.process import FakeServerProcess
 from lightning.pytorch.callbacks import Callback
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,7 +22,6 @@ from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_na
 from lightrl.engines.abilities import DropsReplicas
 from lightrl.errors import WeightSyncError
 from lightrl.models import LoRA
-from lightrl.testing import FakeServerProcess
 from lightrl.weights import Bucket
 
 IGNORES = {

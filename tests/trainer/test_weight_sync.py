@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from fake_sglang.process import FakeServerProcess
 from lightning.pytorch.callbacks import Callback
 from tiny_run import Digits, TinyGRPO, make_trainer
 
@@ -11,7 +12,6 @@ from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, Wei
 from lightrl.callbacks.colocation import move_optimizer_state
 from lightrl.callbacks.probe import as_rows, probe_sequences
 from lightrl.errors import WeightSyncError
-from lightrl.testing import FakeServerProcess
 
 
 class ScoringEngine(LocalEngine):

@@ -32,7 +32,7 @@ class Fault:
 
     Silent kinds answer success, and the version is as requested. `keep_cache`: an update, or a flush, leaves the
     key-values of the old weights in the prefix cache. `old_adapter`: an adapter has the values of the one before it.
-    Those of fake_server_wrong_loads.py load other weights than were sent. At any path, `revert` brings back the weights
+    Those of wrong_loads.py load other weights than were sent. At any path, `revert` brings back the weights
     of `versions_back` versions ago, and `restart` does so with an empty cache and a new start time.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 from typing import Any
 
-from lightrl.commands.areal_rules import (
+from lightrl.migration.areal_rules import (
     RHYTHMS,
     Outcome,
     Rule,

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from lightrl.commands.areal_keys import DEFAULTS, SUPERVISED, SUPERVISED_DEFAULTS, rule_of
-from lightrl.commands.areal_rules import Outcome, has_critic
+from lightrl.migration.areal_keys import DEFAULTS, SUPERVISED, SUPERVISED_DEFAULTS, rule_of
+from lightrl.migration.areal_rules import Outcome, has_critic
 
 _DESCRIPTION = """\
 Turns a configuration of AReaL (since August 2025) into a YAML for lightrl fit and launch, on stdout or in FILE. On

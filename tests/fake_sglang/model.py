@@ -24,16 +24,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
+from fake_sglang.draft import DraftModel
+from fake_sglang.faults import Fault
+from fake_sglang.layout import checksums
+from fake_sglang.script import Refused, Run, ScriptedModel
+from fake_sglang.wrong_loads import LoadHistory, Tensors
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import HuggingFaceDecoder
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
 from lightrl.functional.supports import decode_supports
-from lightrl.testing.fake_server_draft import DraftModel
-from lightrl.testing.fake_server_faults import Fault
-from lightrl.testing.fake_server_layout import checksums
-from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
-from lightrl.testing.fake_server_wrong_loads import LoadHistory, Tensors
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from test_make_model import make_folder
 
 from lightrl.commands import cli
-from lightrl.commands.convert import convert
 from lightrl.commands.main import main
+from lightrl.migration.convert import convert
 
 SAMPLES = Path(__file__).parent / "areal"
 GSM8K, PPO_3D = SAMPLES / "gsm8k_grpo.yaml", SAMPLES / "ppo_3d.yaml"

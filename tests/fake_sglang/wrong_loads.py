@@ -1,6 +1,6 @@
 """Loads that go wrong while the fake server answers success: what it holds in place of the tensors that it was sent.
 
-`WRONG_LOADS` has a function for each kind of fault in `fake_server_faults.OF_LOADS`: it gets a Load and returns the
+`WRONG_LOADS` has a function for each kind of fault in `faults.OF_LOADS`: it gets a Load and returns the
 tensors that are loaded. `LoadHistory` knows what the server would hold if every load had gone well, so that a test can
 ask how many values are wrong.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.testing.fake_server_faults import Fault
+from fake_sglang.faults import Fault
 from lightrl.weights.server_form import OUTPUT_HEAD
 
 Tensors = dict[str, Tensor]  # by Hugging Face name

@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+from fake_sglang import COMMAND
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # bypasses http_proxy
@@ -23,7 +23,7 @@ class FakeServerProcess:
     Args:
         model_folder: Hugging Face folder of its model; None answers by rule, without torch.
         start_timeout_s: until it listens.
-        arguments: further arguments of `lightrl.testing.fake_server` by name: `api_key="k"`, `delay_s=0.5`,
+        arguments: further arguments of the server by name: `api_key="k"`, `delay_s=0.5`,
             `is_embedding=True`, `fault=["drop:/generate:2"]`.
     """
 
@@ -53,7 +53,7 @@ class FakeServerProcess:
             EngineUnreachable: if it ends instead.
         """
         self.stop()
-        command = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", str(port)]
+        command = [*COMMAND, "--port", str(port)]
         if self.model_folder is not None:
             command += ["--model-path", str(self.model_folder)]
         for name, value in self.arguments.items():
@@ -79,7 +79,7 @@ class FakeServerProcess:
         return self
 
     def fault(self, kind: str, path: str = "/generate", *, count: int = 1, **others: Any) -> None:
-        """The next `count` requests of this path fail this way; see `lightrl.testing.fake_server_faults.Fault`."""
+        """The next `count` requests of this path fail this way; see `fake_sglang.faults.Fault`."""
         self._ask("/fake/faults", {"kind": kind, "path": path, "count": count, **others})
 
     def reset(self) -> None:

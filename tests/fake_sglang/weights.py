@@ -9,9 +9,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from lightrl.testing.fake_server_cache import PromptCache
-from lightrl.testing.fake_server_faults import OF_LOADS, Fault, Faults
-from lightrl.testing.fake_server_script import Refused, ScriptedModel
+from fake_sglang.cache import PromptCache
+from fake_sglang.faults import OF_LOADS, Fault, Faults
+from fake_sglang.script import Refused, ScriptedModel
 
 Route = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -107,7 +107,7 @@ class WeightRoutes:
 
     async def _from_tensor(self, body: dict[str, Any]) -> Any:
         self._check_bracket("tensor")
-        from lightrl.testing.fake_server_model import unpacked
+        from fake_sglang.model import unpacked
 
         tensors = await asyncio.to_thread(unpacked, body["serialized_named_tensors"][0])
         return await self._load(
@@ -128,7 +128,7 @@ class WeightRoutes:
         if not self._model.takes_tensors:
             raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
         if self._receiver is None:
-            from lightrl.testing.fake_server_model import TensorReceiver
+            from fake_sglang.model import TensorReceiver
 
             self._receiver = TensorReceiver()
         return self._receiver

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrl.testing.fake_server_faults import Fault
+from fake_sglang.faults import Fault
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9

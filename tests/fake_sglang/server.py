@@ -1,14 +1,14 @@
 """A small HTTP process that speaks SGLang's interface, for tests without SGLang; it fails on request.
 
-    python -m lightrl.testing.fake_server --port 30000 --model-path FOLDER     a LocalEngine behind it
-    python -m lightrl.testing.fake_server --port 30000 --delay-s 0.5           a script behind it, no torch
-    … --model-path FOLDER --is-embedding                                       a reward model, for /classify
+    python tests/fake_sglang --port 30000 --model-path FOLDER     a LocalEngine behind it
+    python tests/fake_sglang --port 30000 --delay-s 0.5           a script behind it, no torch
+    … --model-path FOLDER --is-embedding                          a reward model, for /classify
 
 It takes SGLang's own arguments (and ignores those it has no use for) and ends with its parent. Its behavior was
 measured on SGLang 0.5.23: `retract`, the lock between generations and weight updates, the bracket around an update,
 versions per token, the ways to kill a server. It honors the sampling seed as under `--enable-deterministic-inference`.
 
-Request faults with `--fault KIND[:PATH[:COUNT[:SECONDS]]]` or by POST to `/fake/faults`, see fake_server_faults.py. GET
+Request faults with `--fault KIND[:PATH[:COUNT[:SECONDS]]]` or by POST to `/fake/faults`, see faults.py. GET
 `/fake/stats` counts requests; POST `/fake/pace` changes a script's `seconds_per_token` from the next token on, for a
 test that acts during a generation and waits for its end.
 """
@@ -30,13 +30,13 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
+from fake_sglang.cache import PromptCache
+from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS, Fault, Faults, faulty_answer
+from fake_sglang.lora import LoraRoutes
+from fake_sglang.script import Refused, Run, ScriptedModel
+from fake_sglang.weights import Route, WeightRoutes
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.open_files import raise_open_files
-from lightrl.testing.fake_server_cache import PromptCache
-from lightrl.testing.fake_server_faults import OF_LOADS, OF_SERVED_WEIGHTS, Fault, Faults, faulty_answer
-from lightrl.testing.fake_server_lora import LoraRoutes
-from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
-from lightrl.testing.fake_server_weights import Route, WeightRoutes
 
 MAX_MASK_TOKENS = 4096  # --sampling-mask-max-tokens
 DEFAULT_PARAMS: dict[str, Any] = {
@@ -391,7 +391,7 @@ def _die(reason: str) -> NoReturn:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightrl.testing.fake_server", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python tests/fake_sglang", description=__doc__.split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one; it is printed")
     parser.add_argument("--model-path", "--model", help="Hugging Face folder; without it a script answers")
@@ -438,8 +438,8 @@ async def _serve(options: argparse.Namespace) -> None:
             version=options.weight_version,
         )
     else:
-        from lightrl.testing.fake_server_draft import DraftModel
-        from lightrl.testing.fake_server_model import EmbeddedModel, JudgingModel
+        from fake_sglang.draft import DraftModel
+        from fake_sglang.model import EmbeddedModel, JudgingModel
 
         model = (
             JudgingModel(options.model_path, version=options.weight_version)
@@ -463,7 +463,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     raise_open_files()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(options))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from lightrl.testing.fake_server_faults import Faults
-from lightrl.testing.fake_server_script import Refused, ScriptedModel
+from fake_sglang.faults import Faults
+from fake_sglang.script import Refused, ScriptedModel
 
 
 class LoraRoutes:
