@@ -113,18 +113,6 @@ def test_with_adapters_the_policy_without_them_is_the_reference(tmp_path: Path) 
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_reference_gets_no_gradient_and_is_in_no_checkpoint(tmp_path: Path) -> None:
-    module = DPO(tiny_spec(), lr=1e-2)
-    trainer = make_trainer(tmp_path, max_steps=2, limit_val_batches=0)
-    trainer.fit(module, Digits(None, batch_size=5))
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    assert {name.split(".")[0] for name in state} == {"policy"}
-    expected = tiny_spec().load_model().state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in module.reference.state_dict().items())
-    assert not all(torch.equal(value, expected[name]) for name, value in module.policy.state_dict().items())
-
-
 def reward_of(model: Any, token_ids: torch.Tensor) -> float:
     """Hugging Face's own forward, one trajectory at a time."""
     return float(model(input_ids=token_ids[None]).logits[0, 0].detach())

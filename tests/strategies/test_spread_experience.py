@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
-from tiny import random_experience, random_trajectories
+from tiny import random_experience
 from torch import Tensor
 
 from lightrl.experience import Experience
@@ -34,19 +33,6 @@ def test_it_reads_as_the_padded_experience() -> None:
     assert_same(spread.dense([3, 1, 7]), experience.select([3, 1, 7]))
     assert torch.equal(spread.loss_token_counts, experience.loss_token_counts)
     assert all(map(torch.equal, spread.version_bounds, experience.version_bounds))
-
-
-def test_trajectories_make_the_same_experience_padded_or_not() -> None:
-    trajectories = random_trajectories()
-    trajectories[0].rewards = [0.5] * len(trajectories[0].token_ids)
-    assert_same(SpreadExperience.from_trajectories(trajectories), Experience.from_trajectories(trajectories))
-
-
-def test_a_changed_mask_is_counted() -> None:
-    experience = random_experience()
-    mask = experience.loss_mask & (experience.token_ids > 4)
-    changed = replace(SpreadExperience.of(experience), loss_mask=mask)
-    assert changed.num_loss_tokens == int(mask.sum()) < experience.num_loss_tokens
 
 
 def test_microbatches_are_made_when_they_are_read() -> None:
