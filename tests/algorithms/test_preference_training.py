@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from tiny import FAMILIES, QUIET, slow_outputs, tiny_spec
+from tiny import QUIET, slow_outputs, tiny_spec
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lightrl
@@ -185,16 +185,6 @@ def test_exports_load_as_what_they_are_and_begin_the_next_stage(tmp_path: Path) 
     torch.testing.assert_close(
         from_language_model.reward_model.model.embed_tokens.weight, loaded.model.embed_tokens.weight
     )
-
-
-def test_a_family_that_reads_in_both_directions_is_refused(tmp_path: Path) -> None:
-    config = {"model_type": "bert", **{k: v for k, v in FAMILIES["qwen3"].items() if k in ("vocab_size",)}}
-    spec = ModelSpec(
-        config={**config, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8},
-        tokenizer="tiny.char_tokenizer",
-    )
-    with pytest.raises(ValueError, match=r"is a bert, which does not generate from left to right"):
-        RewardModel(spec).configure_model()
 
 
 def test_a_coefficient_of_nothing_is_refused() -> None:

@@ -88,12 +88,6 @@ def test_an_exception_leaves_the_earlier_export_as_it_is(tmp_path: Path) -> None
     assert_same_weights(weights_at(tmp_path / "digits"), first.policy.state_dict())
 
 
-def test_ctrl_c_exports_nothing(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        fit(Module(fails_at=1, error=KeyboardInterrupt), HuggingFaceExport(str(tmp_path / "digits")))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_every_n_iterations_exports_while_the_run_goes_on(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on request"):
         fit(Module(fails_at=2), HuggingFaceExport(str(tmp_path / "digits"), every_n_iterations=2), num_iterations=4)

@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from played_run import PlayedTrainer, ValidatedModule, batches, groups_of
 
-from lightrl.callbacks.learning_curve import LearningCurve, Points, draw_learning_curve, running_mean
+from lightrl.callbacks.learning_curve import LearningCurve, Points, draw_learning_curve
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
 from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.trajectory import Group
@@ -76,19 +76,6 @@ def test_a_curve_of_a_long_run_has_the_means_of_equal_parts() -> None:
     assert len(values) == 625
     assert list(values.items())[:2] == [(7.5, 7.5), (23.5, 23.5)]  # of iterations 0 to 15, and 16 to 31
     assert all(place == value for place, value in values.items())
-
-
-def test_a_resumed_curve_is_the_uninterrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.callbacks.learning_curve.MAX_POINTS", 4)
-    whole, resumed = Points(), Points()
-    for iteration in range(11):
-        whole.add(iteration, iteration**2)
-        if iteration == 6:
-            resumed.load_state_dict(whole.state_dict())
-        elif iteration > 6:
-            resumed.add(iteration, iteration**2)
-    assert resumed.values() == whole.values()
-    assert len(whole.values()) == 3  # of 4 iterations each
 
 
 def test_another_metric_of_validation_can_be_drawn(tmp_path: Path) -> None:
@@ -173,7 +160,6 @@ def test_a_plain_module_has_no_picture(tmp_path: Path) -> None:
     "curves",
     [
         pytest.param({"rollout/reward": {0: -3.0}}, id="one point, reward only"),
-        pytest.param({"val/accuracy_fraction": {0: 0.1, 50: 1.0}}, id="held-out only"),
         pytest.param({"val/reward": {0: -2.0, 50: 3.5}}, id="held-out reward only"),
         pytest.param(
             {
@@ -189,11 +175,6 @@ def test_any_part_of_the_curves_can_be_drawn(tmp_path: Path, curves: dict[str, d
     draw_learning_curve(curves, tmp_path / "curve.png", title="GRPO", constant_baseline=0.34)
     assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
     assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
-
-
-def test_running_mean_worked_by_hand() -> None:
-    assert running_mean([0.0, 3.0, 6.0, 0.0], 3) == [1.5, 3.0, 3.0, 3.0]
-    assert running_mean([1.0, 2.0], 1) == [1.0, 2.0]
 
 
 def test_a_baseline_in_percent_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import resource
 import signal
 import sys
 import time
@@ -96,7 +95,7 @@ class SlowReward(TinyGRPO):
 
 
 class Stop(RLCallback):
-    """Stops within an update, or limits the size of files."""
+    """Stops within an update."""
 
     def __init__(self, folder: Path, place: str) -> None:
         self.folder = folder
@@ -113,11 +112,6 @@ class Stop(RLCallback):
                 (self.folder / "held").touch()
                 if self.place == "update":  # Ctrl-C came: the update goes on to its end
                     return
-
-    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == ITERATION and self.place == "full_disk":
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 class StoppingEngine(LocalEngine):

@@ -14,7 +14,6 @@ from tiny_run import BATCH_SIZE, GROUP_SIZE, NUM_PROMPTS, Digits, TinyGRPO, make
 from lightrl import (
     Experience,
     FakeEngine,
-    ImportanceWeights,
     LocalEngine,
     RLCallback,
     Sampling,
@@ -171,21 +170,6 @@ def test_no_prompt_is_started_beyond_what_the_run_needs(max_staleness: int, tmp_
     assert len(sessions) == len(set(sessions)) == 2 * NUM_PROMPTS * GROUP_SIZE
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_loader_batch_is_an_iteration_with_no_fill_or_drain(max_staleness: int, tmp_path: Path) -> None:
-    steps: list[int] = []
-
-    class Steps(RLCallback):
-        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            steps.append(trainer.global_step)
-
-    callbacks = [StalenessControl(max_staleness), Steps()]
-    make_trainer(tmp_path, engine=FakeEngine(), max_epochs=2, callbacks=callbacks).fit(
-        TinyGRPO(), datamodule=Digits(num_prompts=12)
-    )
-    assert steps == list(range(1, 13))
-
-
 def test_groups_are_trained_on_in_stream_order_whatever_finishes_first(tmp_path: Path) -> None:
     engine = FakeEngine(seconds_per_token=lambda prompt, sampling: 0.02 if prompt[0] == 2 else 0.0)
     module = TinyGRPO()
@@ -194,14 +178,6 @@ def test_groups_are_trained_on_in_stream_order_whatever_finishes_first(tmp_path:
         module, datamodule=Digits(shuffle=False)
     )
     assert module.trained == [[0, 1], [2, 3], [4, 5]]  # group 0 is slow and the trainer waits for it
-
-
-def test_the_embedded_engine_learns_asynchronously(tmp_path: Path) -> None:
-    module = TinyGRPO(lr=0.03, decoupled=ImportanceWeights(cap=5.0))
-    trainer = make_trainer(tmp_path, engine=LocalEngine(), max_steps=30, callbacks=[StalenessControl(1)])
-    trainer.fit(module, datamodule=Digits())
-    first, last = (float(seen.rewards.mean()) for seen in (module.experiences[0], module.experiences[-1]))
-    assert last > first + 0.2
 
 
 def test_an_engine_that_dies_between_iterations_ends_the_run_with_its_error(tmp_path: Path) -> None:

@@ -106,25 +106,40 @@ def assert_goes_on_from(folder: Path, whole: dict[str, torch.Tensor], num_done: 
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
-# The iterations that are done when the signal comes at this place, and when the process ends.
-PLACES = {"rollout": 2, "update": 3, "validation": 2}
+CTRL_C = (signal.SIGINT, 1, "Detected KeyboardInterrupt, attempting graceful shutdown")
+SIGTERM = (signal.SIGTERM, 0, "Received SIGTERM")  # SIGTERMException is a SystemExit without a code
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(
-    place: str, start: Any, whole: dict[str, torch.Tensor]
+@pytest.mark.parametrize(
+    ("place", "sent", "num_done"),
+    [
+        pytest.param("update", CTRL_C, 3, id="Ctrl-C in an update, which is done first"),
+        pytest.param("rollout", SIGTERM, 2, id="SIGTERM in a rollout"),
+        pytest.param("rollout", CTRL_C, 2, id="Ctrl-C in a rollout", marks=pytest.mark.extra),
+        pytest.param("validation", CTRL_C, 2, id="Ctrl-C in a validation", marks=pytest.mark.extra),
+    ],
+)
+def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(
+    place: str, sent: tuple[int, int, str], num_done: int, start: Any, whole: dict[str, torch.Tensor]
 ) -> None:
+    number, code, text = sent
     run = start(place)
     run.wait_for("reached")
     assert run.children  # the reward worker
-    run.send(signal.SIGINT)
-    assert run.exit_code() == 1, run.text()
-    assert "Detected KeyboardInterrupt, attempting graceful shutdown" in run.text()
+    run.send(number)
+    assert run.exit_code() == code, run.text()
+    assert text in run.text()
     assert "threads left: []" in run.text()
-    assert_goes_on_from(run.folder, whole, PLACES[place])
+    assert_goes_on_from(run.folder, whole, num_done)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 1, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, 0, id="SIGTERM", marks=pytest.mark.extra),
+    ],
+)
 def test_a_run_that_awaits_rewards_ends_at_once_and_goes_on_exactly(
     number: int, code: int, start: Any, tmp_path: Path
 ) -> None:
@@ -136,24 +151,10 @@ def test_a_run_that_awaits_rewards_ends_at_once_and_goes_on_exactly(
     assert_goes_on_from(run.folder, weights_of_a_run(tmp_path, decoupled=True), 2, decoupled=True)
 
 
-def test_sigterm_takes_lightnings_path_and_leaves_a_checkpoint(start: Any, whole: dict[str, torch.Tensor]) -> None:
-    run = start("rollout")
-    run.wait_for("reached")
-    run.send(signal.SIGTERM)
-    assert run.exit_code() == 0, run.text()  # SIGTERMException is a SystemExit without a code
-    assert "Received SIGTERM" in run.text()
-    assert "threads left: []" in run.text()
-    assert_goes_on_from(run.folder, whole, 2)
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "text"),
-    [
-        pytest.param(signal.SIGTERM, 0, "Received SIGTERM", id="SIGTERM"),
-        pytest.param(signal.SIGINT, 1, "Detected KeyboardInterrupt", id="Ctrl-C"),
-    ],
-)
-def test_a_start_that_waits_for_a_server_ends_at_once(number: int, code: int, text: str, start: Any) -> None:
+@pytest.mark.extra
+@pytest.mark.parametrize("sent", [SIGTERM, CTRL_C], ids=["SIGTERM", "Ctrl-C"])
+def test_a_start_that_waits_for_a_server_ends_at_once(sent: tuple[int, int, str], start: Any) -> None:
+    number, code, text = sent
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(DEADLINE_S)
         run = start("start", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -190,12 +191,3 @@ def test_kill_9_while_a_checkpoint_is_written_leaves_the_one_before_and_no_worke
     assert part.name.startswith(f"last.ckpt.{run.process.pid}-")
     assert_goes_on_from(run.folder, whole, 2)
     assert not part.exists()
-
-
-def test_a_file_size_limit_leaves_the_checkpoint_before(start: Any, whole: dict[str, torch.Tensor]) -> None:
-    run = start("full_disk")
-    assert run.exit_code() == 1
-    assert "could not be written: File too large. The disk needs space" in run.text()
-    assert "threads left: []" in run.text()
-    assert not list(run.folder.glob("*.part"))
-    assert_goes_on_from(run.folder, whole, 2)

@@ -14,7 +14,6 @@ from tiny_run import POLICY, Digits, TinyGRPO, are_equal, make_trainer, our_thre
 
 from lightrl import PPO, AdaptiveKL, Experience, ModelCall, TrajectoryDataModule, TrajectoryLog
 from lightrl.callbacks import StalenessControl
-from lightrl.data.trajectories import read_iterations
 from lightrl.functional import policy_ratio
 from lightrl.trajectory import Trajectory
 
@@ -71,12 +70,6 @@ def replay(folder: Path, module: TinyGRPO, path: Path, **settings: Any) -> Any:
     trainer = make_trainer(folder, max_epochs=1, **settings)
     trainer.fit(module, TrajectoryDataModule(str(path)))
     return trainer
-
-
-def test_recorded_trajectories_need_no_reward_function(tmp_path: Path) -> None:
-    record(tmp_path, steps=1)
-    trainer = replay(tmp_path / "again", TinyGRPO(reward="no_such_module.reward"), tmp_path / "trajectories")
-    assert trainer.global_step == 1
 
 
 @pytest.mark.parametrize(
@@ -197,29 +190,3 @@ def test_a_run_on_recorded_trajectories_can_be_checked_and_resumed(tmp_path: Pat
         rest, TrajectoryDataModule(str(tmp_path / "trajectories")), ckpt_path=tmp_path / "half.ckpt", weights_only=True
     )
     assert are_equal(weights(online), weights(rest))
-
-
-def test_validation_without_an_engine_is_refused(tmp_path: Path) -> None:
-    record(tmp_path)
-    with pytest.raises(ValueError, match=r"only supports stage 'fit', got 'validate'"):
-        make_trainer(tmp_path).validate(NoReward(), TrajectoryDataModule(str(tmp_path / "trajectories")))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", r"Line 1 of .* is not a trajectory of TrajectoryLog \(JSONDecodeError"),
-        ('{"iteration": 0, "trajectory": {}}', r"Line 1 of .* is not a trajectory of TrajectoryLog \(KeyError"),
-        ("[]", r"Line 1 of .* is not a trajectory of TrajectoryLog \(AttributeError"),
-    ],
-    ids=["no JSON", "no prompt", "no object"],
-)
-def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "file.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=message):
-        list(read_iterations(tmp_path / "file.jsonl"))
-
-
-def test_a_path_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is neither a file nor a folder with \.jsonl files"):
-        list(read_iterations(tmp_path))
