@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from played_run import PlayedTrainer, ValidatedModule, batches, groups_of
 
 from lightrl.callbacks.learning_curve import LearningCurve, Points, draw_learning_curve
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
-from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.trajectory import Group
 
 PNG = b"\x89PNG\r\n"
@@ -102,17 +99,6 @@ def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
     )
     trainer.fit(ValidatedModule(play), batches(2), batches(1), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
     assert repr(after.state_dict()) == repr(whole.state_dict())
-
-
-def test_the_end_of_fit_tells_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path, version="version_0")]
-    callbacks = TrajectoryLog(table_every_n_iterations=None), ModelCheckpoint(save_last=True)
-    trainer = fit(LearningCurve(), tmp_path, *callbacks, logger=loggers, enable_checkpointing=True)
-    output = capsys.readouterr().out
-    assert f"Run folder: {trainer.log_dir}" in output
-    for name in ("metrics.csv", "events.out.tfevents", "trajectories", "learning_curve.png", "checkpoints"):
-        assert name in output
-    assert "learning_curve.csv" not in output  # the CSVLogger has the numbers
 
 
 def test_ctrl_c_leaves_the_picture_of_what_was_done(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ CASES: list[list[Any]] = [
     [2, 1, 2, "1F1B", "llama"],
     [2, 2, 1, "Interleaved1F1B", "qwen3"],
     [1, 2, 2, "1F1B", "qwen3", "checkpointed"],
-]  # (2, 2, 2) is in tests/trainer/world_3d_run.py
+]  # (2, 2, 2) is in tests/trainer/layouts_run.py
 
 
 @pytest.fixture(scope="module")

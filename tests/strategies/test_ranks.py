@@ -109,21 +109,6 @@ def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_watch, "GRACE_S", 0.1)
 
 
-@pytest.mark.usefixtures("_quick_watch")
-def test_a_failure_ends_the_other_rank_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    store, ended = torch.distributed.HashStore(), threading.Event()
-    watches = [RankWatch(store, rank, 2, end_process=ended.set) for rank in range(2)]
-    watches[1].enter("update")
-    watches[1].fail(ValueError("on purpose"))
-    assert ended.wait(30)
-    for watch in watches:
-        watch.close()
-    text = capsys.readouterr().err
-    assert "[rank 0, in 'start'] Rank 1 failed in 'update':" in text
-    assert "Rank 0 is here:" in text
-    assert text.rstrip().endswith("ValueError: on purpose")  # the cause is the last that is read
-
-
 def test_of_two_ranks_that_fail_at_once_the_second_knows_of_the_first() -> None:
     store = torch.distributed.HashStore()
     first, second = (RankWatch(store, rank, 2, end_process=lambda: None) for rank in range(2))
@@ -146,23 +131,6 @@ def test_a_rank_that_fails_since_rank_0_is_gone_raises_nothing_else() -> None:
     watch = RankWatch(Gone(), 1, 2, end_process=lambda: None)
     watch.fail(RuntimeError("connection closed by peer"))
     watch.close()
-
-
-@pytest.mark.usefixtures("_quick_watch")
-def test_a_rank_that_makes_no_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    store, both = torch.distributed.HashStore(), threading.Barrier(3)
-
-    def end() -> None:
-        both.wait(30)
-
-    watches = [RankWatch(store, rank, 2, hang_timeout_s=0.3, end_process=end) for rank in range(2)]
-    for watch in watches:
-        watch.begin()
-    watches[1].enter("update")
-    both.wait(30)  # both are ended, the one that waits and the one that is behind
-    for watch in watches:
-        watch.close()
-    assert "It waits for rank 0." in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_quick_watch")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from tiny import random_experience
 from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.strategies import Microbatches, Ranks, SpreadExperience
-from lightrl.strategies.row_exchange import owned, sent_to_work, work_of
+from lightrl.strategies.row_exchange import sent_to_work, work_of
 from lightrl.strategies.row_plan import Send
 from lightrl.strategies.spread_experience import elsewhere, table_of
 
@@ -107,55 +106,3 @@ def scattered(experience: Experience, ranks: Ranks, minibatches: list[list[int]]
     has = torch.zeros_like(work.rows)
     has[0] = True
     return sent_to_work(here, work, has, work.rows, ranks)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_row_is_owned_once_and_every_rank_has_what_it_works_on(size: int) -> None:
-    experience = random_experience(num_groups=8, is_scored=False)
-    passes = list(experience.minibatch_rows(2, epochs=2, seed=5))
-    found, wire = on_ranks(size, lambda ranks: scattered(experience, ranks, passes))
-    assert sorted(row for part in found for row in part.own_rows.tolist()) == list(range(len(experience)))
-    needed = 0
-    for rank, part in enumerate(found):
-        rows = part.rows_here
-        assert part.work is not None
-        assert rows == part.work[rank].nonzero()[:, 0].tolist()
-        for minibatch in passes:
-            ranks = OneThread(rank, wire)
-            share = [minibatch[place] for place in ranks.shares(part.select(minibatch))[rank]]
-            assert_same(part.dense(share), experience.select(share))
-        assert torch.equal(part.rewards, experience.rewards)  # [B] of all
-        assert part.num_loss_tokens == experience.num_loss_tokens
-        held = sum(values.flat(values.here).nbytes for values in part.tokens.values())
-        assert held == 13 * int(experience.lengths[rows].sum())
-        assert wire.received[rank] == (held if rank else 0)
-        needed += len(rows)
-    assert needed < 2.01 * len(experience)
-
-
-def test_rows_move_on_to_those_who_work_on_them_next() -> None:
-    """A reward failed: without its row other minibatches follow, from what the ranks have, not from rank 0."""
-    experience = random_experience(num_groups=8, is_scored=False)
-    kept = [row for row in range(len(experience)) if row != 5]
-
-    def play(ranks: Ranks) -> SpreadExperience:
-        first = scattered(experience, ranks, list(experience.minibatch_rows(2, seed=5)))
-        rest = first.select(kept)
-        minibatches = list(rest.minibatch_rows(2, seed=5))
-        work = work_of(
-            rest, minibatches, trained=[ranks], scoring=[], num_first_pass=2, num_ranks=ranks.size, unit="trajectory"
-        )
-        assert rest.work is not None
-        return sent_to_work(rest, work, rest.work, work.rows, ranks)
-
-    found, _ = on_ranks(3, play)
-    for rank, part in enumerate(found):
-        assert torch.equal(owned(part)[rank].nonzero()[:, 0], part.own_rows)
-        assert_same(part.own, experience.select(kept).select(part.own_rows))
-
-
-def test_a_field_per_token_of_rows_elsewhere_says_what_to_read_instead() -> None:
-    experience = random_experience(is_scored=False)
-    (_, other), _ = on_ranks(2, lambda ranks: scattered(experience, ranks, [list(range(9))]))
-    with pytest.raises(ValueError, match=r"has the tokens of \d of these 9 .*experience.own\['loss_mask'\].*inputs"):
-        other.loss_mask  # noqa: B018

@@ -192,8 +192,8 @@ REFUSED = refused("test_lightning_callbacks", [
      CANNOT.format("ThroughputMonitor") + "it counts the samples of a batch, but an iteration's batch is only its "
      "number. `rollout/tokens_per_s` and `update/tokens_per_s` are logged anyway."),
     ("SpikeDetection()", callback(SpikeDetection),
-     CANNOT.format("SpikeDetection") + "it compares the loss with earlier ones, but a policy's loss has no level of its "
-     "own. Set trainer.gradient_clip_val; an update without a finite gradient is skipped anyway."),
+     CANNOT.format("SpikeDetection") + "it compares the loss with earlier ones, but a policy's loss has no level of "
+     "its own. Set trainer.gradient_clip_val; an update without a finite gradient is skipped anyway."),
     ('ModelPruning("l1_unstructured")', callback(lambda: ModelPruning("l1_unstructured")),
      CANNOT.format("ModelPruning") + "it renames the parameters, which the engine would look for in vain. Prune the "
      "exported model instead."),

@@ -70,6 +70,16 @@ def test_another_configuration_is_refused_with_what_differs(name: str, checkpoin
     assert save.save_on_exception is False
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
+def test_after_a_refused_resume_a_run_saves_on_exceptions_again(checkpoint: Path, tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True)
+    trainer = make_trainer(tmp_path, max_steps=4, callbacks=[save], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="does not fit"):
+        trainer.fit(TinyGRPO(WIDER), datamodule=Digits(), ckpt_path=checkpoint)
+    trainer.fit(TinyGRPO(), datamodule=Digits(), ckpt_path=checkpoint)
+    assert save.save_on_exception is True
+
+
 START_FAILS = {
     "at the weights": lambda: TinyGRPO(WIDER),
     "at the optimizer": ByGradients,

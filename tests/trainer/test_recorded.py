@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from tiny_run import POLICY, Digits, TinyGRPO, are_equal, make_trainer, our_threads, weights
 
-from lightrl import PPO, AdaptiveKL, Experience, ModelCall, TrajectoryDataModule, TrajectoryLog
+from lightrl import PPO, AdaptiveKL, TrajectoryDataModule, TrajectoryLog
 from lightrl.callbacks import StalenessControl
 from lightrl.functional import policy_ratio
 from lightrl.trajectory import Trajectory
@@ -29,27 +27,6 @@ class TinyPPO(TinyGRPO, PPO):
 
 class NoRewardPPO(NoReward, PPO):
     pass
-
-
-class MoodyJudges(TinyGRPO):
-    """Two judges that say something else each time, of a trajectory and of its tokens, and what follows from one."""
-
-    def score_calls(self) -> list[ModelCall]:
-        judges = [
-            ModelCall("style", outputs=("style",), run=self.ask),
-            ModelCall("taste", outputs=("taste",), run=self.ask_of_tokens),
-        ]
-        doubled = ModelCall("doubled", inputs=("style",), outputs=("doubled",), run=lambda seen, _: 2 * seen["style"])
-        return [*super().score_calls(), *judges, doubled]
-
-    def ask(self, experience: Experience, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-        return torch.tensor([random.random() for _ in trajectories], dtype=torch.float64)
-
-    def ask_of_tokens(self, experience: Experience, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-        return experience.loss_mask * self.ask(experience, trajectories)[:, None]
-
-    def shaped_rewards(self, experience: Experience) -> torch.Tensor:
-        return super().shaped_rewards(experience) + experience["doubled"] + experience["taste"].sum(1)
 
 
 def record(
@@ -106,19 +83,6 @@ def test_ppo_is_repeated_with_its_critic(tmp_path: Path, settings: dict[str, Any
     assert not are_equal(start.state_dict(), online.state_dict())
     assert are_equal(online.state_dict(), offline.state_dict())
     assert (online.kl_coef, online.normalizer) == (offline.kl_coef, offline.normalizer)
-
-
-def test_a_judge_is_not_asked_again(tmp_path: Path) -> None:
-    class NobodyThere(MoodyJudges):
-        def ask(self, experience: Experience, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-            raise AssertionError("the files have what the judges said")
-
-    online, offline = record(tmp_path, kind=MoodyJudges), NobodyThere()
-    replay(tmp_path / "again", offline, tmp_path / "trajectories")
-    assert are_equal(weights(online), weights(offline))
-    for one, other in zip(online.experiences, offline.experiences, strict=True):
-        assert one["style"].dtype == torch.float32
-        assert all(torch.equal(value, other[name]) for name, value in one.tensors().items())
 
 
 def test_an_asynchronous_run_is_repeated_too(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ppo_ranks_run import TinyPPO
+from layouts_run import TinyPPO
 from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
