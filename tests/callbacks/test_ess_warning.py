@@ -35,6 +35,7 @@ def play(
 ESS_LOW = "policy/ess_fraction was 0.1, below 0.15, in the mean of the last 10 iterations: "
 KL_HIGH = "policy/kl_behavior_nats was 2.81, above 2.8, in the mean of the last 10 iterations: "
 STEP_HIGH = "policy/step_k3_nats was 0.0147, above 0.014 = 0.014 · √policy/grad_norm, in the geometric mean of "
+LARGER = "policy/step_k3_nats was 0.0172, above 0.0171"
 ONE_LARGE = [1.0] * 29 + [16.0]  # mean 1.5, so a bound of 0.014 · √1.5 = 0.0171
 
 
@@ -72,7 +73,7 @@ def test_a_warning_names_what_has_gone_too_far_once_until_it_recovers(
         play(StalenessControl(8), values, name=name, **settings)
     assert len(caplog.messages) == len(starts)
     assert all(message.startswith(start) for message, start in zip(caplog.messages, starts, strict=True))
-    assert all("Lower lr or max_staleness" in message for message in caplog.messages)
+    assert name != ESS or all("Lower lr or max_staleness" in message for message in caplog.messages)
 
 
 def test_a_resumed_run_warns_when_it_would_have_and_not_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.demos.boring_classes import BoringModel
 from played_run import PlayedModule, PlayedTrainer, ValidatedModule, batches, groups_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
@@ -194,32 +193,6 @@ def test_a_refresh_rate_of_zero_is_silent(capsys: pytest.CaptureFixture[str], te
         fit(RolloutProgressBar(refresh_rate=0), max_steps=2)
     assert terminal.getvalue() == ""
     assert capsys.readouterr().out == ""
-
-
-def test_a_plain_module_shows_what_it_logs(terminal: Terminal) -> None:
-    class Plain(BoringModel):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("train_loss", 0.125, prog_bar=True)
-            return super().training_step(batch, batch_idx)
-
-    trainer = PlayedTrainer(callbacks=[RolloutProgressBar()], enable_checkpointing=False, max_epochs=2)
-    data = batches(3).expand(3, 1, 32)
-    with terminal.as_stdout():
-        trainer.fit(Plain(), data, data)
-    assert "6/6" in terminal.getvalue()
-    assert "train_loss=0.125" in terminal.getvalue()
-    assert "rollout" not in terminal.getvalue()
-
-
-def test_what_is_printed_during_a_run_stands_above_the_bars(terminal: Terminal) -> None:
-    class Talking(PlayedModule):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.print("a table")
-
-    trainer = PlayedTrainer(callbacks=[RolloutProgressBar()], enable_checkpointing=False, max_steps=1)
-    with terminal.as_stdout():
-        trainer.fit(Talking(play), batches(1))
-    assert "a table\n" in terminal.getvalue()
 
 
 def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_path: Any) -> None:

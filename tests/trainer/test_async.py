@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from lightrl import (
     RLCallback,
     Sampling,
     StalenessControl,
-    Trajectory,
     WeightSync,
 )
 from lightrl.engines import Completion
@@ -60,38 +58,6 @@ def test_an_update_starts_while_later_groups_run(max_staleness: int, tmp_path: P
     assert all(overlap.later_groups[:5])
     assert any(overlap.was_writing)
     assert max(overlap.staleness) == max_staleness
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_rewards_are_judged_while_the_trainer_scores(max_staleness: int, tmp_path: Path) -> None:
-    """A reward ends only when a forward of the score phase has begun, and that forward only when the reward has."""
-    judging, scoring = threading.Event(), threading.Event()
-
-    class Overlapping(TinyGRPO):
-        def reward(self, trajectory: Trajectory) -> Any:
-            # On-policy the first of this iteration, else of the next.
-            if (trajectory.group_id, trajectory.sample) == (max_staleness * BATCH_SIZE, 0):
-                judging.set()
-                assert scoring.wait(60)
-            return super().reward(trajectory)
-
-        def on_rollout_end(self, groups: list[Group]) -> None:
-            model: Any = self.parallel_models["policy"]
-            model.forward = self.meeting(model.forward)
-
-        def meeting(self, forward: Any) -> Any:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                scoring.set()
-                assert judging.wait(60)
-                return forward(*args, **kwargs)
-
-            return run
-
-    module = Overlapping(decoupled=True, num_minibatches=2, reward_workers=2)
-    callbacks = [StalenessControl(max_staleness)]
-    make_trainer(tmp_path, engine=FakeEngine(), max_steps=2, callbacks=callbacks).fit(module, datamodule=Digits())
-    assert scoring.is_set()
-    assert len(module.trained) == 2
 
 
 def test_on_policy_nothing_runs_during_an_update(tmp_path: Path) -> None:
