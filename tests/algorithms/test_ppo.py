@@ -17,10 +17,10 @@ from tiny import QUIET, random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
-from lightrl.algorithms import GRPO, PPO, AdaptiveKL, EarlyStop
+from lightrl.algorithms import PPO, AdaptiveKL, EarlyStop
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.experience import Experience
-from lightrl.functional import RewardShaping, kl
+from lightrl.functional import RewardShaping
 from lightrl.models import Role
 from lightrl.models.lora import LoRA
 from lightrl.rewards import OverlongPenalty
@@ -78,13 +78,6 @@ def test_beside_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() 
     found = module.token_rewards(replace(experience, token_rewards=judged))
     lost = torch.where(columns == num_tokens, torch.tensor([[0.25], [0.75], [1.25]]), 0.0)
     torch.testing.assert_close(found, 2 * (judged - lost))
-
-
-def test_a_kl_term_of_the_loss_is_not_in_the_rewards_too() -> None:
-    experience, in_loss = experience_of(), replace(KL, in_reward=False)
-    expected, found = (module.advantages(experience) for module in (ppo(), ppo(reference=in_loss)))
-    assert torch.equal(found["advantages"], expected["advantages"])
-    assert not torch.equal(ppo(reference=KL).advantages(experience)["advantages"], expected["advantages"])
 
 
 def test_the_kl_weight_of_the_next_iteration_follows_the_kl_of_the_loss_tokens() -> None:
@@ -164,21 +157,6 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
 def test_objects_check_their_own_settings(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize("setting", ["leave_one_out", "advantage_mean", "advantage_std"])
-def test_ppo_compares_no_group(setting: str) -> None:
-    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{setting}'"):
-        ppo(**{setting: None})
-
-
-@pytest.mark.parametrize(("in_reward", "expected"), [(True, "k1"), (False, "k3")], ids=["reward", "loss"])
-def test_the_kl_estimator_follows_from_where_it_is_used(in_reward: bool, expected: Any) -> None:
-    experience = random_experience()
-    pair = experience.behavior_logprobs, experience.reference_logprobs
-    assert torch.equal(KL.per_token(*pair, in_reward=in_reward), kl(*pair, expected))
-    chosen = replace(KL, estimator="k2")
-    assert torch.equal(chosen.per_token(*pair, in_reward=in_reward), kl(*pair, "k2"))
 
 
 def names(module: PPO) -> list[str]:
@@ -395,18 +373,6 @@ def test_a_checkpoint_brings_the_kl_weight_only_where_it_adapts(reference: Adapt
     module.on_load_checkpoint({"ppo": {"kl_coef": 0.05, "value_normalizer": None}, "models": {}})
     assert module.kl_coef == expected
     assert set(module.models()) == roles
-
-
-def test_a_checkpoint_of_grpo_goes_on_with_ppo(tmp_path: Path) -> None:
-    """Its policy; the critic starts anew."""
-    module = GRPO(tiny_spec(), reward=len, group_size=2)
-    module.configure_model()
-    state = {name: value for name, value in module.state_dict().items() if name.startswith("policy.")}
-    other = ppo()
-    other.configure_model()
-    missing, unexpected = other.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert all(name.startswith("critic.") for name in missing)
 
 
 def test_a_critic_may_have_another_checkpoint_and_be_frozen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from habits import habit, refused
-from lightning.pytorch.callbacks import (
-    Callback,
-    ModelCheckpoint,
-)
+from habits import habit, refused, works
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import GROUP_SIZE, CountValidations, Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
@@ -22,77 +20,89 @@ from tiny_run import GROUP_SIZE, CountValidations, Digits, Logged, TinyGRPO, are
 import lightrl
 from lightrl.errors import LightRLError
 
-# ---------------------------------------------------------------------- how long a run is
+# ---------------------------------------------------------------------- flags, each with what a short run shows of it
 
 
-@habit("Trainer(max_steps=4)", "counts iterations; `global_step` is the weight version too")
-def test_max_steps_counts_iterations(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(), make_trainer(tmp_path, max_steps=4)
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == trainer.weight_version == len(module.trained) == 4
-    assert trainer.engine is not None
-    assert [set(seen.weight_versions[seen.loss_mask].tolist()) for seen in module.experiences] == [{0}, {1}, {2}, {3}]
+@dataclass
+class Run:
+    """A run with one flag or more; `validations` are the iterations after which there was one."""
+
+    trainer: lightrl.Trainer
+    module: TinyGRPO
+    validations: list[int]
 
 
-@habit("Trainer(max_epochs=2)", "an epoch gives each prompt once")
-def test_max_epochs_gives_each_prompt_once_per_epoch(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(num_minibatches=2, update_epochs=2), make_trainer(tmp_path, max_epochs=2)
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == 6
-    assert trainer.rollout_loop.num_updates == 6 * 4
-    assert trainer.current_epoch == 2
-    assert sorted(position for batch in module.trained for position in batch) == list(range(12))
+class Stopping(Callback):
+    """Asks for the end after each batch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop = True
 
 
-@habit('Trainer(max_time={"seconds": 1})', "ends the run between two iterations")
-def test_max_time_ends_the_run_between_two_iterations(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(), make_trainer(tmp_path, max_time={"seconds": 1})
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == len(module.trained) >= 1
+def versions(run: Run) -> list[set[int]]:
+    assert run.trainer.weight_version == run.trainer.global_step
+    return [set(seen.weight_versions[seen.loss_mask].tolist()) for seen in run.module.experiences]
 
 
-@habit("Trainer(limit_train_batches=2)", "iterations per epoch")
-@habit("Trainer(limit_val_batches=1)", "validation batches")
-@habit("Trainer(num_sanity_val_steps=1)", "validates before the first iteration")
-def test_limits_shorten_epochs_and_validation(tmp_path: Path) -> None:
-    module, counts = TinyGRPO(), CountValidations()
-    trainer = make_trainer(
-        tmp_path, max_epochs=2, limit_train_batches=2, limit_val_batches=1, callbacks=[counts], num_sanity_val_steps=1
-    )
-    trainer.fit(module, datamodule=Digits(validation_batch_size=2))
-    assert trainer.global_step == 4
-    assert module.trained == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert counts.steps == [0, 2, 4]
-    assert trainer.callback_metrics["val/prompts"] == 2
+def epochs(run: Run) -> Any:
+    positions = [position for batch in run.module.trained for position in batch]
+    return run.trainer.current_epoch, run.trainer.rollout_loop.num_updates, positions
 
 
-@habit("Trainer(overfit_batches=1)", "the same prompts in each epoch")
-def test_overfit_batches_trains_on_the_same_prompts(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(), make_trainer(tmp_path, overfit_batches=1, max_epochs=3)
-    trainer.fit(module, datamodule=Digits())
-    prompts = [seen.token_ids[::GROUP_SIZE, :3].tolist() for seen in module.experiences]
-    assert prompts == [[[2, 2, 2], [3, 2, 2]]] * 3
+def limited(run: Run) -> Any:
+    return run.module.trained, run.validations, float(run.trainer.callback_metrics["val/prompts"])
 
 
-@habit(
-    "Trainer(val_check_interval=2, check_val_every_n_epoch=None)",
-    "an int counts iterations, a float is a part of an epoch",
-)
-@habit("Trainer(check_val_every_n_epoch=2)", "validates after every second epoch")
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"val_check_interval": 2, "check_val_every_n_epoch": None, "max_steps": 6}, [2, 4, 6]),
-        ({"val_check_interval": 1.0, "max_epochs": 2}, [3, 6]),
-        ({"val_check_interval": 1 / 3, "max_epochs": 1}, [1, 2, 3]),
-        ({"check_val_every_n_epoch": 2, "max_epochs": 4}, [6, 12]),
-    ],
-    ids=["every second iteration", "every epoch", "thrice per epoch", "every second epoch"],
-)
-def test_validation_comes_when_lightning_says(flags: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
-    counts = CountValidations()
-    make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[counts], **flags).fit(TinyGRPO(), datamodule=Digits())
-    assert counts.steps == expected
+def prompts(run: Run) -> Any:
+    return [seen.token_ids[::GROUP_SIZE, :3].tolist() for seen in run.module.experiences]
+
+
+def ended_between_iterations(run: Run) -> bool:
+    return run.trainer.global_step == len(run.module.trained) >= 1
+
+
+def steps(run: Run) -> int:
+    return run.trainer.global_step
+
+
+def validations(run: Run) -> list[int]:
+    return run.validations
+
+
+STOPS: dict[str, Any] = {"max_steps": 9, "callbacks": [Stopping()]}
+LIMITS = {"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+VALIDATES: dict[str, Any] = {"limit_val_batches": 1.0, "check_val_every_n_epoch": None}
+FLAGS = works("test_lightning_flags", [
+    ("Trainer(max_steps=4)", "counts iterations; `global_step` is the weight version too",
+     {"max_steps": 4}, versions, [{0}, {1}, {2}, {3}]),
+    ("Trainer(max_epochs=2)", "", {"max_epochs": 2}, epochs, (2, 24, [*range(12)])),
+    ('Trainer(max_time={"seconds": 1})', "", {"max_time": {"seconds": 1}}, ended_between_iterations, True),
+    ("Trainer(limit_train_batches=2)", "", LIMITS, limited, ([[0, 1], [2, 3], [4, 5], [6, 7]], [0, 2, 4], 2.0)),
+    ("Trainer(overfit_batches=1)", "", {"overfit_batches": 1, "max_epochs": 3}, prompts, [[[2, 2, 2], [3, 2, 2]]] * 3),
+    ("Trainer(val_check_interval=2, check_val_every_n_epoch=None)",
+     "an int counts iterations, a float is a part of an epoch",
+     {**VALIDATES, "val_check_interval": 2, "max_steps": 6}, validations, [2, 4, 6]),
+    ("Trainer(check_val_every_n_epoch=2)", "",
+     {**VALIDATES, "check_val_every_n_epoch": 2, "max_epochs": 4}, validations, [6, 12]),
+    ('Trainer(val_check_interval="00:00:10:00")', "",
+     {**VALIDATES, "val_check_interval": timedelta(microseconds=1)}, validations, [1, 2, 3]),
+    ("trainer.should_stop = True", "", STOPS, steps, 1),
+    ("Trainer(min_steps=3)", "", {**STOPS, "min_steps": 3}, steps, 3),
+    ("Trainer(min_epochs=2)", "", {**STOPS, "min_epochs": 2, "max_epochs": 3, "max_steps": -1}, steps, 6),
+    ('Trainer(profiler="advanced")', "", {"profiler": "advanced"}, steps, 3),
+])  # fmt: skip
+
+
+@habit("Trainer(limit_val_batches=1)")
+@habit("Trainer(num_sanity_val_steps=1)")
+@pytest.mark.parametrize(("flags", "found", "expected"), FLAGS)
+def test_a_flag_does_what_it_does_in_lightning(
+    flags: dict[str, Any], found: Callable[[Run], Any], expected: Any, tmp_path: Path
+) -> None:
+    counts, module = CountValidations(), TinyGRPO(num_minibatches=2, update_epochs=2)
+    trainer = make_trainer(tmp_path, **flags | {"callbacks": [counts, *flags.get("callbacks", [])]})
+    trainer.fit(module, datamodule=Digits(validation_batch_size=2, shuffle=False))
+    assert found(Run(trainer, module, counts.steps)) == expected
 
 
 # ---------------------------------------------------------------------- fast_dev_run
@@ -100,7 +110,7 @@ def test_validation_comes_when_lightning_says(flags: dict[str, Any], expected: l
 
 @habit(
     "Trainer(fast_dev_run=True)",
-    "one iteration and one validation batch; nothing is written; checks that a checkpoint would restore all state",
+    "one iteration and one validation batch; nothing is written; a checkpoint is made and read in memory",
 )
 def test_fast_dev_run_does_everything_once_and_checks_the_resume(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO", logger="lightrl")
@@ -182,29 +192,18 @@ class GradientNorms(Callback):
             self.largest.append(max(float(gradient.abs().max()) for gradient in gradients))
 
 
+@habit('Trainer(gradient_clip_algorithm="value")')
 @habit("Trainer(gradient_clip_val=0.01)", "in each update; `policy/grad_norm` is the norm before")
-def test_gradients_are_clipped_by_norm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped(algorithm: Any, tmp_path: Path) -> None:
     seen, logged = GradientNorms(), Logged("policy/grad_norm")
-    trainer = make_trainer(tmp_path, gradient_clip_val=0.01, callbacks=[seen, logged], max_steps=4)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert seen.norms == pytest.approx([0.01] * 3, rel=1e-3)
+    flags: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm, "max_steps": 4}
+    make_trainer(tmp_path, callbacks=[seen, logged], **flags).fit(TinyGRPO(), datamodule=Digits())
+    assert (seen.norms if algorithm == "norm" else seen.largest) == pytest.approx([0.01] * 3, rel=1e-3)
     assert min(logged.values) > 0.1  # of the gradient before clipping
 
 
-@habit('Trainer(gradient_clip_algorithm="value")', "each entry, in each update")
-def test_gradients_are_clipped_by_value(tmp_path: Path) -> None:
-    seen = GradientNorms()
-    trainer = make_trainer(
-        tmp_path, gradient_clip_val=0.001, gradient_clip_algorithm="value", callbacks=[seen], max_steps=4
-    )
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert seen.largest == pytest.approx([0.001] * 3)
-
-
-@habit(
-    'Trainer(precision="bf16-mixed")',
-    "so do `32-true` and `bf16-true`; the engine gets the same weights",
-)
+@habit('Trainer(precision="bf16-mixed")')
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_every_precision_trains_validates_and_predicts(precision: Any, tmp_path: Path) -> None:
     module, before = TinyGRPO(), None
@@ -237,7 +236,7 @@ class Rates(Callback):
         self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-@habit("Trainer(detect_anomaly=True)", "names the operation whose gradient is not a number")
+@habit("Trainer(detect_anomaly=True)")
 def test_anomalies_are_detected(tmp_path: Path) -> None:
     class Wrong(TinyGRPO):
         def loss(self, experience: Any, outputs: Any) -> dict[str, torch.Tensor]:
@@ -252,38 +251,8 @@ def test_anomalies_are_detected(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- and all other flags
 
 
-class Stopping(Callback):
-    """Asks for the end after each batch."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        trainer.should_stop = True
-
-
-@habit("trainer.should_stop = True", "ends the run after the iteration")
-@habit("Trainer(min_steps=3)", "at least as many iterations, whatever asks for the end")
-@habit("Trainer(min_epochs=2)", "at least as many epochs")
-@pytest.mark.parametrize(
-    ("flags", "num"), [({}, 1), ({"min_steps": 3}, 3), ({"min_epochs": 2, "max_epochs": 3, "max_steps": -1}, 6)]
-)
-def test_a_run_ends_when_it_is_asked_to_but_not_before_its_minimum(
-    flags: dict[str, Any], num: int, tmp_path: Path
-) -> None:
-    trainer = make_trainer(tmp_path, **({"max_steps": 9} | flags), callbacks=[Stopping()])
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert trainer.global_step == num
-
-
-@habit('Trainer(val_check_interval="00:00:10:00")', "validates by time, between two iterations")
-def test_validation_may_come_by_time(tmp_path: Path) -> None:
-    counts = CountValidations()
-    every = {"val_check_interval": timedelta(microseconds=1), "check_val_every_n_epoch": None}
-    trainer = make_trainer(tmp_path, limit_val_batches=1, callbacks=[counts], **every)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert counts.steps == [1, 2, 3]
-
-
-@habit("Trainer(limit_test_batches=1)", "of `trainer.test`")
-@habit("Trainer(limit_predict_batches=1)", "of `trainer.predict`")
+@habit("Trainer(limit_test_batches=1)")
+@habit("Trainer(limit_predict_batches=1)")
 def test_test_and_predict_may_be_shortened(tmp_path: Path) -> None:
     data = Digits(validation_batch_size=2)
     trainer = make_trainer(tmp_path, limit_test_batches=1, limit_predict_batches=1)
@@ -292,12 +261,9 @@ def test_test_and_predict_may_be_shortened(tmp_path: Path) -> None:
     assert len(trainer.predict(TinyGRPO(), datamodule=data) or []) == 1
 
 
-@habit(
-    "Trainer(log_every_n_steps=2)",
-    "rows of every second iteration; without it every iteration has one",
-)
-@habit("Trainer(default_root_dir=FOLDER)", "the run's folder is in it")
-@habit("Trainer(logger=True)", "TensorBoard; `lightrl fit` has CSV beside it")
+@habit("Trainer(log_every_n_steps=2)", "rows of every second iteration; without it every iteration has one")
+@habit("Trainer(default_root_dir=FOLDER)")
+@habit("Trainer(logger=True)")
 def test_the_default_logger_writes_into_the_root_folder(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, logger=True, log_every_n_steps=2, max_steps=4)
     trainer.fit(TinyGRPO(), datamodule=Digits())
@@ -305,10 +271,10 @@ def test_the_default_logger_writes_into_the_root_folder(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("policy/loss")] == [1, 3]
 
 
-@habit("Trainer(logger=False)", "metrics are only in `trainer.callback_metrics`")
-@habit("Trainer(enable_checkpointing=False)", "no checkpoints")
-@habit("Trainer(enable_progress_bar=False)", "nothing is printed")
-@habit("Trainer(enable_model_summary=False)", "no lines about the models")
+@habit("Trainer(logger=False)")
+@habit("Trainer(enable_checkpointing=False)")
+@habit("Trainer(enable_progress_bar=False)")
+@habit("Trainer(enable_model_summary=False)")
 def test_a_run_without_any_output_writes_and_prints_nothing(tmp_path: Path, capsys: Any) -> None:
     trainer = make_trainer(tmp_path)  # these four flags
     trainer.fit(TinyGRPO(), datamodule=Digits())
@@ -323,11 +289,8 @@ class Hyperparameters(TinyGRPO):
         self.save_hyperparameters()
 
 
-@habit(
-    "Trainer(enable_autolog_hparams=False)",
-    "loggers get no hyper-parameters, those of YAML neither",
-)
-@habit("self.save_hyperparameters()", "loggers get them; with `lightrl fit` the whole YAML")
+@habit("Trainer(enable_autolog_hparams=False)")
+@habit("self.save_hyperparameters()")
 @pytest.mark.parametrize("is_on", [True, False])
 def test_hyperparameters_reach_the_logger(is_on: bool, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
@@ -336,14 +299,14 @@ def test_hyperparameters_reach_the_logger(is_on: bool, tmp_path: Path) -> None:
     assert logger.experiment.hparams == ({"lr": 0.5} if is_on else {})
 
 
-@habit("Trainer(deterministic=True)", "as ever: an operation that cannot repeat raises an error")
-@habit("Trainer(benchmark=False)", "cuDNN's, for convolutions, which language models do not have")
-@habit("Trainer(inference_mode=False)", "no effect: validation never uses it, as weights are later loaded in place")
-@habit("Trainer(use_distributed_sampler=False)", "no effect: all ranks count the same iterations and share their work")
-@habit("Trainer(sync_batchnorm=True)", "no effect: language models have no batch norm")
-@habit("Trainer(reload_dataloaders_every_n_epochs=1)", "goes on with the next prompts")
-@habit('Trainer(accelerator="cpu", devices=1, num_nodes=1)', "as ever; more of them with `FSDP2Strategy`")
-@habit('Trainer(model_registry="name")', "no effect without litmodels, as in Lightning")
+@habit("Trainer(deterministic=True)")
+@habit("Trainer(benchmark=False)")
+@habit("Trainer(inference_mode=False)")
+@habit("Trainer(use_distributed_sampler=False)")
+@habit("Trainer(sync_batchnorm=True)")
+@habit("Trainer(reload_dataloaders_every_n_epochs=1)")
+@habit('Trainer(accelerator="cpu", devices=1, num_nodes=1)')
+@habit('Trainer(model_registry="name")')
 def test_these_flags_change_no_result(tmp_path: Path) -> None:
     flags = {
         "deterministic": True,
@@ -368,7 +331,7 @@ def test_these_flags_change_no_result(tmp_path: Path) -> None:
     assert are_equal(results[0][1], results[1][1])
 
 
-@habit("Trainer(plugins=[AsyncCheckpointIO()])", "checkpoints are written in the background")
+@habit("Trainer(plugins=[AsyncCheckpointIO()])")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_checkpoint_plugin_writes_checkpoints_that_resume(tmp_path: Path) -> None:
     from lightning.pytorch.plugins import AsyncCheckpointIO
@@ -382,20 +345,13 @@ def test_a_checkpoint_plugin_writes_checkpoints_that_resume(tmp_path: Path) -> N
     assert are_equal(weights(resumed), weights(whole))
 
 
-@habit("Trainer(barebones=True)", "nothing is logged, saved or shown")
+@habit("Trainer(barebones=True)")
 def test_a_bare_run_trains(tmp_path: Path) -> None:
     module = TinyGRPO()
     trainer = lightrl.Trainer(accelerator="cpu", barebones=True, max_steps=2, default_root_dir=tmp_path)
     trainer.fit(module, datamodule=Digits())
     assert module.trained == [[0, 1], [2, 3]]
     assert list(tmp_path.iterdir()) == []
-
-
-@habit('Trainer(profiler="advanced")', "every function")
-def test_the_advanced_profiler_runs_along(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, profiler="advanced")
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert trainer.global_step == 3
 
 
 DDP = (

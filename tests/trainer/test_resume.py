@@ -153,15 +153,6 @@ def test_last_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     assert trainer.global_step == len(module.trained) == NUM_ITERATIONS
 
 
-def test_a_checkpoint_saved_after_the_fit_can_be_resumed(tmp_path: Path) -> None:
-    trainer, _, _ = fit(tmp_path, flags={"max_steps": 4})
-    trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
-    _, resumed, _ = fit(tmp_path, resume=tmp_path / "by_hand.ckpt")
-    _, whole, _ = fit(tmp_path)
-    assert resumed.trained == whole.trained[4:]
-    assert are_equal(weights(resumed), weights(whole))
-
-
 def test_a_resume_with_another_seed_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -246,13 +237,6 @@ def test_a_crash_within_an_iteration_saves_no_checkpoint(
         fit_async(tmp_path, 1, callbacks=[save, StopAfter(3, hook)])
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=2.ckpt"]
     assert "No checkpoint was saved" in caplog.text
-
-
-def test_a_crash_within_an_iteration_leaves_a_linked_last_checkpoint_as_it_was(tmp_path: Path) -> None:
-    save = ModelCheckpoint(tmp_path, save_on_exception=True, save_last="link", every_n_train_steps=2, filename="{step}")
-    fit_async(tmp_path, 1, callbacks=[save, StopAfter(3, "on_minibatch_end")])
-    assert (tmp_path / "last.ckpt").resolve() == (tmp_path / "step=2.ckpt").resolve()
-    assert (tmp_path / "step=2.ckpt").exists()
 
 
 def test_max_epochs_holds_after_a_crash_and_a_resume(tmp_path: Path) -> None:

@@ -107,14 +107,6 @@ def test_the_critics_export_is_the_start_of_a_critic_and_a_reward_model(finished
     assert module.first.values[module.first.loss_mask].abs().max() > 1e-3
 
 
-def test_a_run_from_the_policys_export_begins_with_a_head_that_says_0(finished: Finished, tmp_path: Path) -> None:
-    export_checkpoint(finished.checkpoint, tmp_path / "policy", merged=True, tokenizer="tiny_run.tokenizer")
-    module = TinyPPO(str(tmp_path / "policy"))
-    module.configure_model()
-    assert module.value_head is not None
-    assert not module.value_head.weight.any()
-
-
 @pytest.mark.parametrize(("critic", "match"), [(None, "a head on the policy"), ("shared", "a model of its own")])
 def test_a_critic_of_the_other_form_does_not_resume(
     critic: str | None, match: str, finished: Finished, tmp_path: Path

@@ -184,19 +184,6 @@ def test_a_lone_wrong_replica_is_dropped_where_the_engine_can_do_that(tmp_path):
     assert trainer.weight_version == 3
 
 
-def test_a_replica_that_was_right_in_between_is_dropped_again(tmp_path):
-    class Twice(DroppingReplicas):
-        def score(self, sequences):
-            rows = LocalEngine.score(self, sequences)["engine"]
-            self.first = self.first or rows
-            return {"right": rows, "wrong": self.first if self.weight_version in (1, 3) else rows}
-
-    engine = Twice()
-    trainer = fit(tmp_path, engine, lr=1e-3)
-    assert engine.dropped == ["wrong", "wrong"]
-    assert trainer.weight_version == 3
-
-
 def test_a_replica_that_is_wrong_again_ends_the_run(tmp_path):
     engine = DroppingReplicas()
     engine.drop_replica = lambda name, reason: None  # it comes back with the same weights
