@@ -21,6 +21,7 @@ import pytest
 import torch
 from fake_gateway import FakeGateway
 from fake_sglang.process import FakeServerProcess
+from test_controller import Numbers
 from transformers import Qwen3Config
 from worker_workflows import BlockingOnce, Dropping, Dying, Two, Unreadable, Words
 
@@ -37,13 +38,6 @@ pytestmark = pytest.mark.slow
 SAMPLING = Sampling(max_new_tokens=12)
 PACE_S = 0.02
 Make = Callable[..., RolloutController]
-
-
-class Numbers:
-    """The prompt at position k has the one token k."""
-
-    def __getitem__(self, position: int) -> Prompt:
-        return Prompt(id=f"p{position}", token_ids=[position])
 
 
 class Sums:

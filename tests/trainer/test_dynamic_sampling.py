@@ -94,7 +94,7 @@ def test_too_many_dropped_groups_name_the_setting(tmp_path: Path) -> None:
         fit(tmp_path, sampling)
 
 
-def test_fast_dev_run_restores_them_exactly(tmp_path: Path) -> None:
+def test_fast_dev_run_accepts_their_state(tmp_path: Path) -> None:
     fit(tmp_path, DynamicSampling(oversample_fraction=0.5), PromptCurriculum(), max_steps=-1, fast_dev_run=True)
 
 
