@@ -95,6 +95,14 @@ def test_an_engine_without_digests_is_probed_and_logs_no_verified_fraction(tmp_p
     assert "sync/verified_fraction" not in trainer.callback_metrics
 
 
+def test_servers_that_only_report_their_version_log_no_verified_fraction(tmp_path):
+    engine = Faulty("no parameter")
+    engine.proofs = lambda: {"engine": "version"}
+    trainer = fit(tmp_path, engine, max_steps=1)
+    assert "sync/probe_abs_dlogp_nats" in trainer.callback_metrics
+    assert "sync/verified_fraction" not in trainer.callback_metrics
+
+
 def test_updates_in_bfloat16_beside_an_engine_in_float32_are_within_the_mismatch_bound(tmp_path):
     """The probe is scored in float32, the trained tokens under autocast."""
     peaked = ModelSpec(config={**CONFIG, "initializer_range": 0.4}, tokenizer="tiny_run.tokenizer", seed=3)
