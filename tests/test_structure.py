@@ -101,6 +101,7 @@ def test_only_strategies_and_module_and_above_import_lightning():
 
 
 def test_public_names_all_exist():
+    assert "Trainer" in lightrl.__all__
     for name in lightrl.__all__:
         assert getattr(lightrl, name) is not None
 

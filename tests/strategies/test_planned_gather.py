@@ -40,7 +40,9 @@ def test_spread_over_the_ranks_each_parameter_is_on_one_of_them(case: str, part:
 
 
 def test_the_bytes_on_the_wire_are_those_of_the_plan(world: dict[str, Any]) -> None:
-    for found in (found for found in world.values() if "ranks" in found):
+    gathered = [found for found in world.values() if "ranks" in found]
+    assert len(gathered) == 18  # 3 cases, 3 parts, on rank 0 or spread
+    for found in gathered:
         assert [received for _, received in found["ranks"]] == found["planned"]
 
 

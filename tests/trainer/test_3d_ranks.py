@@ -47,5 +47,6 @@ def test_the_engine_has_the_weights_of_the_split_model(name: str, runs: Any) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_of_a_split_model_reports_the_same_numbers(name: str, runs: Any) -> None:
     size = CASES[name][0]
+    assert runs[size, 0][name]["updates"]
     for rank in range(1, size):
         assert runs[size, rank][name]["updates"] == runs[size, 0][name]["updates"]

@@ -27,6 +27,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @every_layout
 def test_the_teacher_finds_the_same_tokens_on_every_layout(name: str, two_ranks: Any, one_process: Any) -> None:
+    assert len(one_process["experiences"]) == 2
     for found, expected in zip(two_ranks[0][name]["experiences"], one_process["experiences"], strict=True):
         mask = expected["loss_mask"]
         ids = expected["teacher_topk_ids"]

@@ -97,6 +97,7 @@ def test_metrics_are_those_of_one_process(name: str, runs: Any) -> None:
 @every_case
 def test_a_metric_of_the_second_data_rank_reaches_all(name: str, runs: Any) -> None:
     for rank in all_ranks(name, runs):
+        assert rank["updates"]
         assert len(rank["only_here"]) == (len(rank["updates"]) if rank["dp_size"] > 1 else 0)
         for update, part in zip(rank["updates"], rank["only_here"], strict=False):
             assert update["min_surprise"] < part < update["max_surprise"]  # over that rank's tokens
@@ -106,6 +107,8 @@ def test_a_metric_of_the_second_data_rank_reaches_all(name: str, runs: Any) -> N
 def test_every_rank_has_the_same_experience_metrics_and_state(name: str, runs: Any) -> None:
     first, *others = all_ranks(name, runs)
     local = {key for key in first["metrics"] if key.startswith("time/") or key.endswith("tokens_per_s")}
+    assert first["experiences"]
+    assert first["metrics"].keys() > local
     for other in others:
         assert first["state"] == other["state"]
         for left, right in zip(first["experiences"], other["experiences"], strict=True):

@@ -162,6 +162,7 @@ def test_a_hook_may_take_tokens_out_and_change_advantages(tmp_path: Path) -> Non
         advantages=lambda seen: torch.ones_like(seen.behavior_logprobs),
     )
     make_trainer(tmp_path, callbacks=[change]).fit(TinyGRPO(), datamodule=Digits())
+    assert len(change.trained) == 3
     for trained in change.trained:
         assert trained.advantages is not None
         assert torch.equal(trained.advantages, trained.loss_mask.float())

@@ -65,6 +65,7 @@ def test_roles_on_ranks_of_their_own_learn_what_one_process_learns(name: str, ru
 def test_every_rank_reports_the_metrics_of_one_process(name: str, runs: Any) -> None:
     size = CASES[name][0]
     expected = runs[1][0][RESUMED]["updates"]
+    assert expected
     for rank in range(size):
         updates = runs[size][rank][name]["updates"]
         assert updates == runs[size][0][name]["updates"]

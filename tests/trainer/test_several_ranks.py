@@ -39,6 +39,9 @@ def assert_close(found: float, expected: float, scale: float) -> None:
 def test_two_ranks_learn_what_one_process_learns(name: str, two_ranks: Any, tmp_path: Path) -> None:
     save_model(tmp_path)
     expected, found = play(name, tmp_path, devices=1), two_ranks[0][name]
+    assert expected["token_ids"]
+    assert expected["updates"]
+    assert expected["weights"]
     for iteration, expected_ids in enumerate(expected["token_ids"]):
         rows = [ranks[name]["rows"][iteration] for ranks in two_ranks]
         assert sorted(torch.cat(rows).tolist()) == list(range(len(expected_ids)))  # each on one rank
