@@ -112,6 +112,7 @@ def test_a_run_without_servers_keeps_its_engine():
 
 def test_on_a_cpu_nobody_gets_a_gpu():
     plan = plan_of(RunFacts(on_cpu=True), gpus_per_node=2, ranks=1, servers=1)
+    assert len(plan.processes) == 2
     assert not any("CUDA_VISIBLE_DEVICES" in one.environment or "--devices" in one.command for one in plan.processes)
 
 

@@ -60,7 +60,9 @@ def test_a_rank_without_rows_gets_a_microbatch_without_loss_tokens() -> None:
 
 def test_groups_stay_on_one_rank_where_the_loss_reads_them_whole() -> None:
     experience = random_experience(group_size=3)
-    for share in OneOfSeveral(0, 2).shares(experience, "group"):
+    shares = OneOfSeveral(0, 2).shares(experience, "group")
+    assert sorted(row for share in shares for row in share) == list(range(len(experience)))
+    for share in shares:
         groups = experience.group_ids[share].tolist()
         assert all(groups.count(group) == 3 for group in groups)
 
