@@ -290,7 +290,10 @@ def fit(module: Any, folder: Path, **settings: Any) -> dict[str, Any]:
         sent = {key: value.detach().clone() for key, value in merged_parameters(module.policy, whole)}
     normalizer = getattr(module, "normalizer", None)
     return {
-        **vars(watch),
+        "updates": watch.updates,
+        "gradients": watch.gradients,
+        "clipped": watch.clipped,
+        "engine": watch.engine,
         "sent": sent,
         "weights": {key: whole(value).detach().clone() for key, value in module.named_parameters()},
         "trained": {key for key, value in module.named_parameters() if value.requires_grad},
