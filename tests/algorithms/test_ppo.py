@@ -59,14 +59,6 @@ def test_advantages_and_returns_are_those_of_a_loop_over_each_trajectory(seed: i
             assert float(found["returns"][row, t]) == pytest.approx(advantage + now, abs=1e-5)
 
 
-def test_rewards_of_turns_stay_where_they_are_and_are_scaled() -> None:
-    experience = experience_of()
-    judged = torch.where(experience.loss_mask, 0.5, 0.0)
-    module = ppo(reward_shaping=RewardShaping(scaling=4.0, clip=1.5))
-    found = module.token_rewards(replace(experience, token_rewards=judged))
-    assert torch.equal(found, torch.where(experience.loss_mask, 1.5, 0.0))
-
-
 def test_beside_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() -> None:
     """Limit 8, buffer 4: 4, 6 and 8 tokens lose 0, 1/2 and 1. The last of them gets 2 · (0.5 - 0.25 - that)."""
     experience = random_experience(num_groups=1, group_size=3)
@@ -225,14 +217,6 @@ def test_staleness_alone_stops_no_update() -> None:
     assert module.is_update_the_last(moved)
 
 
-def test_decoupled_is_plain_where_the_proximal_policy_sampled() -> None:
-    experience = random_experience()
-    experience = replace(experience, proximal_logprobs=experience.behavior_logprobs)
-    plain = minibatch_gradient(make_module("PPO"), experience)[0]
-    decoupled = minibatch_gradient(make_module("PPO", decoupled=True), experience)[0]
-    assert all(torch.equal(plain[name], decoupled[name]) for name in plain)
-
-
 # ---------------------------------------------------------------------- through the trainer
 
 
@@ -373,11 +357,3 @@ def test_a_checkpoint_brings_the_kl_weight_only_where_it_adapts(reference: Adapt
     module.on_load_checkpoint({"ppo": {"kl_coef": 0.05, "value_normalizer": None}, "models": {}})
     assert module.kl_coef == expected
     assert set(module.models()) == roles
-
-
-def test_a_critic_may_have_another_checkpoint_and_be_frozen() -> None:
-    module = ppo(critic=Role(tiny_spec(seed=7), frozen=True))
-    module.configure_model()
-    assert module.trained_roles() == ["policy"]
-    assert not any(value.requires_grad for value in module.critic.parameters())
-    assert "critic_update" not in names(module)

@@ -27,6 +27,7 @@ def fit(
     *callbacks: Any,
     max_epochs: int = 2,
     module: ValidatedModule | None = None,
+    ckpt_path: Path | None = None,
     **settings: Any,
 ) -> PlayedTrainer:
     trainer = PlayedTrainer(
@@ -35,7 +36,7 @@ def fit(
         enable_progress_bar=False,
         **{"default_root_dir": folder, "enable_checkpointing": False, **settings},
     )
-    trainer.fit(module or ValidatedModule(play), batches(2), batches(1))
+    trainer.fit(module or ValidatedModule(play), batches(2), batches(1), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
 
@@ -90,14 +91,7 @@ def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
     whole, before, after = LearningCurve(), LearningCurve(), LearningCurve()
     fit(whole, tmp_path / "whole", max_epochs=4)
     fit(before, tmp_path / "parts").save_checkpoint(tmp_path / "two.ckpt")
-    trainer = PlayedTrainer(
-        callbacks=[RolloutMetrics(), after],
-        max_epochs=4,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path / "parts",
-    )
-    trainer.fit(ValidatedModule(play), batches(2), batches(1), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    fit(after, tmp_path / "parts", max_epochs=4, ckpt_path=tmp_path / "two.ckpt")
     assert repr(after.state_dict()) == repr(whole.state_dict())
 
 
@@ -107,15 +101,8 @@ def test_ctrl_c_leaves_the_picture_of_what_was_done(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return play(iteration)
 
-    trainer = PlayedTrainer(
-        callbacks=[RolloutMetrics(), LearningCurve()],
-        max_epochs=4,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
     with pytest.raises(SystemExit):
-        trainer.fit(ValidatedModule(interrupt), batches(2), batches(1))
+        fit(LearningCurve(), tmp_path, max_epochs=4, module=ValidatedModule(interrupt))
     assert (tmp_path / "learning_curve.png").exists()
 
 
@@ -130,15 +117,9 @@ def test_a_missing_matplotlib_is_told_once_and_harms_nothing(
 
 
 def test_a_plain_module_has_no_picture(tmp_path: Path) -> None:
-    trainer = PlayedTrainer(
-        callbacks=[LearningCurve()],
-        max_epochs=1,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
+    quiet = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
     data = batches(2).expand(2, 1, 32)
-    trainer.fit(BoringModel(), data, data)
+    PlayedTrainer(callbacks=[LearningCurve()], default_root_dir=tmp_path, **quiet).fit(BoringModel(), data, data)
     assert not (tmp_path / "learning_curve.png").exists()
 
 

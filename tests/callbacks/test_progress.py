@@ -2,16 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from played_run import PlayedModule, PlayedTrainer, ValidatedModule, batches, groups_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-
 
 from lightrl import LearningCurve
 from lightrl.callbacks import progress

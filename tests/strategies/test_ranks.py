@@ -246,6 +246,7 @@ def test_a_rank_that_does_not_report_its_share_of_the_weights_is_named_at_the_de
     assert "Ranks 2" in done.stderr
 
 
+@pytest.mark.extra
 def test_processes_that_end_amid_gloo_s_clean_up_end_well(tmp_path: Path) -> None:
     done = finished(Path(__file__).with_name("exits_run.py"), tmp_path, real=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

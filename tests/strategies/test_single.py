@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import (
     FAMILIES,
+    LargestTensor,
     gradients,
     random_experience,
     slow_distributions,
@@ -18,7 +19,6 @@ from tiny import (
     with_teacher_topk,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from lightrl.experience import Experience
@@ -219,19 +219,6 @@ def test_the_entropy_carries_no_gradient_where_the_loss_needs_none() -> None:
     )
     assert seen[0].logprobs.requires_grad
     assert not seen[0].entropy.requires_grad
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation gave, backward included."""
-
-    num = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for item in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(item, Tensor):
-                self.num = max(self.num, item.numel())
-        return result
 
 
 def test_no_tensor_as_large_as_all_logits_is_made() -> None:

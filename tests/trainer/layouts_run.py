@@ -1,6 +1,6 @@
 """Short runs on two, four and eight ranks in every layout, and of one process; test_layouts.py compares them.
 
-    python tests/trainer/layouts_run.py FOLDER two | more
+    python tests/trainer/layouts_run.py FOLDER grpo | ppo | more
 
 All ranks are forked from this process, which has imported everything once. Each leaves `FOLDER/<ranks>/rank-<rank>.pt`:
 what `play` gives, by case, or, in one process, by module.
@@ -125,8 +125,9 @@ def meshed_ppo(meshes: dict[str, RoleMesh], folder: Path, kind: Callable[..., An
 
 
 def ppo_on_body(meshes: dict[str, RoleMesh], folder: Path, **settings: Any) -> Any:
-    reference = Role(replace(TIED, seed=4), offload=True, mesh=meshes.get("reference"))
-    settings = {"critic": "shared", "reference": AdaptiveKL(0.1, reference), "num_minibatches": 2, **settings}
+    role = Role(replace(TIED, seed=4), offload=True, mesh=meshes.get("reference"))
+    reference = AdaptiveKL(0.1, role, decay=settings.pop("decay", None))
+    settings = {"critic": "shared", "reference": reference, "num_minibatches": 2, **settings}
     return TinyPPO(Role(TIED, mesh=meshes.get("policy")), **settings)
 
 
@@ -160,7 +161,8 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     ),
     "PPO with a reward model": judged_ppo,
     "PPO by roles": meshed_ppo,
-    "PPO on one body": ppo_on_body,
+    "PPO on one body": partial(ppo_on_body, decay=0.5),
+    "PPO on one body, a fixed reference": ppo_on_body,
     "PPO on one body by Adam": partial(ppo_on_body, is_adam=True, lr=1e-3),
     "a split policy": grpo(policy=TIED, **SEVERAL),
     "a split policy, batch statistics": grpo(policy=UNTIED, num_minibatches=2, update_epochs=2, is_batch_wide=True),
@@ -176,6 +178,11 @@ class Case:
     strategy: Callable[[], Any]
     num_ranks: int = 2
     meshes: dict[str, RoleMesh] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        """The cases of a group are started together."""
+        return "more" if self.num_ranks > 2 else "ppo" if "PPO" in self.module else "grpo"
 
 
 SHARDED, SPLIT = FSDP2Strategy, Parallel3DStrategy
@@ -227,11 +234,14 @@ CASES: dict[str, Case] = {
         "PPO by roles", lambda: SPLIT(pp=2, tp=2), 4, {"critic": RoleMesh(), "reference": RoleMesh(pp=2)}
     ),
     "PPO on one body beside its reference": Case(
-        "PPO on one body", lambda: SPLIT(tp=2), 4, {"policy": BESIDE["policy"], "reference": BESIDE["critic"]}
+        "PPO on one body, a fixed reference",
+        lambda: SPLIT(tp=2),
+        4,
+        {"policy": BESIDE["policy"], "reference": BESIDE["critic"]},
     ),
     "all three": Case("a split policy", lambda: SPLIT(pp=2, tp=2), 8),
 }
-SIZES = {"two": (2, 1), "more": (4, 8, 1)}
+SIZES = {"grpo": (2, 1), "ppo": (2, 1), "more": (4, 8, 1)}
 RESUMED, AT_ONCE = "resumed on other ranks", "calls wait for each other"
 
 
@@ -270,19 +280,28 @@ def fit(module: Any, folder: Path, **settings: Any) -> dict[str, Any]:
     trainer = make_trainer(folder, **run)
     with second_device() as moved:
         trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
-    policy = module.parallel_models["policy"]
-    if isinstance(trainer.strategy, Parallel3DStrategy):
-        sent = {key: value.clone() for part in policy.full_parameters(1000) for key, value in part.tensors.items()}
+    sent: dict[str, Tensor] = {}
+    if any(role.mesh is not None for role in module.models().values()):
+        pass  # not every rank has the policy
+    elif isinstance(trainer.strategy, Parallel3DStrategy):
+        parts = module.parallel_models["policy"].full_parameters(1000)
+        sent = {key: value.clone() for part in parts for key, value in part.tensors.items()}
     else:
         sent = {key: value.detach().clone() for key, value in merged_parameters(module.policy, whole)}
     normalizer = getattr(module, "normalizer", None)
     return {
-        **vars(watch),
+        "updates": watch.updates,
+        "gradients": watch.gradients,
+        "clipped": watch.clipped,
+        "engine": watch.engine,
         "sent": sent,
         "weights": {key: whole(value).detach().clone() for key, value in module.named_parameters()},
         "trained": {key for key, value in module.named_parameters() if value.requires_grad},
         "experiences": [gathered_tensors(experience) for experience in module.experiences],
-        "state": [] if normalizer is None else [module.kl_coef, *map(float, normalizer.state_dict().values())],
+        "state": [
+            getattr(module, "kl_coef", 0.0),
+            *([] if normalizer is None else map(float, normalizer.state_dict().values())),
+        ],
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
         "judged": getattr(module, "judged", 0),
         "num_moves": len(moved),
@@ -366,19 +385,20 @@ def save_models(folder: Path) -> None:
 
 def main() -> int:
     torch.set_num_threads(1)
-    folder, sizes = Path(sys.argv[1]), SIZES[sys.argv[2]]
+    folder, group = Path(sys.argv[1]), sys.argv[2]
     save_models(folder)
+    cases = {name: case for name, case in CASES.items() if case.group == group}
 
     def play_all(size: int) -> None:
-        names = [name for name, case in CASES.items() if case.num_ranks == size]
         if size == 1:
-            names = list({case.module: None for case in CASES.values() if case.num_ranks in sizes})
-        found = {name: play_alone(name, folder) if size == 1 else play(name, folder) for name in names}
-        if size == 2:
+            found = {name: play_alone(name, folder) for name in {case.module for case in cases.values()}}
+        else:
+            found = {name: play(name, folder) for name, case in cases.items() if case.num_ranks == size}
+        if (group, size) == ("ppo", 2):
             found |= {RESUMED: play_resumed(folder), AT_ONCE: play_at_once(folder)}
         leave(found, folder / str(size))
 
-    return fork_runs(sizes, play_all)
+    return fork_runs(SIZES[group], play_all)
 
 
 if __name__ == "__main__":

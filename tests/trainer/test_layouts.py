@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def compared(name: str, runs: Runs) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What all ranks of a case found, and one process."""
     case = CASES[BY_ROLES if name == RESUMED else name]
-    found = runs("two" if case.num_ranks == 2 else "more")
+    found = runs(case.group)
     return [rank[name] for rank in found[case.num_ranks]], found[1][0][case.module]
 
 
@@ -106,10 +106,10 @@ def test_every_rank_reports_the_same_numbers(name: str, runs: Runs) -> None:
         assert first["state"] == other["state"]
         for key in first["metrics"].keys() - local:
             assert first["metrics"][key] == other["metrics"][key], key
-    assert 1 <= first["metrics"]["update/token_imbalance"] < 2
+    assert 1 <= first["metrics"].get("update/token_imbalance", 1) < 2
 
 
-@every_case
+@cases(*(name for name, case in CASES.items() if not case.meshes and name != MIXED))
 def test_the_engine_of_rank_0_has_the_weights_of_the_trainer(name: str, runs: Runs) -> None:
     found = compared(name, runs)[0][0]
     shared = found["engine"].keys() & found["sent"].keys()
@@ -139,20 +139,18 @@ def test_a_judge_is_asked_on_rank_0_alone_and_a_role_that_waits_in_cpu_memory_mo
         assert [rank["num_moves"] for rank in ranks] == [expected] * len(ranks)
 
 
-@cases(*(name for name, case in CASES.items() if case.meshes))
+@cases(*(name for name, case in CASES.items() if case.meshes and "body" not in name))
 def test_each_rank_holds_its_roles_alone(name: str, runs: Runs) -> None:
     size, meshes = CASES[name].num_ranks, CASES[name].meshes
     ranks, expected = compared(name, runs)
     roles = {key.split(".")[0] for key in expected["weights"]}
     for number, rank in enumerate(ranks):
         held = {key.split(".")[0] for key in rank["weights"]}
-        assert held == {role for role in roles if role not in meshes or number in meshes[role].ranks(size)} - {
-            role for role in roles if role == "value_head" and number not in meshes["policy"].ranks(size)
-        }
+        assert held == {role for role in roles if role not in meshes or number in meshes[role].ranks(size)}
 
 
 def test_calls_on_different_ranks_and_judges_run_at_the_same_time(runs: Runs) -> None:
-    assert len(runs("two")[2][0][AT_ONCE]["updates"]) == 1  # each waits for all others to have begun
+    assert len(runs("ppo")[2][0][AT_ONCE]["updates"]) == 1  # each waits for all others to have begun
 
 
 def test_bf16_mixed_means_the_same_on_one_and_on_several_ranks(runs: Runs) -> None:

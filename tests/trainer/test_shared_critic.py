@@ -44,7 +44,7 @@ class Finished:
     exported: Path  # the critic, by the callback
 
 
-@pytest.fixture(scope="module", params=["whole", "lora"])
+@pytest.fixture(scope="module", params=["whole", pytest.param("lora", marks=pytest.mark.extra)])
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of three iterations, after which head and body are no longer what they were."""
     folder = tmp_path_factory.mktemp(request.param)
