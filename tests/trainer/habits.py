@@ -1,4 +1,4 @@
-"""docs/lightning-habits.md's tables, whose rows stand at the tests that prove them.
+"""docs/lightning-habits.md's tables: the exceptions, whose rows stand at the tests that prove them.
 
 `python tests/trainer/habits.py --write docs/lightning-habits.md` writes them, without `--write FILE` to the terminal.
 """
@@ -33,7 +33,7 @@ class Habit:
 
     Args:
         written: as the user writes it.
-        does: what it does here, or the sentence that refuses it.
+        does: what differs from Lightning, or the sentence that refuses it; the page leaves out a row without it.
         works: False if it is refused.
         file: of the test, without ending.
     """
@@ -47,7 +47,7 @@ class Habit:
 _rows: dict[tuple[str, str], Habit] = {}
 
 
-def habit(written: str, does: str) -> Callable[[Test], Test]:
+def habit(written: str, does: str = "") -> Callable[[Test], Test]:
     """Above the test that shows that a habit works."""
 
     def keep(test: Test) -> Test:
@@ -78,15 +78,16 @@ def all_habits() -> list[Habit]:
 
 
 def tables() -> str:
-    """As Markdown."""
+    """The exceptions as Markdown; what one sentence refuses is one row."""
     habits, lines = all_habits(), []
     for title, file in TABLES.items():
-        rows = [row for row in habits if row.file == file]
+        written_by_sentence: dict[tuple[bool, str], list[str]] = {}
+        for row in habits:
+            if row.file == file and row.does:
+                written_by_sentence.setdefault((not row.works, row.does), []).append(f"`{row.written}`")
         lines += [f"## {title}", "", "| as you write it | | here |", "|---|---|---|"]
-        lines += [
-            f"| `{row.written}` | {'works' if row.works else '**refused**'} | {row.does} |".replace("\n", " ")
-            for row in sorted(rows, key=lambda row: not row.works)
-        ]
+        for (is_refused, does), written in sorted(written_by_sentence.items(), key=lambda item: item[0][0]):
+            lines.append(f"| {', '.join(written)} | {'**refused**' if is_refused else 'differs'} | {does} |")
         lines.append("")
     return "\n".join(lines)
 

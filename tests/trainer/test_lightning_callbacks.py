@@ -50,10 +50,7 @@ from lightrl.callbacks.monitors import ALWAYS_LOGGED, names_of_validation
 # ---------------------------------------------------------------------- callbacks and loggers
 
 
-@habit(
-    'ModelCheckpoint(monitor="rollout/reward", mode="max", every_n_train_steps=2)',
-    "every logged metric can be monitored; `save_top_k`, `save_last` and `filename` as ever",
-)
+@habit('ModelCheckpoint(monitor="rollout/reward", mode="max", every_n_train_steps=2)')
 def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(
         tmp_path, monitor="rollout/reward", mode="max", every_n_train_steps=2, save_last=True, filename="{step}"
@@ -88,9 +85,9 @@ def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
     assert trainer.global_step == 3
 
 
-@habit("Timer()", "as ever")
-@habit('LearningRateMonitor("step")', "a row per iteration")
-@habit('CSVLogger("runs")', "a row per iteration")
+@habit("Timer()")
+@habit('LearningRateMonitor("step")')
+@habit('CSVLogger("runs")')
 def test_a_timer_and_a_learning_rate_monitor_run_along(tmp_path: Path) -> None:
     timer = Timer()
     logger = CSVLogger(tmp_path)
@@ -102,7 +99,7 @@ def test_a_timer_and_a_learning_rate_monitor_run_along(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if row["rollout/reward"]] == ["0", "1", "2"]
 
 
-@habit('TensorBoardLogger("runs")', "every iteration is a step")
+@habit('TensorBoardLogger("runs")')
 def test_tensorboard_gets_every_iteration(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -403,7 +400,7 @@ def test_callbacks_made_of_functions_get_the_loss(tmp_path: Path) -> None:
     assert [float(loss) for loss in losses] == logged.values
 
 
-@habit("DeviceStatsMonitor()", "rows beside the iteration's")
+@habit("DeviceStatsMonitor()")
 def test_devices_are_watched(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     trainer = make_trainer(tmp_path, logger=logger, callbacks=[DeviceStatsMonitor(cpu_stats=True)])
@@ -412,8 +409,8 @@ def test_devices_are_watched(tmp_path: Path) -> None:
     assert "DeviceStatsMonitor.on_train_batch_end/cpu_percent" in header
 
 
-@habit("ModelSummary(max_depth=2)", "Lightning's table instead of a line for each model")
-@habit("RichModelSummary()", "the same, with `rich`")
+@habit("ModelSummary(max_depth=2)")
+@habit("RichModelSummary()")
 @pytest.mark.parametrize("make", [lambda: ModelSummary(max_depth=2), lambda: RichModelSummary(max_depth=2)])
 def test_a_summary_has_the_policy(make: Any, tmp_path: Path, capsys: Any, caplog: Any) -> None:
     caplog.set_level("INFO")
@@ -442,7 +439,7 @@ class Writer(BasePredictionWriter):
         self.epoch = predictions
 
 
-@habit("BasePredictionWriter", "gets the judged groups of each batch")
+@habit("BasePredictionWriter", "gets the groups of each batch, with their rewards")
 def test_a_prediction_writer_gets_the_groups(tmp_path: Path) -> None:
     writer = Writer()
     make_trainer(tmp_path, callbacks=[writer]).predict(TinyGRPO(), datamodule=Digits(validation_batch_size=2))

@@ -32,7 +32,7 @@ from lightrl.trajectory import Group
     "trainer.validate(module), trainer.test(module)",
     "reward and pass@k of the prompts, and accuracy if the reward gives it",
 )
-@habit("trainer.predict(module)", "judged groups of trajectories")
+@habit("trainer.predict(module)", "groups of trajectories with their rewards")
 def test_validate_test_and_predict_need_no_training(tmp_path: Path) -> None:
     module = TinyGRPO(validation_group_size=2, validation_sampling=Sampling(max_new_tokens=3))
     trainer = make_trainer(tmp_path, limit_val_batches=1.0)
@@ -47,7 +47,7 @@ def test_validate_test_and_predict_need_no_training(tmp_path: Path) -> None:
     assert all(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
 
 
-@habit('trainer.validate(module, ckpt_path="a.ckpt")', "measures what the run measured")
+@habit('trainer.validate(module, ckpt_path="a.ckpt")')
 def test_a_checkpoint_is_measured_as_the_run_that_saved_it(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, limit_val_batches=1.0, max_epochs=1)
     trainer.fit(TinyGRPO(lr=0.1), datamodule=Digits())
@@ -63,7 +63,7 @@ def test_a_checkpoint_is_measured_as_the_run_that_saved_it(tmp_path: Path) -> No
     assert (fresh["val/reward"], fresh["val/length_tokens"]) != pytest.approx((reward, length))
 
 
-@habit("trainer.fit(module); trainer.test(module)", "with one trainer and one engine")
+@habit("trainer.fit(module); trainer.test(module)")
 @pytest.mark.parametrize("engine", [None, lightrl.LocalEngine(), lightrl.FakeEngine()], ids=["default", "own", "fake"])
 def test_one_trainer_does_one_stage_after_the_other(engine: Any, tmp_path: Path) -> None:
     module, trainer = TinyGRPO(), make_trainer(tmp_path, engine=engine, limit_val_batches=1.0)
@@ -75,7 +75,7 @@ def test_one_trainer_does_one_stage_after_the_other(engine: Any, tmp_path: Path)
     assert trainer.test(module, datamodule=Digits(), verbose=False)[0]["test/prompts"] == 4
 
 
-@habit("trainer.fit(module); trainer.fit(module)", "the second goes on where the first ended")
+@habit("trainer.fit(module); trainer.fit(module)")
 def test_two_fits_are_as_one(tmp_path: Path) -> None:
     module, trainer = TinyGRPO(), make_trainer(tmp_path, max_steps=2)
     trainer.fit(module, datamodule=Digits())
@@ -91,7 +91,7 @@ def test_two_fits_are_as_one(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- other modules, other loaders
 
 
-@habit("lightrl.Trainer().fit(any LightningModule)", "bit for bit as with Lightning's Trainer")
+@habit("lightrl.Trainer().fit(any LightningModule)")
 def test_a_plain_module_trains_as_with_lightnings_trainer(tmp_path: Path) -> None:
     final = []
     for kind in (L.Trainer, lightrl.Trainer):
@@ -170,10 +170,10 @@ def test_a_users_own_loaders_train_and_validate(make_item: Callable[[int], Any],
     assert trainer.callback_metrics["val/prompts"] == 4
 
 
-@habit("def train_dataloader(self), def val_dataloader(self)", "in the module")
+@habit("def train_dataloader(self), def val_dataloader(self)")
 @habit(
     "def validation_step(self, batch, batch_idx)",
-    "`batch` has judged groups; `self.log` as ever",
+    "`batch` has groups of trajectories with their rewards",
 )
 def test_a_users_module_may_give_the_loaders_and_log_in_its_own_validation(tmp_path: Path) -> None:
     class Own(TinyGRPO):
@@ -217,7 +217,7 @@ def test_validation_draws_the_same_each_time_without_ids(tmp_path: Path) -> None
     assert drawn[0] == drawn[1]
 
 
-@habit("lightrl.SFT, DPO, RewardModel", "plain LightningModules: every habit of theirs")
+@habit("lightrl.SFT, DPO, RewardModel")
 def test_sft_trains_through_the_same_trainer(tmp_path: Path) -> None:
     rows = [{"question": QUESTIONS[index], "answer": str(index)} for index in range(4)]
     file = tmp_path / "chats.jsonl"
@@ -289,7 +289,7 @@ def test_what_a_module_cannot_do_is_refused(make: Any, sentence: str, tmp_path: 
     "def configure_optimizers(self)",
     "one optimizer, with or without a scheduler, which steps once per iteration",
 )
-@habit("ReduceLROnPlateau with a monitor", "as ever")
+@habit("ReduceLROnPlateau with a monitor")
 def test_a_module_has_its_own_optimizer_and_scheduler(tmp_path: Path) -> None:
     class Own(TinyGRPO):
         def configure_optimizers(self) -> Any:
