@@ -142,7 +142,7 @@ def iteration() -> Drawing:
     drawing.arrow("prompts.r", "workflow.l0.1")
     drawing.arrow("workflow.r0.35", "engine.l0.35", "token ids")
     drawing.arrow("engine.l0.75", "workflow.r0.75")
-    drawing.note(485, 112, "logprobs, versions")
+    drawing.note(485, 128, "logprobs, versions")
     for upper, lower in (
         ("workflow", "reward"),
         ("reward", "experience"),

@@ -24,8 +24,10 @@ PAGES = {
     "strategies": ("Strategies", "trainer.strategy", ["FSDP2Strategy", "Parallel3DStrategy"]),
     "callbacks": ("Callbacks", "trainer.callbacks", lightrl._NAMES["callbacks"]),
     "algorithms": (
-        "Algorithms", "model",
-        [*lightrl._NAMES["algorithms"], "RLModule", "Sampling", "ImportanceWeights", "RewardShaping", "OverlongPenalty"],
+        "Algorithms", "model", [
+            *lightrl._NAMES["algorithms"], "RLModule", "Sampling",
+            "ImportanceWeights", "RewardShaping", "OverlongPenalty",
+        ],
     ),
     "models": ("Models and roles", "model", ["ModelSpec", "Role", "RoleMesh", "LoRA"]),
     "workflows": ("Workflows", "model.workflow", lightrl._NAMES["workflows"]),
@@ -76,7 +78,7 @@ def _page(title: str, section: str, names: list[str]) -> str:
     lines = [
         f"# Settings: {title}",
         "",
-        f"These stand in the section `{section}:` of a run's YAML. The settings of a class are under `init_args:` beside "
+        f"These stand in the section `{section}:` of a run's YAML. A class's settings are under `init_args:` beside "
         "its `class_path:`; `lightrl fit --model.help GRPO` prints the same.",
         "",
     ]
