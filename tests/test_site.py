@@ -65,3 +65,12 @@ def test_every_public_name_is_in_the_reference():
 def test_every_page_is_in_the_sites_navigation():
     config = (DOCS.parent / "mkdocs.yml").read_text()
     assert [path for path in DOCS.rglob("*.md") if str(path.relative_to(DOCS)) not in config] == []
+
+
+def test_the_site_needs_no_other_host():
+    config = (DOCS.parent / "mkdocs.yml").read_text()
+    assert "font: false" in config
+    assert "\n  - offline" in config
+    (script,) = re.findall(r"polyfills: \[(.*iframe-worker.*)\]", config)  # the offline plugin's own is on another host
+    assert (DOCS / script).is_file()
+    assert "mermaid" not in config + "".join(path.read_text() for path in DOCS.rglob("*.md"))
