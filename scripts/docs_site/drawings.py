@@ -156,7 +156,7 @@ def iteration() -> Drawing:
 
 def processes() -> Drawing:
     drawing = Drawing("processes", 900, 520, "Processes and threads of a run: rank 0, its event loop, workers, servers")
-    drawing.area(20, 10, 560, 300, "process: rank 0")
+    drawing.area(20, 10, 560, 300, "rank 0")
     loop = ("event loop thread", "schedules groups, runs", "workflows, sends requests;", "holds no model")
     drawing.box(
         "main", 40, 45, 210, 96, "main thread", "Lightning's fit loop:", "model calls, update, sync", kind="strong"
@@ -170,13 +170,13 @@ def processes() -> Drawing:
     drawing.arrow("loop.l0.7", "main.r0.7", "groups")
     drawing.arrow("loop.b0.3", "hook.t0.43")
     drawing.arrow("loop.b0.85", "local.t0.85")
-    drawing.area(640, 10, 240, 116, "processes: reward workers")
+    drawing.area(640, 10, 240, 116, "reward workers")
     drawing.box("reward", 660, 45, 200, 60, "reward functions", "killed at the deadline")
-    drawing.area(640, 146, 240, 116, "processes: workflow workers")
+    drawing.area(640, 146, 240, 116, "workflow workers")
     drawing.box("workers", 660, 182, 200, 60, "workflows", "if workflow_workers > 0")
     drawing.arrow("loop.r0.3125", "reward.l0.5")
     drawing.arrow("loop.r0.55", "workers.l")
-    drawing.area(20, 350, 380, 150, "processes: ranks 1, 2, …")
+    drawing.area(20, 350, 380, 150, "ranks 1, 2, …")
     ranks = ("main thread", "the same fit loop on its shard;", "rollouts only through rank 0")
     drawing.box("ranks", 40, 386, 340, 90, *ranks, kind="strong")
     drawing.arrow("main.b0.1", "ranks.t0.062", both=True)
