@@ -24,8 +24,13 @@ Reading order:
     plan.py             what FSDP2 and 3D parallelism cost, on paper, up to 1,024 GPUs
     async_overlap.py    iterations per second with max_staleness 0, 1, 2, 4, 8 and a long tail of latencies
       stream_order.py   simulated: are the lengths trained on those sampled? the same for other rules
-    async_parts.py      processor time that supports add to updates and decoding, and a schedule to an iteration
+    async_parts.py      processor time that supports add to updates and decoding, and the lag probe to an iteration
 
 May import: everything of lightrl, and the extra [bench]. To add one: a file named for what it measures, with
 `if __name__ == "__main__"`, whose contenders take turns (`report.interleaved`) and whose keys name units.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the fake SGLang server, fake_sglang

@@ -51,6 +51,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from fake_sglang import server as fake
+from fake_sglang.faults import Fault
+from fake_sglang.process import FakeServerProcess
+from fake_sglang.script import Run, ScriptedModel
 from transformers import Qwen3Config
 
 import lightrl
@@ -63,10 +67,6 @@ from examples.quickstart.task import LargestDigit, tokenizer
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import Completion, RolloutEngine, SGLangEngine
 from lightrl.errors import EngineError
-from lightrl.testing import fake_server as fake
-from lightrl.testing.fake_server_faults import Fault
-from lightrl.testing.fake_server_process import FakeServerProcess
-from lightrl.testing.fake_server_script import Run, ScriptedModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 

@@ -1,4 +1,4 @@
-"""What parts of asynchronous RL add: processor time of supports and of the schedule; how far rounding takes logprobs.
+"""What parts of asynchronous RL add: processor time of supports and of the lag probe; how far rounding takes logprobs.
 
     python -m benchmarks.async_parts [--quick] [--models 1M] [--turns 10] [--iterations 30]
 
@@ -8,16 +8,13 @@ Processor time, because a part is smaller than what other programs do to seconds
               64 tokens, each drawn from a support of 1 to 20 tokens, over the same update without supports
     decoding  LocalEngine at top-p 0.9 and top-k 20, 32 completions of 64 tokens, over the same draws without the record
               of their supports
-    schedule  of an asynchronous run (η = 2) of a policy of 50,000 parameters with LocalEngine: processor time inside
-              the functions that record it, over that of an iteration of 128 trajectories of 16 to 32 tokens; bytes of
-              the file per trajectory
-
     rounding  largest difference between LocalEngine's and the trainer's logprobs of such draws, in nats, beside the
               largest logit of a drawn token and float32's spacing there; the head is scaled to make logits large
+    steps     of an asynchronous run (η = 2) of a policy of 50,000 parameters with LocalEngine: processor time that
+              `LagProbe` takes to score a few trajectories after each update, over that of an iteration of 128
+              trajectories of 16 to 32 tokens
 
-    steps     of the same run: processor time that `LagProbe` takes to score a few trajectories after each update
-
-The first two take turns; `ratio` is the median of neighboring turns. In the last two the clock that is read around
+The first two take turns; `ratio` is the median of neighboring turns. In the last one the clock that is read around
 each call is part of the figure, so the truth is a little less.
 """
 
@@ -34,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -52,12 +48,10 @@ from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.engines import LocalEngine
 from lightrl.engines.engine import Completion
 from lightrl.engines.local import running_batch
-from lightrl.engines.local.steps import StepLog
 from lightrl.experience import Experience
 from lightrl.functional import encode_supports, joined_supports
 from lightrl.loops.score import score
 from lightrl.loops.update import MinibatchLoss
-from lightrl.rollout.schedule import ScheduleFile, ScheduleLog
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Prompt, Sampling, TokenArray, Trajectory
 from lightrl.weights import bucketed
@@ -75,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", default="1M", help="sizes of benchmarks.local_engine, separated by commas")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--iterations", type=int, default=30, help="of the run whose schedule is recorded")
+    parser.add_argument("--iterations", type=int, default=30, help="of the asynchronous run")
     parser.add_argument("--quick", action="store_true", help="takes seconds; the numbers mean nothing")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -94,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 report.add(measurement, model=name, **seconds, **median_ratio(times["with"], times["without"]))
         for head_scale in (1, 2, 4):
             report.add("rounding", model=name, head_scale=head_scale, **rounding(name, head_scale))
-    for part, values in recorded_run(options.iterations).items():
-        report.add(part, **values)
+    report.add("steps", **lag_probe_steps(options.iterations))
     report.finish()
 
 
@@ -215,81 +208,58 @@ class _Low(lightrl.GRPO):
 
 
 class _Clock(L.Callback):
-    """Processor time of this process and of each part at the start of each iteration."""
+    """Processor time of this process, and of the timed calls, at the start of each iteration."""
 
-    def __init__(self, parts: dict[str, list[float]]) -> None:
-        self.parts = parts
-        self.times: list[dict[str, float]] = []
+    def __init__(self, calls: list[float]) -> None:
+        self.calls = calls  # seconds of each
+        self.times: list[tuple[float, float]] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
-        parts = {name: sum(seconds) for name, seconds in self.parts.items()}
-        self.times.append({"iteration": time.process_time(), **parts})
+        self.times.append((time.process_time(), sum(self.calls)))
 
 
-PARTS: dict[str, list[tuple[type, str]]] = {
-    "schedule": [
-        *((ScheduleLog, name) for name in ("chose", "started", "done", "redrawn", "took", "mark")),
-        (ScheduleFile, "flush"),
-        (StepLog, "step"),
-        (StepLog, "note"),
-    ],
-    "steps": [(LagProbe, "offer"), (LagProbe, "measure")],
-}
-
-
-def recorded_run(iterations: int) -> dict[str, dict[str, Any]]:
+def lag_probe_steps(iterations: int) -> dict[str, Any]:
     policy = lightrl.ModelSpec(config=SMALL, tokenizer="examples.quickstart.task.tokenizer", seed=0)
     module = _Low(policy, group_size=GROUP_SIZE, sampling=Sampling(max_new_tokens=32, min_new_tokens=16), lr=1e-3)
     prompts = [Prompt(f"p{number}", token_ids=[number % 60 + 3, 5, 8]) for number in range(64)]
-    parts: dict[str, list[float]] = {name: [] for name in PARTS}
-    clock = _Clock(parts)
-    with tempfile.TemporaryDirectory() as folder, timed(parts):
+    calls: list[float] = []
+    clock = _Clock(calls)
+    with tempfile.TemporaryDirectory() as folder, timed(LagProbe, ("offer", "measure"), calls):
         trainer = lightrl.Trainer(
             engine=LocalEngine(), callbacks=[lightrl.StalenessControl(2), clock], max_steps=iterations,
             accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, limit_val_batches=0, num_sanity_val_steps=0, default_root_dir=folder,
         )  # fmt: skip
         trainer.fit(module, DataLoader(prompts, batch_size=GROUPS, collate_fn=list))
-        (path,) = Path(folder).rglob("schedule-*.jsonl")
-        size, num_done = path.stat().st_size, path.read_text().count(" d")
     num = len(clock.times) - 1 - WARM_UP
-    each = {name: (clock.times[-1][name] - clock.times[WARM_UP][name]) / num for name in clock.times[0]}
-    shared = {
+    iteration, part = ((end - start) / num for start, end in zip(clock.times[WARM_UP], clock.times[-1], strict=True))
+    return {
         "parameters": sum(parameter.numel() for parameter in module.policy.parameters()),
         "trajectories_per_iteration": GROUPS * GROUP_SIZE,
         "iterations": num,
-        "iteration_cpu_ms": round(1000 * each["iteration"], 1),
+        "iteration_cpu_ms": round(1000 * iteration, 1),
+        "part_cpu_ms": round(1000 * part, 3),
+        "fraction": round(part / iteration, 5),
     }
-    rows = {
-        name: {
-            **shared,
-            "part_cpu_ms": round(1000 * each[name], 3),
-            "fraction": round(each[name] / each["iteration"], 5),
-        }
-        for name in PARTS
-    }
-    rows["schedule"]["bytes_per_trajectory"] = round(size / num_done, 1)
-    return rows
 
 
 @contextmanager
-def timed(parts: dict[str, list[float]]) -> Iterator[None]:
-    """Inside, each call of `PARTS` appends the processor time of its thread."""
-    calls = [(seconds, owner, name) for part, seconds in parts.items() for owner, name in PARTS[part]]
+def timed(owner: type, names: Sequence[str], calls: list[float]) -> Iterator[None]:
+    """Inside, each call of these methods appends the processor time of its thread."""
 
-    def with_time(seconds: list[float], function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_time(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             start = time.thread_time()
             try:
                 return function(*arguments)
             finally:
-                seconds.append(time.thread_time() - start)
+                calls.append(time.thread_time() - start)
 
         return call
 
     with ExitStack() as stack:
-        for seconds, owner, name in calls:
-            stack.enter_context(mock.patch.object(owner, name, with_time(seconds, getattr(owner, name))))
+        for name in names:
+            stack.enter_context(mock.patch.object(owner, name, with_time(getattr(owner, name))))
         yield
 
 

@@ -45,7 +45,6 @@ from benchmarks.sync_growth import grown
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.servers.held_port import HeldPort
-from lightrl.engines.sglang.sync.relay import FAN_OUT
 from lightrl.engines.sglang.sync.report import Fleet, SyncReport
 from lightrl.engines.sglang.sync.server_sync import ServerSync
 from lightrl.engines.sglang.sync.transports import DeltaTransport
@@ -339,14 +338,13 @@ def add_paper(report: Report, options: argparse.Namespace) -> None:
         "compare_bytes_per_s": 1.4e9,  # of a core of a 2-core AMD EPYC: cast, compare, encode, check a chunk
         "apply_bytes_per_s": 2.6e9,  # of the same: decode, apply, check
         "delta_bytes_fraction": 0.015,  # at a learning rate of 1e-6, see the delta rows
-        "fan_out": FAN_OUT,
-        "trainer_hosts": 16,  # each sends its share of the tensors
+        "trainer_hosts": 16,  # each sends its share of the tensors to every server
     }
     c = constants
     model = c["parameters"] * c["bytes_per_parameter"]
     load_s = model / c["gpus_per_server"] / c["host_to_gpu_bytes_per_s"]
     for kind, fraction in (("full", 1.0), ("delta", c["delta_bytes_fraction"])):
-        link_s = fraction * model * c["fan_out"] / c["link_bytes_per_s"]  # a receiver passes all of it on twice
+        link_s = fraction * model * c["servers"] / c["trainer_hosts"] / c["link_bytes_per_s"]
         encode_s = model / c["trainer_hosts"] / c["cores"] / c["compare_bytes_per_s"]
         apply_s = model / c["cores"] / c["apply_bytes_per_s"]
         report.add(

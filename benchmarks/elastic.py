@@ -27,6 +27,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from fake_sglang.process import FakeServerProcess
 from transformers import Qwen3Config
 
 from benchmarks.report import Report
@@ -34,7 +35,6 @@ from lightrl import SGLangEngine
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.servers.registry import Announcement, ServerEntry
 from lightrl.errors import EngineError
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 

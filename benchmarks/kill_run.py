@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from fake_sglang import COMMAND
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightrl
@@ -53,7 +53,7 @@ DEADLINE_S = 1.0  # of a reward, of an environment's step, and until a silent se
 HANG_S = 4.0  # without progress: a rank, a workflow worker, or the rollouts' event loop
 WORKERS = 2  # for workflows, in the cells that hit one
 STOPS = tuple(range(3, 13))  # so that few completions are cut off
-SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}", "--delay-s", "0.3"]
+SERVER = [*COMMAND, "--port", "{port}", "--delay-s", "0.3"]
 SERVER += ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MOMENT, AFTER, NOTICES, WEIGHTS = "moment.json", "after", "notices.jsonl", "weights.pt"  # files of the run's folder

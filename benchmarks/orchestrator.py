@@ -40,6 +40,9 @@ import aiohttp
 import psutil
 import torch
 from aiohttp import web
+from fake_sglang import server as fake
+from fake_sglang.process import FakeServerProcess
+from fake_sglang.script import ScriptedModel
 from transformers import Qwen3Config
 
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
@@ -49,9 +52,6 @@ from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
-from lightrl.testing import fake_server as fake
-from lightrl.testing.fake_server_process import FakeServerProcess
-from lightrl.testing.fake_server_script import ScriptedModel
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows import SingleTurn

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import yarl
+from fake_sglang import COMMAND
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -69,7 +70,7 @@ ADDRESSES = 256  # more than yarl's caches hold
 SAMPLES = "samples.csv"  # in a run's folder
 MEASURED = ("rss_kib", "python_blocks", "glibc_kib", "threads", "open_files", "processes")  # should stay as they are
 COLUMNS = ("iteration", "seconds", *MEASURED, "checkpoint_bytes", "killed")
-SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+SERVER = [*COMMAND, "--port", "{port}"]
 SERVER += ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
 
 

@@ -15,7 +15,7 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     dataflow      which model computes what from what
     engines       token ids to completions: local, SGLang, fake
     strategies    where parameters and work live
-    testing       servers to test with
+    testing       a tiny policy and made-up trajectories, for tests
     workflows     a prompt to a trajectory: turns, environments, agents
     rollout       prompts to judged trajectories, within a staleness
     module        RLModule: the hooks a user writes
@@ -26,6 +26,7 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     trainer       Lightning's Trainer with an engine
     inspect       a run as a page in the browser
     launch        one run on one machine or many: the plan, and who starts it
+    migration     AReaL's configurations as ours: lightrl convert
     commands      lightrl fit | validate | test | predict | export | plan | convert | doctor | launch |
                   status | inspect | serve
 

@@ -40,7 +40,7 @@ from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
-from lightrl.loops import ResumeCheck, RolloutLoop, RolloutStage, StateBefore, StepLog, logging_allowed
+from lightrl.loops import RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
@@ -132,7 +132,7 @@ class Trainer(RLTrainer):
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
-        self._has_started = False  # the stage runs: models, state and rollouts are there
+        self._restoring: Any = None  # a fit's checkpoint, until the fit runs
         self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
         self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -192,15 +192,19 @@ class Trainer(RLTrainer):
     # ------------------------------------------------------------------ Lightning's stages
 
     def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Trains a module; the arguments are Lightning's."""
+        """Trains a module; the arguments are Lightning's.
+
+        Raises:
+            RuntimeError: if an earlier fit failed while it resumed: its checkpoint may be restored in part.
+        """
+        if self._restoring is not None:
+            raise RuntimeError(
+                f"This trainer's last fit failed while it resumed from {self._restoring}, so its counters and "
+                "callbacks may be those of the checkpoint. Create a new Trainer and new callbacks."
+            )
         is_recorded = any(hasattr(data, "recorded_groups") for data in (*args, *kwargs.values()))
         with self._checked(model, has_judge=not is_recorded):
-            before, self._has_started = StateBefore(self, self.rollout_loop), False
-            try:
-                super().fit(model, *args, **kwargs)
-            finally:
-                if not self._has_started:
-                    before.give_back()
+            super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Measures a policy on the validation prompts; the arguments are Lightning's."""
@@ -245,12 +249,16 @@ class Trainer(RLTrainer):
                 self._stage.close()  # again, if the stage did not start, or a second Ctrl-C cut its own close short
                 self._checkpoint_connector._loaded_checkpoint = {}  # one that was refused; the next stage would read it
 
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._restoring = kwargs.get("ckpt_path") if self.state.fn == TrainerFn.FITTING else None
+        return super()._run(*args, **kwargs)
+
     def _run_stage(self) -> Any:
         while self._muted:
             self._muted.pop().save_on_exception = True
         module = self.lightning_module
         if not isinstance(module, RLModule):
-            self._has_started = True
+            self._restoring = None
             return super()._run_stage()
         with contextlib.ExitStack() as stack:
             stack.push(self._note_failure)
@@ -276,8 +284,6 @@ class Trainer(RLTrainer):
 
     def _run_rl_stage(self, module: RLModule) -> Any:
         loop, ranks = self.rollout_loop, self.rollout_loop.ranks
-        is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
-        resume_check = ResumeCheck(self, loop) if is_dry_run else None
         with loop.gate.raised_at_once(ranks):
             if self.received_sigterm:  # while models were loaded
                 raise SIGTERMException
@@ -289,11 +295,11 @@ class Trainer(RLTrainer):
                 self.log_every_n_steps = 1
             self._stage.open(module)
         ranks.begin()
-        self._has_started = True
+        self._restoring = None
         with loop.gate.held_back_on_all_ranks(ranks):
             results = super()._run_stage()
-        if resume_check is not None:
-            resume_check.run()
+        if self.fast_dev_run and self.state.fn == TrainerFn.FITTING:
+            check_resume(self)
         return results
 
     def _mute_checkpoints(self) -> list[Any]:

@@ -15,8 +15,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-
-from lightrl.testing import FakeServerProcess
+from fake_sglang.process import FakeServerProcess
 
 gc.disable()  # until all tests are collected: what imports make stays
 torch.set_num_threads(1)

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _PRELOADED = [
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "aiohttp.web",
     "torch.distributed.checkpoint", "transformers.models.qwen3.modeling_qwen3", "lightrl.commands.cli",
-    "transformers.models.llama.modeling_llama", "lightrl.engines.sglang.engine", "lightrl.testing.fake_server_model",
+    "transformers.models.llama.modeling_llama", "lightrl.engines.sglang.engine", "fake_sglang.model",
 ]  # fmt: skip
 # Read when they are used, or by imports that are not _PRELOADED, or set by `_become`; those of OMP and NVML are set by
 # imports of torch and Lightning themselves. Any other variable may matter at an import (OMP_NUM_THREADS,

@@ -12,9 +12,9 @@ import lightrl
 _PROGRAM = """#!{python}
 import os, sys
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, {package!r})
+sys.path[:0] = {paths!r}
 import yaml
-from lightrl.testing.fake_server import main
+from fake_sglang.server import main
 words = sys.argv[1:]
 token = yaml.safe_load(open(words[words.index("--config") + 1]))["api-key"]
 given = [words[words.index(name) + place] for name in ("--model-path", "--host", "--port") for place in (0, 1)]
@@ -25,7 +25,8 @@ main([*given, "--api-key", token])
 def fake_sglang(folder: Path) -> str:
     """The path of a program for `sglang_python`."""
     path = folder / "fake-sglang"
-    path.write_text(_PROGRAM.format(python=sys.executable, package=str(Path(lightrl.__file__).parent.parent)))
+    paths = [str(Path(lightrl.__file__).parents[1]), str(Path(__file__).parent)]
+    path.write_text(_PROGRAM.format(python=sys.executable, paths=paths))
     path.chmod(0o700)
     return str(path)
 

@@ -71,6 +71,8 @@ def gathered_tensors(experience: Experience) -> dict[str, torch.Tensor]:
     rows, num, width = experience.own_rows, len(experience), int(experience.lengths.max())
     found = {}
     for name, value in experience.own.tensors().items():
+        if name.startswith("support"):  # one byte after another, of all rows
+            continue
         fill = -1 if name == "weight_versions" else 0
         number = value.int() if value.dtype == torch.bool else value
         whole = number.new_zeros(num, *([width, *value.shape[2:]] if value.dim() > 1 else []))
@@ -82,7 +84,7 @@ def gathered_tensors(experience: Experience) -> dict[str, torch.Tensor]:
 def run_once(script: Path, factory: pytest.TempPathFactory, *args: str) -> Path:
     """The folder of one `run` for all of pytest's workers, which may share a file's tests."""
     base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / script.stem
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "-".join([script.stem, *args])
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -210,8 +210,9 @@ def test_microbatches_and_minibatches_never_split_a_unit(unit: str) -> None:
 def test_microbatches_of_units_keep_to_the_budget() -> None:
     experience = in_pairs()
     longest = max(int(experience.lengths[rows].sum()) for rows in experience.units("pair"))
-    for part in experience.microbatch_rows(longest, unit="pair")[1]:
-        assert int(part.lengths.sum()) <= longest
+    parts = experience.microbatch_rows(longest, unit="pair")[1]
+    assert sum(map(len, parts)) == len(experience)
+    assert max(int(part.lengths.sum()) for part in parts) <= longest
 
 
 def test_a_pair_is_two_rows_of_one_group_in_their_order() -> None:

@@ -31,9 +31,10 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
         "loops/step_log.py"
     },
     ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector"): {"trainer.py"},
+    ("lightning.pytorch.trainer.trainer:Trainer", "_run"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_run_stage"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_accelerator_connector"): {"trainer.py"},
-    ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"): {"trainer.py"},
+    ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"): {"loops/resume.py", "trainer.py"},
     ("lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector", "_loaded_checkpoint"): {
         "trainer.py"
     },

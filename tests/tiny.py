@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.experience import Experience
@@ -235,3 +236,16 @@ def float_fields(experience: Experience) -> Iterator[tuple[str, Tensor]]:
     for name, value in experience.tensors().items():
         if value.dim() >= 2 and value.is_floating_point():
             yield name, value
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation gave, backward included."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self.num = max(self.num, item.numel())
+        return result

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from lightrl.testing.fake_server_process import FakeServerProcess
+from fake_sglang.process import FakeServerProcess
 
 LONGEST_S = 60.0  # of what takes milliseconds
 NUM_TOKENS = 2000  # at SLOWLY more than a minute, so a test that goes on from `until_written` is not late

@@ -4,7 +4,6 @@ Reading order:
     rl_callback.py      the hooks, and when each is called
     weight_sync.py      the trainer's weights to the engine, with a version; rank_shares.py  which ranks write them
       probe.py          a few sequences that both score after a load: within a bound?
-      version_probe.py  and which version's scores are the engine's?
       lag_probe.py      how far the policy moves in η versions
       colocation.py     who has the memory, where both are on the same devices
     staleness.py        how far behind a trajectory may be

@@ -1,7 +1,6 @@
 """Probe: a few fixed sequences that trainer and engine both score, to show that the engine has the trainer's weights.
 
-Two tests of each replica: the mean difference has a bound, that of rounding, and version_probe.py asks which version's
-scores they are. Shapes: B sequences, T tokens.
+The mean difference has a bound, that of rounding. Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
 
-from lightrl.callbacks.version_probe import SentSample, Verdict, VersionProbe, as_rows
 from lightrl.engines.abilities import DropsReplicas, NamesDtypes, ProvesWeights, ScoresTokens
 from lightrl.errors import LightRLError, WeightSyncError
 from lightrl.experience import Experience
@@ -24,14 +23,13 @@ from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import PACKED_ATTENTION, SingleModel, ranks_of
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.weights import Bucket
 
 log = logging.getLogger(__name__)
 
 # Rounding of a logprob in units of eps · (1 + mean |logprob|), since it grows with the logits. Healthy engines differ
 # by at most 0.2 of them for models of 0.1 M to 4 M parameters, 1.8 for one of 2,000 with very peaked distributions, and
 # 1.2 in bfloat16 for large ones, which is 0.12 nats. Depth, other kernels and longer sums add to that, so the factor is
-# 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and what is smaller is for digests and version_probe.py.
+# 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and what is smaller is for digests.
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2
@@ -52,18 +50,8 @@ class Rounding:
 
     trainer_eps: float  # of the probe
     training_eps: float  # of an update
-    engine_eps: float
-    engine_dtype: str  # the coarsest of the engine's
+    engine_eps: float  # the coarsest of the engine's
     dtypes: list[str]  # of the probe and the engine
-
-
-@dataclass
-class _Replica:
-    """What is known of one replica."""
-
-    versions: VersionProbe = field(default_factory=VersionProbe)
-    verdict: Verdict = field(default_factory=Verdict)
-    difference: float = 0.0  # of the last sync, in nats
 
 
 def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
@@ -75,9 +63,7 @@ class Probe:
     """Compares trainer and engine after a sync. `trainer_side`, `compare` and `check_mismatch` are collective.
 
     One wrong replica of several is dropped, if the engine can do that, and gets the weights again; if it is then wrong
-    once more, or no other one is right, the run ends. To a replica whose weights were proven by digests only the bound
-    applies, not version_probe.py; other servers are asked twice, to see if they repeat themselves. A resumed run starts
-    without earlier scores.
+    once more, or no other one is right, the run ends.
 
     Args:
         num: sequences.
@@ -92,10 +78,8 @@ class Probe:
         self.reset()
 
     def reset(self) -> None:
-        self._replicas: dict[str, _Replica] = {}
         self._dropped: set[str] = set()
         self._rounding: Rounding | None = None  # of an engine that has scored, on every rank
-        self._sent = SentSample()
         self._has_logged = False
 
     def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
@@ -106,11 +90,6 @@ class Probe:
         if every == 0 or weight_version % every:
             return None
         return trainer_scores(trainer, module, self._sequences(module))
-
-    def watch(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """The buckets of a version on their way to the engine; not collective."""
-        self._sent = SentSample()
-        return self._sent.watch(buckets)
 
     def compare(
         self, trainer: RLTrainer, module: RLModule, weight_version: int, scores: list[list[float]] | None
@@ -170,73 +149,40 @@ class Probe:
         engine: object = trainer.rollout.engine
         proofs = dict(engine.proofs()) if isinstance(engine, ProvesWeights) else {}
         proven = {name for name, proof in proofs.items() if proof == "digests"}
-        serving, scored, repeating = set(proofs), {}, set()
+        serving, scored = set(proofs), {}
         if scores is not None and isinstance(engine, ScoresTokens):
             try:
                 answers = engine.score(self._sequences(module))
-                if proven < set(proofs):
-                    again = engine.score(self._sequences(module))
-                    repeating = {name for name in answers if answers[name] == again.get(name)}
             except LightRLError as error:
                 raise WeightSyncError(f"The engine could not score the probe: {error}") from error
             serving |= set(answers)
             scored = {name: rows for name, rows in answers.items() if all(rows)}
+        metrics = {}
         if scored and scores is not None:
             self._rounding = self._rounding or rounding(trainer, module)
-            wrong = {}
-            for name, rows in scored.items():
-                shown = {"is_proven": name in proven, "repeats": name in repeating}
-                problem = self._problem(name, weight_version, scores, rows, self._rounding, **shown)
-                if problem:
-                    wrong[name] = problem
+            trainer_rows, engine_rows = as_rows(scores), {name: as_rows(rows) for name, rows in scored.items()}
+            differences = {name: float((rows - trainer_rows).abs().mean()) for name, rows in engine_rows.items()}
+            eps = max(self._rounding.trainer_eps, self._rounding.engine_eps)
+            bound = self.max_nats or bound_nats(eps, float(trainer_rows.abs().mean()))
+            wrong = {
+                name: f"its probe differs by {difference:.3g} nats per token (max_probe_nats={bound:.3g} for "
+                f"{' and '.join(self._rounding.dtypes)}): the mean logprob of its tokens is "
+                f"{float(trainer_rows.mean()):.4f} in the trainer and {float(engine_rows[name].mean()):.4f} in the "
+                "engine"
+                for name, difference in differences.items()
+                if not difference <= bound
+            }
             if wrong:
                 self._drop(engine, wrong, serving)
             serving -= set(wrong)
             scored = {name: rows for name, rows in scored.items() if name not in wrong}
-            self._replicas = {name: self._replicas[name] for name in scored}  # others may come back as other processes
             self._dropped -= set(scored)
-            proven |= {name for name in scored if self._replicas[name].verdict.has_version}
-        self._log_checks(trainer, weight_version, proofs, scored)
-        metrics = {"sync/verified_fraction": len(proven & serving) / max(1, len(serving))}
-        if scored:
-            metrics["sync/probe_abs_dlogp_nats"] = max(self._replicas[name].difference for name in scored)
+            if scored:
+                metrics["sync/probe_abs_dlogp_nats"] = max(differences[name] for name in scored)
+        self._log_checks(trainer, weight_version, proofs, is_probed=bool(scored))
+        if proven:
+            metrics["sync/verified_fraction"] = len(proven & serving) / max(1, len(serving))
         return metrics
-
-    def _problem(
-        self,
-        name: str,
-        weight_version: int,
-        ours: list[list[float]],
-        theirs: list[list[float]],
-        rounding: Rounding,
-        *,
-        is_proven: bool,
-        repeats: bool,
-    ) -> str:
-        """What is wrong with a replica; empty if nothing is."""
-        replica = self._replicas.setdefault(name, _Replica())
-        trainer_rows, engine_rows = as_rows(ours), as_rows(theirs)
-        replica.difference = float((engine_rows - trainer_rows).abs().mean())
-        eps = max(rounding.trainer_eps, rounding.engine_eps)
-        bound = self.max_nats or bound_nats(eps, float(trainer_rows.abs().mean()))
-        if not replica.difference <= bound:
-            means = f"{float(trainer_rows.mean()):.4f} in the trainer and {float(engine_rows.mean()):.4f} in the engine"
-            return (
-                f"its probe differs by {replica.difference:.3g} nats per token (max_probe_nats={bound:.3g} for "
-                f"{' and '.join(rounding.dtypes)}): the mean logprob of its tokens is {means}"
-            )
-        if is_proven:
-            return ""
-        replica.verdict = replica.versions.judge(
-            weight_version,
-            trainer_rows,
-            engine_rows,
-            self._sent,
-            trainer_eps=rounding.trainer_eps,
-            engine_dtype=getattr(torch, rounding.engine_dtype, torch.bfloat16),
-            repeats=repeats,
-        )
-        return replica.verdict.problem
 
     def _drop(self, engine: object, wrong: dict[str, str], serving: set[str]) -> None:
         """Drops the wrong replicas if that helps; raises otherwise."""
@@ -254,27 +200,23 @@ class Probe:
             log.warning("Dropping %s after the weight sync: %s. It gets the weights again.", name, problem)
             engine.drop_replica(name, problem)
 
-    def _log_checks(
-        self, trainer: RLTrainer, weight_version: int, proofs: dict[str, Any], scored: dict[str, Any]
-    ) -> None:
+    def _log_checks(self, trainer: RLTrainer, weight_version: int, proofs: dict[str, Any], *, is_probed: bool) -> None:
         """One line, once; waits for a sync that is probed."""
         engine = trainer.rollout.engine
         name = type(engine).__name__
         every = engine.probe_every_n_loads if isinstance(engine, ScoresTokens) and self.num else 0
-        if self._has_logged or (every and not scored and weight_version % every):
+        if self._has_logged or (every and not is_probed and weight_version % every):
             return
         self._has_logged = True
         checks = []
         if proofs:
             num = sum(proof == "digests" for proof in proofs.values())
             checks.append(f"digests of every parameter on {num} of {len(proofs)} servers")
-        if scored and self._rounding is not None:
+        if is_probed and self._rounding is not None:
             checks.append(
                 f"a probe of {self.num} sequences after {f'every {every} loads' if every > 1 else 'each load'}, with "
                 f"the bound of {' and '.join(self._rounding.dtypes)}"
             )
-            if any(proofs.get(name) != "digests" for name in scored):
-                checks.append("a comparison of its scores with those of earlier versions")
         text = " and ".join(checks) or "nothing: the engine cannot score tokens, or WeightSync has probe=0"
         log.info("Weight syncs to %s are checked by %s.", name, text)
 
@@ -283,6 +225,11 @@ def probe_sequences(vocab_size: int, *, num: int, num_tokens: int) -> list[list[
     """The same random token ids in every run: they need no data and reach every part of the model."""
     draw = random.Random(vocab_size)
     return [[draw.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num)]
+
+
+def as_rows(rows: list[list[float]]) -> Tensor:
+    """[B, T - 1] float64, without the sequences' first tokens, which have no logprob."""
+    return torch.tensor([row[1:] for row in rows], dtype=torch.float64)
 
 
 def trainer_scores(
@@ -319,12 +266,10 @@ def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
     engines = trainer.engine.dtypes() if isinstance(trainer.engine, NamesDtypes) else {"float32"}
     is_gpu = trainer.strategy.root_device.type == "cuda"
     eps = {name: _eps(name, is_gpu=is_gpu) for name in training | engines}
-    coarsest = max(engines, key=lambda name: eps[name])
     return Rounding(
         max(eps[name] for name in probe),
         max(eps[name] for name in training),
-        eps[coarsest],
-        coarsest,
+        max(eps[name] for name in engines),
         sorted(probe | engines),
     )
 

@@ -28,7 +28,6 @@ KINDS = {
     "trace": "where the time went: summary.json, trace.json",
     "complaints": "warnings, errors and drops, a file per rank",
     "failed_rewards.jsonl": "whose reward failed; lightrl doctor replay",
-    "schedule-*.jsonl": "what decided the run; --data.schedule repeats it",
     "journal-*.jsonl": "turns of agents, from which a resumed run continues",
     "traceback.txt": "the error that ended the run",
     "status.json": "what the run does now; lightrl status",

@@ -34,11 +34,10 @@ class WeightSync(RLCallback):
 
     The engine checks names, shapes and values, and keeps the old weights if something is wrong. After each sync trainer
     and engine score a probe, a few fixed sequences of random tokens. `sync/probe_abs_dlogp_nats`, their mean difference
-    (the largest of all replicas), has a bound, and the scores must not be those of an older version; see probe.py. One
-    wrong replica of several is dropped and gets the weights again, otherwise the run stops. LocalEngine, to which
-    weights are copied in memory, is probed after every tenth sync. `sync/verified_fraction` is the share of replicas
-    that were shown to have this version and not the one before, by digests or by the probe (which cannot tell one small
-    step from rounding in bfloat16). The first sync logs which checks there are.
+    (the largest of all replicas), has a bound; see probe.py. One wrong replica of several is dropped and gets the
+    weights again, otherwise the run stops. LocalEngine, to which weights are copied in memory, is probed after every
+    tenth sync. `sync/verified_fraction` is the share of replicas whose digests are the trainer's; an engine without
+    digests does not log it. The first sync logs which checks there are.
 
     Two things keep behavior and present logprobs apart, and `policy/kl_behavior_nats` measures both together. The
     engine's numbers: `sync/mismatch_*` compares the trained tokens of the present version, with the logprobs that the
@@ -157,7 +156,7 @@ class WeightSync(RLCallback):
         scores = self._probe.trainer_side(trainer, module, weight_version)
         ranks = ranks_of(trainer.strategy)
         shares = self._shares.buckets(trainer, module, self.bucket_bytes, is_blocking=self.blocking)
-        buckets = _gathered(self._probe.watch(shares), ranks)
+        buckets = _gathered(shares, ranks)
         if self.blocking:
             with ranks.own_deadline():  # the engine's
                 trainer.rollout.load_weights(buckets, weight_version=weight_version)

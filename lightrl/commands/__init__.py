@@ -9,13 +9,11 @@ Reading order:
     plan.py           shows what an iteration computes, from what and where, and what it takes
       plan_run.py     reads sizes and ranks from a configuration; plan_costs.py  memory and batch sizes of them
       plan_fit.py     which setting makes fit what does not; plan_tables.py  prints
-    convert.py        turns AReaL's configurations into ours: areal_keys.py has a row for each key, with areal_rules.py
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang servers in the foreground
     launch.py         starts ranks and servers on one machine or many
     status.py         shows what a run and its launch do
     inspect.py        shows runs in the browser
-    deadlines.py      lists every wait and its deadline (python -m lightrl.commands.deadlines)
     export.py         turns a checkpoint into a Hugging Face folder
 
 May import: everything. To add a command: a module with `run(args) -> exit code`, and its line in main.py.

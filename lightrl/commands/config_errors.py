@@ -31,13 +31,6 @@ from lightrl.models import ModelSpec, Role
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 
-# Former settings of algorithms: how their names began, and the setting whose part each is now.
-_MOVED = {
-    **{"importance_": "decoupled.", "approximate_": "decoupled.approximate_", "kl_": "reference."},
-    **{"reference_": "reference.", "overlong_penalty_": "overlong_penalty.", "overlong_": "overlong_penalty."},
-    **{"reward_": "reward_shaping.", "stop_": "early_stop."},
-}
-
 
 def explain(error: ArgumentError, parser: ArgumentParser, args: Sequence[str]) -> str:
     """The message for a user.
@@ -113,11 +106,6 @@ class _Keys:
 
     def __contains__(self, name: object) -> bool:
         return name in self.types or name in self.groups
-
-    def has(self, path: str) -> bool:
-        """Whether a data class here has the setting at this path of two names."""
-        name, _, inner = path.partition(".")
-        return any(inner in _Keys.of_class(kind) for kind in _classes_in(self.types.get(name)))
 
     def names(self) -> list[str]:
         return sorted([*self.types, *self.groups])
@@ -209,10 +197,6 @@ class _Walk:
 
     def _unknown(self, name: str, settings: Mapping[str, Any], keys: _Keys, prefix: str, owner: str) -> str:
         path = f"{prefix}{name}"
-        for start, place in _MOVED.items():
-            moved = place + name.removeprefix(start)
-            if name.startswith(start) and keys.has(moved):
-                return f"{path} is not a setting of {owner}{self._from(path)}. It is now {prefix}{moved}."
         if owner == "lightrl.ModelSpec" and name in _Keys.of_class(Role):
             return f"{path} is a setting of lightrl.Role{self._from(path)}, whose `model:` is the lightrl.ModelSpec."
         names = keys.names()

@@ -26,8 +26,10 @@ COMMANDS = {
     "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
 
-# The commands beside Lightning's: each is `run(args) -> exit code` of the module of its name.
-_OWN_MODULES = ("export", "plan", "convert", "doctor", "launch", "status", "inspect", "serve")
+# The commands beside Lightning's: each is `run(args) -> exit code` of its module.
+_OWN_MODULES = {
+    name: f"lightrl.commands.{name}" for name in ("export", "plan", "doctor", "launch", "status", "inspect", "serve")
+} | {"convert": "lightrl.migration.convert"}
 
 _HELP = f"""\
 usage: lightrl <command> --config run.yaml [--setting value ...]
@@ -68,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if first not in COMMANDS:
         sys.stderr.write(f"lightrl: {_not_a_command(first)}\n")
         return 2
-    module = _imported(f"lightrl.commands.{first if first in _OWN_MODULES else 'cli'}")
+    module = _imported(_OWN_MODULES.get(first, "lightrl.commands.cli"))
     code: int = module.run(args[1:]) if first in _OWN_MODULES else module.run(args, COMMANDS)
     return code
 

@@ -102,8 +102,6 @@ class PromptDataModule(L.LightningDataModule):
         shuffle: reorder the train prompts in each epoch, by (seed, epoch).
         streaming: read the rows in order while they are used; a DataSource has its own.
         shuffle_buffer: streamed rows that are shuffled with one another; the order of the shards is shuffled too.
-        schedule: the folder of an asynchronous run, whose decisions this run repeats: which group starts, ends and is
-            taken when, and which token comes from which weights. See docs/async.md.
         seed: of the order; None uses that of `seed_everything`, or 0.
     """
 
@@ -136,7 +134,6 @@ class PromptDataModule(L.LightningDataModule):
         streaming: bool = False,
         shuffle_buffer: int = 10_000,
         seed: int | None = None,
-        schedule: str | Path | None = None,
     ) -> None:
         super().__init__()
         check_bounds(
@@ -173,7 +170,6 @@ class PromptDataModule(L.LightningDataModule):
         self.streaming = streaming
         self.shuffle_buffer = shuffle_buffer
         self.seed = seed
-        self.schedule = schedule
         self.prompts: dict[Split, list[Prompt] | RowPrompts | StreamedPrompts] = {}  # of the splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None

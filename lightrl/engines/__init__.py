@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightrl.engines.sglang.engine import SGLangEngine
     from lightrl.engines.sglang.timeouts import Timeouts
 
-# Loaded on first use: a fake server with a script starts without torch.
+# Loaded on first use: a server for tests that answers by rule starts without torch.
 _HOMES = {
     "Completion": "engine",
     "FakeEngine": "fake_engine",

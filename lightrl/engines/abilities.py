@@ -142,24 +142,6 @@ class Follower(ContinuesCompletions, Protocol):
 
 
 @runtime_checkable
-class FollowsSteps(Protocol):
-    """Its numbers depend on what it decodes together, so that a schedule has its steps, too."""
-
-    def record_steps(self) -> Callable[[], str]:
-        """Called after `start`, before the first request: a function that returns the steps since its last call."""
-        ...
-
-    def follow_steps(self, steps: str, *, mark: int | None = None, unfinished: Sequence[int] = ()) -> None:
-        """Called after `start`, before the first load: repeats these steps; loads and requests wait for their turn.
-
-        Args:
-            mark: begins after this call of `unfinished`, counted from 0, in the run that recorded; None at the start.
-            unfinished: the seeds that it returned, in its order.
-        """
-        ...
-
-
-@runtime_checkable
 class ScoresTokens(Protocol):
     """Computes logprobs of given tokens; `WeightSync` then probes that the engine has the trainer's weights."""
 

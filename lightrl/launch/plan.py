@@ -51,7 +51,6 @@ class Plan:
     on_cpu: bool
     processes: tuple[Process, ...]
     settings: Mapping[str, Any]  # of the run, which override its own
-    facts: RunFacts = field(default_factory=RunFacts)
     notes: tuple[str, ...] = ()
 
     def of(self, role: str) -> list[Process]:
@@ -118,36 +117,7 @@ def make_plan(
     trainer["default_root_dir"] = str(PurePath(folder).parent)  # a process may start in another folder
     trainer["num_nodes"], trainer["devices"] = len(ranks_of), len(ranks_of[0])
     everything = (*processes, *servers)
-    return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, everything, settings, facts, tuple(notes))
-
-
-def fewer_hosts(plan: Plan, nodes: int, hosts: Sequence[str]) -> Plan:
-    """The plan on fewer hosts: all servers if there is room beside ranks, else fewer; then as many ranks as fit.
-
-    A host has as many ranks as before. Checkpoints are the same for any number of them.
-
-    Raises:
-        ValueError: if it does not fit.
-    """
-    pp, tp = _trainer_split(plan.layout, plan.facts)
-    facts, layout = replace(plan.facts, trainer_pp=pp, trainer_tp=tp), plan.layout
-    python = plan.of("trainer")[0].command[0]
-    refusal = ValueError("no host is left")
-    for servers in range(layout.servers, min(layout.servers, 1) - 1, -1):
-        for trainer_hosts in range(min(nodes, plan.trainer_hosts), 0, -1):
-            launch = replace(
-                plan.launch, nodes=nodes, gpus_per_node=plan.gpus_per_host, allocation=None, tp=layout.tp,
-                ranks=trainer_hosts * plan.ranks_per_host, servers=servers, placement=layout.placement, hosts=[],
-            )  # fmt: skip
-            try:
-                fewer = make_plan(launch, facts, folder=plan.folder, port=plan.port, hosts=hosts, python=python)
-            except ValueError as error:
-                refusal = error
-                continue
-            of_trainer, own = fewer.settings["trainer"], plan.settings["trainer"]
-            strategy = {"strategy": own["strategy"]} if "strategy" in own else {}  # one rank too reads its shards
-            return replace(fewer, settings={"trainer": {**strategy, **of_trainer}})
-    raise refusal
+    return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, everything, settings, tuple(notes))
 
 
 Placed = dict[int, list[tuple[int, ...]]]  # host → the GPUs of each rank or server there

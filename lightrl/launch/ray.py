@@ -17,9 +17,7 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +25,13 @@ import yaml
 
 from lightrl.concurrency.guarded_processes import GuardedProcesses
 from lightrl.errors import LightRLError
-from lightrl.launch.launcher import LaunchState
 from lightrl.launch.local import LOST, LocalLauncher
-from lightrl.launch.plan import LAYOUT, Plan, Process, fewer_hosts
-from lightrl.launch.scripts import host_names, placed
-from lightrl.rewards.pool import PLACE_VARIABLE
+from lightrl.launch.plan import Plan
+from lightrl.launch.scripts import placed
 
 _REACH_S = 10.0
 _SAY_EVERY_S = 30.0
 _ATTEMPTS = 3  # to place a host
-_ANYWHERE = "any host"
 
 
 class RayHost(GuardedProcesses):
@@ -92,15 +87,11 @@ class RayLauncher(LocalLauncher):
     """
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
-        if unknown := sorted(plan.launch.options.keys() - {"address", "reward_workers"}):
-            raise ValueError(f"launch.options of ray are address and reward_workers, got {', '.join(unknown)}.")
-        if (place := plan.launch.options.get("reward_workers", _ANYWHERE)) != _ANYWHERE:
-            raise ValueError(
-                f"launch.options.reward_workers must be {_ANYWHERE!r}, or absent: rank 0's. Got {place!r}."
-            )
+        if unknown := sorted(plan.launch.options.keys() - {"address"}):
+            raise ValueError(f"launch.options for ray must have only address, got {', '.join(unknown)}.")
         super().__init__(plan, write=write)
         self.hosts = []
-        self._whole = self._unplaced = plan
+        self._unplaced = plan
         self._group: Any = None
         self._actors: dict[int, RayHost] = {}  # by host of the plan
         self._places: dict[int, tuple[str, list[str]]] = {}  # the host's address, and its GPUs
@@ -122,9 +113,10 @@ class RayLauncher(LocalLauncher):
         """Waits for the cluster's hosts; then as on this machine."""
         if self._group is None:
             self._connect()
-            self._use(self._whole)
-        elif self._unplaced is not self._whole:
-            self._use(self._whole)
+            from ray.util.placement_group import placement_group
+
+            name = Path(self.plan.folder).name
+            self._group = placement_group(self.bundles(), strategy="STRICT_SPREAD", name=name)
         super().start()
 
     def end(self) -> None:
@@ -133,14 +125,6 @@ class RayLauncher(LocalLauncher):
             import ray
 
             ray.shutdown()  # the actors end, and the placement group with them
-
-    def _start(self, process: Process) -> None:
-        if self._whole.launch.options.get("reward_workers") and process.role == "trainer":
-            import ray
-
-            here = {PLACE_VARIABLE: "ray", "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-            process = replace(process, environment={**process.environment, **here})
-        super()._start(process)
 
     def _connect(self) -> None:
         try:
@@ -163,40 +147,15 @@ class RayLauncher(LocalLauncher):
         finally:
             signal.signal(signal.SIGTERM, handler)  # ray.init sets its own
 
-    def _use(self, plan: Plan) -> None:
-        """Asks Ray for the hosts of this plan, in place of those it had asked for."""
-        from ray.util.placement_group import placement_group, remove_placement_group
-
-        if self._group is not None:
-            for host in self._actors.values():
-                host.give_up()
-            remove_placement_group(self._group)
-        self._unplaced, self._actors, self._places = plan, {}, {}
-        self._group = placement_group(self.bundles(), strategy="STRICT_SPREAD", name=Path(plan.folder).name)
-        (Path(plan.folder) / LAYOUT).write_text(yaml.safe_dump(dict(plan.settings), sort_keys=False))
-        self._state = LaunchState(plan, pid=os.getpid())
-
-    def _use_fewer(self, nodes: int) -> bool:
-        """Goes on with so many hosts, if the run fits on them."""
-        try:
-            fewer = fewer_hosts(self._whole, nodes, host_names(nodes))
-        except ValueError as error:
-            self._write(f"The run cannot go on with {nodes} of {self._whole.launch.nodes} hosts: {error}\n")
-            return False
-        wanted = f"{len(fewer.of('trainer'))} ranks and {fewer.layout.servers} servers"
-        self._write(f"No host came within recover.wait_s. Going on with {nodes} hosts: {wanted}.\n")
-        self._use(fewer)
-        return True
-
     def _place(self, *, while_ranks_run: bool = False) -> None:
         """An actor on each host that has none; waits until Ray has room for all of them."""
         import ray
 
         for attempt in range(_ATTEMPTS):
             answers = self._ask()
-            since, wait_s = time.monotonic(), self.plan.launch.recover.wait_s
-            pause_s = min(_SAY_EVERY_S, wait_s)
-            while answers and (waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=pause_s)[1]):
+            while answers and (
+                waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=_SAY_EVERY_S)[1]
+            ):
                 nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
                 wanted = f"{len(waiting)} of these on hosts apart: {self.bundles()}"
                 self._write(f"Ray has no room yet for {wanted}. It has {nodes}.\n")
@@ -204,9 +163,6 @@ class RayLauncher(LocalLauncher):
                     for index in answers:
                         self._actors[index].give_up()
                     return
-                is_late = self._num_restarts and time.monotonic() - since >= wait_s
-                if is_late and not while_ranks_run and self._use_fewer(len(self._actors) - len(waiting)):
-                    answers, since = self._ask(), time.monotonic()
             for index, answer in answers.items():
                 try:
                     self._places[index] = ray.get(answer)

@@ -18,16 +18,12 @@ class Recover:
 
     Args:
         retries: how often everything is ended and started again, from the newest checkpoint.
-        wait_s: with Ray, how long a restart waits for as many hosts as the launch wants, before it goes on with those
-            that there are, if the run fits on them.
     """
 
     retries: int = 0
-    wait_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_bounds(0, retries=self.retries)
-        check_bounds(1, wait_s=self.wait_s)
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Launch:
         container: the image for Kubernetes; for the others the command before each process, such as
             `apptainer exec --nv run.sif`.
         options: further ones of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
-            and `runtime`, or Ray's `address` and `reward_workers: any host`.
+            and `runtime`, or Ray's `address`.
         server_options: with Slurm, sbatch's for the hosts that have servers alone, where these differ from the ranks';
             the job is then a heterogeneous one.
         recover: what happens when a process fails.

@@ -8,9 +8,7 @@ Reading order:
     update.py         minibatches, microbatches, loss reduction, the optimizer step
     metrics.py        means, sums and bounds that do not depend on microbatches or ranks; step_log.py: logged together
     evaluation.py     a validation batch becomes judged groups
-    resume.py         what a resumed run continues from
-    resume_check.py   fast_dev_run's check that a checkpoint restores everything
-    state_before.py   a start that fails undoes what it restored
+    resume.py         what a resumed run continues from; fast_dev_run's check of it
     refused_callbacks.py  callbacks of Lightning that cannot work, and what to do instead
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
@@ -20,20 +18,18 @@ Reading order:
 May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
 """
 
-from lightrl.loops.resume_check import ResumeCheck
+from lightrl.loops.resume import check_resume
 from lightrl.loops.rollout_loop import RolloutLoop, logging_allowed
 from lightrl.loops.rollout_stage import RolloutStage, devices_text
 from lightrl.loops.shared_rollout import SharedRollout
-from lightrl.loops.state_before import StateBefore
 from lightrl.loops.step_log import StepLog
 
 __all__ = [
-    "ResumeCheck",
     "RolloutLoop",
     "RolloutStage",
     "SharedRollout",
-    "StateBefore",
     "StepLog",
+    "check_resume",
     "devices_text",
     "logging_allowed",
 ]

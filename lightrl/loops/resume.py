@@ -1,16 +1,21 @@
-"""Resume: what a resumed run, or the next fit, continues from, and when it would be wrong to save that."""
+"""Resume: what a resumed run, or the next fit, continues from, and when it would be wrong to save that.
+
+`check_resume` is what fast_dev_run does in place of a checkpoint.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import is_on_all_ranks, ranks_of
+from lightrl.strategies import is_on_all_ranks, mark_as_on_all_ranks, ranks_of
 
 log = logging.getLogger(__name__)
 
@@ -85,3 +90,59 @@ class Resume:
         if ranks.size > 1 and not is_on_all_ranks(error):
             self.why_no_checkpoint = f"rank {ranks.rank} failed and the others did not"
             ranks.fail(error)  # now: what callbacks do on an exception may wait for other ranks
+
+
+def check_resume(trainer: RLTrainer) -> None:
+    """Saves all of a checkpoint but weights and optimizers in memory, loads and compares it; called on all ranks.
+
+    Raises:
+        LightRLError: if a part cannot be loaded, or is another one then.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    state = {name: part for name, part in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+    problem = ranks_of(trainer.strategy).broadcast_json(_first_problem(state))
+    if problem is not None:
+        raise mark_as_on_all_ranks(LightRLError(problem))
+    log.info("fast_dev_run: the state of loops, callbacks, module and data module is the same after a checkpoint.")
+
+
+def _first_problem(state: dict[str, Any]) -> str | None:
+    """Why a checkpoint would not keep this state; None if it does."""
+    leaves, structure = tree_flatten_with_path(state)
+    try:
+        loaded, loaded_structure = tree_flatten_with_path(_saved_and_loaded(state))
+    except Exception as error:  # noqa: BLE001  # whatever the classes of a user's state raise when they are pickled
+        name = next((keystr(path) for path, value in leaves if not _can_be_loaded(value)), "")
+        return (
+            f"The checkpoint cannot be loaded with weights_only=True, because of checkpoint{name}: {error} The state "
+            "of callbacks, module and data module must be tensors and plain Python. Convert it there."
+        )
+    pairs = zip(leaves, loaded, strict=False)
+    name = next((keystr(path) for (path, left), (_, right) in pairs if not _are_equal(left, right)), None)
+    if name is None and structure == loaded_structure:
+        return None
+    return f"checkpoint{name or ''} differs after it was saved and loaded. Save tensors and plain Python there."
+
+
+def _saved_and_loaded(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def _can_be_loaded(value: Any) -> bool:
+    try:
+        _saved_and_loaded(value)
+    except Exception:  # noqa: BLE001  # as above; the caller names the value
+        return False
+    return True
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+    """NaN equals NaN here."""
+    if not isinstance(left, torch.Tensor):
+        return bool(left == right or (left != left and right != right))
+    if not isinstance(right, torch.Tensor) or left.shape != right.shape:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())

@@ -38,6 +38,9 @@ from lightrl.strategies import Microbatches, Ranks, SpreadExperience, ranks_of
 from lightrl.trace import in_microbatch_spans, span
 from lightrl.trajectory import Group, Trajectory, sampling_seed
 
+# Where Lightning keeps the loop's own state in a checkpoint, under `loops` and `fit_loop`.
+ROLLOUT_LOOP_KEY = "epoch_loop.automatic_optimization.state_dict"
+
 
 class RolloutLoop(_AutomaticOptimization):
     """One iteration of RL for each of Lightning's training batches, while `trainer.rollout` is open."""

@@ -197,7 +197,6 @@ class RolloutStage:
         workflow = module.configure_workflow()
         contexts = (module.context_tokens, engine.max_context if isinstance(engine, LimitsContext) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
-        schedule = getattr(getattr(self.trainer, "datamodule", None), "schedule", None) if prompts is not None else None
         return RolloutController(
             engine,
             workflow,
@@ -207,7 +206,6 @@ class RolloutStage:
             run_seed=self.trainer.run_seed,
             prompts=prompts,
             folder=None if failures is None else folder,
-            replays=None if schedule is None else Path(schedule),
         )
 
 

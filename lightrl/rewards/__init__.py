@@ -6,7 +6,6 @@ Reading order:
     supervisor.py    batches, deadlines, spare workers, and which call is at fault
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
     worker.py        the other end of its pipes: imports and calls the function
-    ray_worker.py    such a process on any host of a Ray cluster
     transport.py     trajectories as bytes, and with lists for the function
     hook.py          RewardHook: callables of this process, in a thread
     judge.py         Judge and JudgesGroups, their protocols; make_judge, which chooses

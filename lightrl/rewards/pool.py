@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.checks.bounds import check_bounds
@@ -26,8 +26,7 @@ from lightrl.concurrency.fresh_python import ONE_THREAD, command, import_path
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome
 from lightrl.rewards.parts import Reward, parts_of
-from lightrl.rewards.ray_worker import RayWorker
-from lightrl.rewards.supervisor import Supervisor, Worker, WorkerDied
+from lightrl.rewards.supervisor import Supervisor, WorkerDied
 from lightrl.rewards.transport import prompt_to_bytes, trajectory_to_bytes
 from lightrl.trajectory import Prompt, Trajectory
 
@@ -37,7 +36,6 @@ _MAX_PROMPTS = 256  # whose JSON is kept; the trajectories of a group come at ab
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
-PLACE_VARIABLE = "LIGHTRL_REWARD_WORKERS"  # "ray": on any host of the cluster that started the run
 
 
 class RewardPool(Supervisor[bytes]):
@@ -85,13 +83,10 @@ class RewardPool(Supervisor[bytes]):
             "timeout_s": timeout_s,
             "memory_limit_mib": memory_limit_mib,
         }
-        kind: Callable[..., Worker[bytes]] = WorkerProcess
-        if os.environ.get(PLACE_VARIABLE) == "ray":
-            kind = functools.partial(RayWorker, WorkerProcess)
         self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # by id, the oldest first
         super().__init__(
             self.path,
-            functools.partial(kind, settings, import_path=import_path(*search_paths)),
+            functools.partial(WorkerProcess, settings, import_path=import_path(*search_paths)),
             workers=workers,
             timeout_s=timeout_s,
             startup_timeout_s=startup_timeout_s,

@@ -14,7 +14,6 @@ Reading order:
     prompt_cursor.py  which prompt comes next; prompts_ahead.py  made before it is needed
     group_filter.py, drop_tally.py  which groups are replaced, and how many
     saved_state.py    what a checkpoint has of all this; written.py  of the groups that run
-    schedule.py       what decided a run; replay.py  repeats it; pace.py  with its versions, token by token
     recorded.py       hands over the groups of an earlier run
     rl_trainer.py     RLTrainer: the trainer as the loop and the callbacks see it
 

@@ -19,20 +19,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines.abilities import FollowsSteps, LivesOnLoop
+from lightrl.engines.abilities import LivesOnLoop
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import Drop
-from lightrl.rollout.group_book import Batch, GroupBook
+from lightrl.rollout.group_book import GroupBook
 from lightrl.rollout.group_runs import GroupRuns
 from lightrl.rollout.pooled_player import make_player
 from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
 from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
-from lightrl.rollout.replay import Replay
 from lightrl.rollout.saved_state import SavedState
-from lightrl.rollout.schedule import ScheduleFile, head_of
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
 from lightrl.rollout.waits import Stragglers, Wait
@@ -56,8 +54,7 @@ class RolloutController:
         sampling: of training rollouts; the seed of each generation is set here.
         run_seed: with position, sample and turn it fixes every draw.
         prompts: the stream, by position; None where only `evaluate` is used.
-        folder: of the run, for its schedule, if it is asynchronous, and for its journal; None writes neither.
-        replays: the schedule to repeat, a file or the folder of a run; None decides freely.
+        folder: of the run, for the journal of a workflow with side effects; None writes none.
     """
 
     is_recorded = False
@@ -73,7 +70,6 @@ class RolloutController:
         run_seed: int = 0,
         prompts: Prompts | None = None,
         folder: Path | None = None,
-        replays: Path | None = None,
     ) -> None:
         self.engine = engine
         self.workflow = workflow
@@ -84,7 +80,7 @@ class RolloutController:
         self._book = GroupBook(settings)
         self._cursor = PromptCursor(prompts, settings.curriculum)
         self._tasks = Tasks()
-        self._player = make_player(engine, workflow, self._tasks, judge, self._book.tally, settings, replays)
+        self._player = make_player(engine, workflow, self._tasks, judge, self._book.tally, settings)
         self._wave = Wave(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._pump)
         self._runs = GroupRuns(
@@ -96,16 +92,9 @@ class RolloutController:
             on_done=lambda: self._tasks.spawn(self._pump()),
             on_news=lambda: self._take_wait.note_news() if self._take_wait is not None else None,
         )
-        self._record: ScheduleFile | None = None
         if folder is not None and self._player.workflow.has_side_effects:
             self._player.written.open_journal(folder)
-        if folder is not None and settings.max_staleness and prompts is not None:
-            steps = engine.record_steps() if isinstance(engine, FollowsSteps) else str
-            self._record = ScheduleFile(folder, lambda: head_of(engine, settings, self.run_seed), steps)
-            self._book.log = self._record.log
-        self._saved_state = SavedState(engine, self._book, self._cursor, self._player, self._wave, self._record)
-        self._replays = replays  # until the replay has begun
-        self._replay: Replay | None = None
+        self._saved_state = SavedState(engine, self._book, self._cursor, self._player, self._wave)
         self._take_wait: Wait | None = None  # of the `take` in progress
         self._stragglers = Stragglers()
         self._is_closing = False
@@ -163,10 +152,6 @@ class RolloutController:
             WeightSyncError: from the engine; it keeps serving the old weights.
             EngineTimeout: from the engine, which keeps the deadline of its load.
         """
-        if self._replays is not None:
-            self._thread.call(_as_coroutine(partial(self._begin_replay, {})))
-        if self._player.pace is not None:
-            self._player.pace.wait_to_load(weight_version)
         self.engine.load_weights(buckets, weight_version=weight_version)
         self._thread.call(self._pump())
 
@@ -244,8 +229,6 @@ class RolloutController:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.run_seed = int(state["run_seed"])
         self._saved_state.load(state)
-        if self._replays is not None:
-            self._begin_replay(state)
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
         """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""
@@ -267,20 +250,15 @@ class RolloutController:
             while True:
                 if self._tasks.failure is not None:
                     raise self._tasks.failure
-                is_due = self._replay is None or self._replay.may_take(weight_version)
-                batch = self._book.take(weight_version) if is_due else Batch(None, [])
+                batch = self._book.take(weight_version)
                 self._stragglers.count(len(batch.waits_for) if self._book.is_held_back else 0)
                 if batch.group_ids is not None:
                     self._runs.give_up(batch.gives_up)
-                    if self._replay is not None:
-                        self._replay.took(weight_version, batch)
-                    if batch.gives_up or self._replay is not None:
+                    if batch.gives_up:
                         self._tasks.spawn(self._pump())
-                    if self._record is not None:
-                        self._record.flush(weight_version)
                     return list(self._book.taken)
                 stragglers = self._book.stragglers(batch, self.engine.weight_version)
-                if stragglers and self._replay is None:
+                if stragglers:
                     version = self.engine.weight_version
                     for group_id in stragglers:
                         self._runs.start(group_id, self._runs.redraw(group_id), version, self.run_seed)
@@ -299,12 +277,6 @@ class RolloutController:
 
         Prompts that are not made yet are made in a thread first, and then what may start does.
         """
-        if self._player.pace is not None:
-            self._player.pace.look()
-        if self._replay is not None:
-            if self._is_open():
-                self._replay.follow()
-            return
         if self._is_open() and self._book.may_start(self.engine.weight_version):
             version = self.engine.weight_version
             if self._ahead.lacks(self._book.startable(version), self._book.room(version), self.run_seed):
@@ -326,18 +298,12 @@ class RolloutController:
         version = self.engine.weight_version
         try:
             for _ in range(self._book.plan(version)):
-                self._runs.choose(self.run_seed)
+                self._book.queue(self._cursor.choose(self.run_seed))
             for position in self._book.startable(version):
                 self._runs.start(position, self._cursor.read(position), version, self.run_seed)
         except RolloutError as error:
             self._tasks.fail(error)
         self._ahead.refill()
-
-    def _begin_replay(self, state: Mapping[str, Any]) -> None:
-        """Before the first load; from the start, or from the state of a checkpoint."""
-        assert self._replays is not None
-        source, self._replays = self._replays, None
-        self._replay = Replay.of_run(source, state, self._runs, self._ahead, self.run_seed)
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: Wait
@@ -367,8 +333,6 @@ class RolloutController:
 
     async def _cancel_all(self) -> None:
         self._is_closing = True
-        if self._record is not None:
-            self._record.flush(self.engine.weight_version)
         await self._tasks.give_up_all(but=self._wave.resuming)
         if isinstance(self.engine, LivesOnLoop):
             await self.engine.detach()

@@ -21,7 +21,6 @@ from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.rollout.drop_tally import DropTally
-from lightrl.rollout.schedule import ScheduleLog
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Trajectory
 
@@ -64,7 +63,6 @@ class GroupBook:
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
         self.tally = DropTally(settings)
-        self.log: ScheduleLog | None = None  # where decisions are recorded
         self.num_consumed = 0  # groups that an iteration was trained on
         self.num_redrawn = 0  # stragglers, since this object was made
         self.running: dict[int, RunningGroup] = {}
@@ -132,8 +130,6 @@ class GroupBook:
     def start(self, position: int, prompt: Prompt, weight_version: int) -> RunningGroup:
         """A queued position starts, under these weights."""
         (self._queued if position in self._queued else self._again).remove(position)
-        if self.log is not None:
-            self.log.started(position, weight_version)
         redraws = self._redraws.get(position)
         seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
         started_version, results = self.begun.pop(position, (weight_version, {}))
@@ -150,8 +146,6 @@ class GroupBook:
         Returns:
             True once all trajectories are done, then call `settle`; False before, and if the group is drawn again.
         """
-        if self.log is not None:
-            self.log.done(running.group.id, sample, trajectory)
         running.results[sample] = trajectory
         self.tally.count_trajectory(is_failed=trajectory is None)
         if len(running.results) < self.settings.group_size:
@@ -239,8 +233,6 @@ class GroupBook:
             self._redraws.pop(group_id, None)
             self.tally.count_given_up("oversampled")
         self.tally.begin_iteration()
-        if self.log is not None:
-            self.log.took(weight_version, batch.group_ids, batch.gives_up)
         return batch
 
     @property
@@ -257,8 +249,6 @@ class GroupBook:
     def redraw(self, group_id: int) -> Prompt:
         """Puts a running group back into the queue, to `start` with new seeds and this prompt."""
         running = self.running[group_id]
-        if self.log is not None:
-            self.log.redrawn(group_id)
         message = f"Group {group_id} of version {running.started_version} held a batch back and is drawn again."
         self._drop(group_id, "straggler", message)
         self._redraws[group_id] = self._redraws.get(group_id, 0) + 1

@@ -45,7 +45,7 @@ class GroupPlayer(Player):
         settings: Any = {"judge_now": judge_now}
         self.written.open(seed_name)
         seeds = [sampling_seed(run_seed, seed_name, sample, 0) for sample in samples]
-        if self._plays_groups and self.pace is None and self.written.begun.keys().isdisjoint(seeds):
+        if self._plays_groups and self.written.begun.keys().isdisjoint(seeds):
             return [self._play_group(group, samples, seeds, sampling, seed_name, **settings)]
 
         async def alone(sample: int) -> AsyncIterator[tuple[int, Trajectory | None]]:

@@ -14,8 +14,6 @@ from lightrl.rollout.prompt_cursor import PromptCursor
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 
-Report = Callable[[RunningGroup, int, Trajectory | None], None]
-
 
 @dataclass(eq=False)
 class GroupRuns:
@@ -23,7 +21,6 @@ class GroupRuns:
 
     Args:
         sampling: of training rollouts.
-        on_arrival: called with each trajectory that is done, in place of `report`, which it calls in time.
         on_done: called when all trajectories of a group are done.
         on_news: called when a trajectory is done.
     """
@@ -35,18 +32,9 @@ class GroupRuns:
     sampling: Sampling
     on_done: Callable[[], object]
     on_news: Callable[[], object]
-    on_arrival: Report | None = None
     _running: dict[int, tuple[str, list[asyncio.Task[None]]]] = field(default_factory=dict, init=False)  # by group
 
-    def choose(self, run_seed: int) -> int:
-        """Queues the next position of the prompt stream, and returns it."""
-        position = self.cursor.choose(run_seed)
-        if self.book.log is not None:
-            self.book.log.chose(position)
-        self.book.queue(position)
-        return position
-
-    def start(self, position: int, prompt: Prompt, weight_version: int, run_seed: int) -> RunningGroup:
+    def start(self, position: int, prompt: Prompt, weight_version: int, run_seed: int) -> None:
         """Starts a queued position; what a checkpoint has of it is not generated again."""
         running = self.book.start(position, prompt, weight_version)
         parts = self.player.parts(
@@ -59,7 +47,6 @@ class GroupRuns:
         )
         tasks = [self.tasks.spawn(self._play(running, part)) for part in parts]
         self._running[position] = (running.seed_name, tasks)
-        return running
 
     def redraw(self, group_id: int) -> Prompt:
         """Gives up a running group, which is queued to start again with this prompt."""
@@ -73,7 +60,7 @@ class GroupRuns:
             self.player.written.forget(seed_name)
             self.tasks.give_up(tasks)
 
-    def report(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
+    def _report(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
         """Tells the book that a trajectory is done; None was dropped."""
         group = running.group
         try:
@@ -96,4 +83,4 @@ class GroupRuns:
             if self.book.running.get(running.group.id) is not running:
                 return  # it was redrawn or given up, and the workflow did not let itself be cancelled
             self.on_news()
-            (self.on_arrival or self.report)(running, sample, trajectory)
+            self._report(running, sample, trajectory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.engines.abilities import ContinuesCompletions
@@ -20,9 +20,6 @@ from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_see
 from lightrl.workflows.own_time import OwnTime
 from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
 
-if TYPE_CHECKING:
-    from lightrl.rollout.pace import Pace
-
 
 @dataclass(eq=False)
 class Interactions:
@@ -31,7 +28,6 @@ class Interactions:
     engine: RolloutEngine  # has been started
     workflow: Workflow
     tasks: Tasks
-    pace: Pace | None = None  # repeats the versions of a recorded run
     written: Written = field(default_factory=Written, init=False)
 
     async def interact(
@@ -99,8 +95,6 @@ class Interactions:
     async def _write(self, token_ids: list[int], sampling: Sampling, **of_request: Any) -> Completion:
         """The engine's completion, or the rest of one that was begun before a resume."""
         written = self.written.begun.pop(sampling.seed, None)
-        if self.pace is not None:
-            return await self.pace.write(token_ids, sampling, written, **of_request)
         if written is not None and written.finish_reason != "abort":
             return written
         if written is not None and isinstance(self.engine, ContinuesCompletions):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lightrl.engines.engine import Completion, RolloutEngine
@@ -28,14 +27,11 @@ def make_player(
     judge: Judge,
     tally: DropTally,
     settings: RolloutSettings,
-    replays: Path | None,
 ) -> GroupPlayer:
     """What plays groups: a PooledPlayer if there are `workflow_workers`. ValueError if it cannot do that."""
     num, silent_s = settings.workflow_workers, settings.loop_timeout_s
     if num == 0:
         return GroupPlayer(engine, workflow, tasks, judge=judge, tally=tally)
-    if replays is not None:
-        raise ValueError(f"workflow_workers must be 0 to replay the schedule {replays}, got {num}.")
     pool = WorkflowPool(engine, workflow, num, tasks, silent_s=silent_s)
     return PooledPlayer(engine, workflow, tasks, judge=judge, tally=tally, pool=pool)
 

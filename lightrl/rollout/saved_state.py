@@ -14,7 +14,6 @@ from lightrl.errors import EngineError
 from lightrl.rollout.group_book import GroupBook
 from lightrl.rollout.group_player import GroupPlayer
 from lightrl.rollout.prompt_cursor import PromptCursor
-from lightrl.rollout.schedule import ScheduleFile
 from lightrl.rollout.wave import WAVE_TICKS, Wave
 
 log = logging.getLogger(__name__)
@@ -29,11 +28,10 @@ class SavedState:
     cursor: PromptCursor
     player: GroupPlayer
     wave: Wave
-    record: ScheduleFile | None
 
     async def take(self, run_seed: int, *, timeout_s: float) -> dict[str, Any]:
         """The state, in plain Python. Should the engine not stop in time, what it is writing will start again."""
-        if self.record is None and not (self.book.running and self.player.workflow.continues):
+        if not (self.book.running and self.player.workflow.continues):
             return self._state(run_seed, {})
         taking = asyncio.ensure_future(self._at_boundary(run_seed))
         await asyncio.wait({taking}, timeout=timeout_s)
@@ -66,7 +64,6 @@ class SavedState:
             "curriculum": cursor.state_dict(),
             **book,
             **self.player.written.state_dict(self.player.workflow, unfinished),
-            "schedule": None if self.record is None else self.record.marked(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -74,8 +71,6 @@ class SavedState:
         self.book.load_state_dict(state)
         first = min([int(state["next_position"]), *state["in_flight"], *self.book.finished])  # these may be redrawn
         self.player.written.load_state_dict(state, goes_on=bool(self.book.begun), first=first)
-        if self.record is not None:
-            self.record.continues = state.get("schedule")
         before, now = state["prompts"], self.cursor.fingerprint
         if before is not None and now is not None and before != now:
             log.warning(

@@ -62,7 +62,6 @@ class Written:
         logs = [item for logs in self._logs.values() for item in logs.items()]
         return {
             "written": self._written(unfinished) if workflow.continues else [],
-            "unfinished": list(unfinished),
             "answers": self._answers | {session: log.state_dict() for session, log in logs if log.answers},
             "journal": None if self.journal is None else str(self.journal.path.absolute()),
         }

@@ -68,11 +68,6 @@ def test_the_teacher_is_a_frozen_role_with_a_call_of_its_own() -> None:
     assert not any(parameter.requires_grad for parameter in module.teacher.parameters())
 
 
-def test_no_reward_is_needed() -> None:
-    assert make().reward(None) == 0.0
-    assert make().group_size == 1
-
-
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
 def test_the_loss_of_the_likeliest_tokens_is_the_divergence_from_the_teacher(divergence: str) -> None:
     """Of all V tokens: that of the whole distributions; the rewards train nothing."""
@@ -118,13 +113,6 @@ def test_fewer_tokens_leave_a_rest_and_less_of_the_divergence() -> None:
     assert 0.9 > rests[0] > rests[1] > rests[2]
     divergences = [metrics["teacher_divergence_nats"] for metrics in found.values()]
     assert 0 < divergences[0] < divergences[1] < divergences[2]
-
-
-def test_a_reward_is_trained_on_beside_the_divergence() -> None:
-    module, experience = make(teacher_topk=3, reward_coef=0.5, group_size=3), random_experience(topk=3)
-    module.configure_model()
-    expected = 0.5 * group_advantages(experience.rewards, experience.group_ids)[:, None]
-    torch.testing.assert_close(module.advantages(experience), expected.expand(experience.token_ids.shape))
 
 
 def test_tokens_that_the_policy_does_not_have_are_refused() -> None:

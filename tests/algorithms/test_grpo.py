@@ -69,17 +69,6 @@ def test_the_decoupled_loss_is_centered_on_the_proximal_policy_and_weighted() ->
     assert float(make_loss(module, minibatch)) == pytest.approx(total / minibatch.num_loss_tokens, rel=1e-4)
 
 
-def test_a_bound_on_an_estimate_of_the_kl_drops_whole_trajectories() -> None:
-    weights = ImportanceWeights(metric="k2", aggregation="mean", cap=0.005)
-    module, minibatch = make_module(decoupled=weights), random_experience()
-    mask = minibatch.loss_mask
-    squares = torch.where(mask, minibatch.proximal_logprobs - minibatch.behavior_logprobs, 0.0).square() / 2
-    is_dropped = squares.sum(1) / mask.sum(1) > 0.005
-    assert 0 < int(is_dropped.sum()) < len(minibatch)
-    expected = float(mask[is_dropped].sum() / mask.sum())
-    assert minibatch_gradient(module, minibatch)[1]["importance_dropped_fraction"] == pytest.approx(expected)
-
-
 def off_policy(module: GRPO, log_ratio: float, **changes: Any) -> Experience:
     """Each loss token has this log of policy ÷ behavior, and the advantage -1."""
     minibatch = random_experience()

@@ -17,10 +17,10 @@ from tiny import QUIET, random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
-from lightrl.algorithms import GRPO, PPO, AdaptiveKL, EarlyStop
+from lightrl.algorithms import PPO, AdaptiveKL, EarlyStop
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.experience import Experience
-from lightrl.functional import RewardShaping, kl
+from lightrl.functional import RewardShaping
 from lightrl.models import Role
 from lightrl.models.lora import LoRA
 from lightrl.rewards import OverlongPenalty
@@ -59,14 +59,6 @@ def test_advantages_and_returns_are_those_of_a_loop_over_each_trajectory(seed: i
             assert float(found["returns"][row, t]) == pytest.approx(advantage + now, abs=1e-5)
 
 
-def test_rewards_of_turns_stay_where_they_are_and_are_scaled() -> None:
-    experience = experience_of()
-    judged = torch.where(experience.loss_mask, 0.5, 0.0)
-    module = ppo(reward_shaping=RewardShaping(scaling=4.0, clip=1.5))
-    found = module.token_rewards(replace(experience, token_rewards=judged))
-    assert torch.equal(found, torch.where(experience.loss_mask, 1.5, 0.0))
-
-
 def test_beside_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() -> None:
     """Limit 8, buffer 4: 4, 6 and 8 tokens lose 0, 1/2 and 1. The last of them gets 2 · (0.5 - 0.25 - that)."""
     experience = random_experience(num_groups=1, group_size=3)
@@ -78,13 +70,6 @@ def test_beside_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() 
     found = module.token_rewards(replace(experience, token_rewards=judged))
     lost = torch.where(columns == num_tokens, torch.tensor([[0.25], [0.75], [1.25]]), 0.0)
     torch.testing.assert_close(found, 2 * (judged - lost))
-
-
-def test_a_kl_term_of_the_loss_is_not_in_the_rewards_too() -> None:
-    experience, in_loss = experience_of(), replace(KL, in_reward=False)
-    expected, found = (module.advantages(experience) for module in (ppo(), ppo(reference=in_loss)))
-    assert torch.equal(found["advantages"], expected["advantages"])
-    assert not torch.equal(ppo(reference=KL).advantages(experience)["advantages"], expected["advantages"])
 
 
 def test_the_kl_weight_of_the_next_iteration_follows_the_kl_of_the_loss_tokens() -> None:
@@ -166,21 +151,6 @@ def test_objects_check_their_own_settings(make: Callable[[], object], message: s
         make()
 
 
-@pytest.mark.parametrize("setting", ["leave_one_out", "advantage_mean", "advantage_std"])
-def test_ppo_compares_no_group(setting: str) -> None:
-    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{setting}'"):
-        ppo(**{setting: None})
-
-
-@pytest.mark.parametrize(("in_reward", "expected"), [(True, "k1"), (False, "k3")], ids=["reward", "loss"])
-def test_the_kl_estimator_follows_from_where_it_is_used(in_reward: bool, expected: Any) -> None:
-    experience = random_experience()
-    pair = experience.behavior_logprobs, experience.reference_logprobs
-    assert torch.equal(KL.per_token(*pair, in_reward=in_reward), kl(*pair, expected))
-    chosen = replace(KL, estimator="k2")
-    assert torch.equal(chosen.per_token(*pair, in_reward=in_reward), kl(*pair, "k2"))
-
-
 def names(module: PPO) -> list[str]:
     return [call.name for call in module.data_flow().calls]
 
@@ -245,14 +215,6 @@ def test_staleness_alone_stops_no_update() -> None:
     moved = minibatch_gradient(module, replace(experience, proximal_logprobs=logprobs - 1))[1]
     assert moved["kl_update_nats"] == pytest.approx(math.exp(1) - 2, rel=1e-4)  # d = -1 for every token
     assert module.is_update_the_last(moved)
-
-
-def test_decoupled_is_plain_where_the_proximal_policy_sampled() -> None:
-    experience = random_experience()
-    experience = replace(experience, proximal_logprobs=experience.behavior_logprobs)
-    plain = minibatch_gradient(make_module("PPO"), experience)[0]
-    decoupled = minibatch_gradient(make_module("PPO", decoupled=True), experience)[0]
-    assert all(torch.equal(plain[name], decoupled[name]) for name in plain)
 
 
 # ---------------------------------------------------------------------- through the trainer
@@ -395,23 +357,3 @@ def test_a_checkpoint_brings_the_kl_weight_only_where_it_adapts(reference: Adapt
     module.on_load_checkpoint({"ppo": {"kl_coef": 0.05, "value_normalizer": None}, "models": {}})
     assert module.kl_coef == expected
     assert set(module.models()) == roles
-
-
-def test_a_checkpoint_of_grpo_goes_on_with_ppo(tmp_path: Path) -> None:
-    """Its policy; the critic starts anew."""
-    module = GRPO(tiny_spec(), reward=len, group_size=2)
-    module.configure_model()
-    state = {name: value for name, value in module.state_dict().items() if name.startswith("policy.")}
-    other = ppo()
-    other.configure_model()
-    missing, unexpected = other.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert all(name.startswith("critic.") for name in missing)
-
-
-def test_a_critic_may_have_another_checkpoint_and_be_frozen() -> None:
-    module = ppo(critic=Role(tiny_spec(seed=7), frozen=True))
-    module.configure_model()
-    assert module.trained_roles() == ["policy"]
-    assert not any(value.requires_grad for value in module.critic.parameters())
-    assert "critic_update" not in names(module)

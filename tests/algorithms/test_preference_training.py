@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from tiny import FAMILIES, QUIET, slow_outputs, tiny_spec
+from tiny import QUIET, slow_outputs, tiny_spec
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lightrl
@@ -113,18 +113,6 @@ def test_with_adapters_the_policy_without_them_is_the_reference(tmp_path: Path) 
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_reference_gets_no_gradient_and_is_in_no_checkpoint(tmp_path: Path) -> None:
-    module = DPO(tiny_spec(), lr=1e-2)
-    trainer = make_trainer(tmp_path, max_steps=2, limit_val_batches=0)
-    trainer.fit(module, Digits(None, batch_size=5))
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    assert {name.split(".")[0] for name in state} == {"policy"}
-    expected = tiny_spec().load_model().state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in module.reference.state_dict().items())
-    assert not all(torch.equal(value, expected[name]) for name, value in module.policy.state_dict().items())
-
-
 def reward_of(model: Any, token_ids: torch.Tensor) -> float:
     """Hugging Face's own forward, one trajectory at a time."""
     return float(model(input_ids=token_ids[None]).logits[0, 0].detach())
@@ -197,16 +185,6 @@ def test_exports_load_as_what_they_are_and_begin_the_next_stage(tmp_path: Path) 
     torch.testing.assert_close(
         from_language_model.reward_model.model.embed_tokens.weight, loaded.model.embed_tokens.weight
     )
-
-
-def test_a_family_that_reads_in_both_directions_is_refused(tmp_path: Path) -> None:
-    config = {"model_type": "bert", **{k: v for k, v in FAMILIES["qwen3"].items() if k in ("vocab_size",)}}
-    spec = ModelSpec(
-        config={**config, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8},
-        tokenizer="tiny.char_tokenizer",
-    )
-    with pytest.raises(ValueError, match=r"is a bert, which does not generate from left to right"):
-        RewardModel(spec).configure_model()
 
 
 def test_a_coefficient_of_nothing_is_refused() -> None:

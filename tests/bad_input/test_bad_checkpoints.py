@@ -67,7 +67,7 @@ CHECKPOINTS = [
     row("checkpoint: a folder with a list in meta.pt", folder_with([1]), "a.ckpt/meta.pt' is not", "set model.policy"),
     row("checkpoint: a folder of another program", folder_with({"step": 1}), "a.ckpt/meta.pt' is not a checkpoint of a"),
     row("checkpoint: a folder without .metadata", folder(b"", None), "a.ckpt lacks meta.pt or .metadata"),
-    row("checkpoint: a link to nothing", link, "a.ckpt"),
+    row("checkpoint: a link to nothing", link, "Checkpoint file not found: a.ckpt"),
 ]  # fmt: skip
 
 

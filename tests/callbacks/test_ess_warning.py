@@ -32,75 +32,48 @@ def play(
         control.on_train_batch_end(trainer, module, None, None, 0)
 
 
-def test_few_tokens_with_all_the_weight_warn_once_until_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
-    control = StalenessControl(8)
-    with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(control, [0.1] * 9)
-        assert not caplog.messages  # too few iterations to tell
-        play(control, [0.1] * 20)
-        assert len(caplog.messages) == 1
-        start = "policy/ess_fraction was 0.1, below 0.15, in the mean of the last 10 iterations: "
-        assert caplog.messages[0].startswith(start)
-        assert "Lower lr or max_staleness" in caplog.messages[0]
-        play(control, [0.9] * 10 + [0.1] * 20)
-        assert len(caplog.messages) == 2
+ESS_LOW = "policy/ess_fraction was 0.1, below 0.15, in the mean of the last 10 iterations: "
+KL_HIGH = "policy/kl_behavior_nats was 2.81, above 2.8, in the mean of the last 10 iterations: "
+STEP_HIGH = "policy/step_k3_nats was 0.0147, above 0.014 = 0.014 · √policy/grad_norm, in the geometric mean of "
+LARGER = "policy/step_k3_nats was 0.0172, above 0.0171"
+ONE_LARGE = [1.0] * 29 + [16.0]  # mean 1.5, so a bound of 0.014 · √1.5 = 0.0171
 
 
-def test_a_policy_that_has_left_what_it_learns_from_warns_though_weights_are_even(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("name", "values", "settings", "starts"),
+    [
+        pytest.param(ESS, [0.1] * 9, {}, [], id="too few iterations to tell"),
+        pytest.param(ESS, [0.1] * 29, {}, [ESS_LOW], id="few tokens with all the weight"),
+        pytest.param(ESS, [0.1] * 29 + [0.9] * 10 + [0.1] * 20, {}, [ESS_LOW] * 2, id="again after it recovered"),
+        pytest.param(ESS, [1.0] * 10 + [0.01] + [1.0] * 10 + [0.16] * 30, {}, [], id="one low, then moderate"),
+        pytest.param(ESS, [0.1] * 30, {"is_main": False}, [], id="on another rank"),
+        # (20 + 2 · 2.5 + 7 · 0.1) / 10 = 2.57; with 3 of 2.5 it is 2.81
+        pytest.param(KL, [0.1] * 10 + [20.0] + [2.5] * 2, {}, [], id="one far away"),
+        pytest.param(KL, [0.1] * 10 + [20.0] + [2.5] * 8 + [2.75] * 30, {}, [KL_HIGH], id="far away, weights even"),
+        # 0.001^(15/30) · 100^(1/30) · 0.1^(14/30) = 0.0126; with one of 0.1 more it is 0.0147
+        pytest.param(STEP, [0.001] * 29 + [100.0] + [0.1] * 14, {}, [], id="one large step"),
+        pytest.param(STEP, [0.001] * 29 + [100.0] + [0.1] * 24, {}, [STEP_HIGH], id="large steps"),
+        pytest.param(STEP, [0.05] * 29 + [0.0] + [0.05] * 29, {}, [], id="one that is not known"),
+        pytest.param(STEP, [1.0] * 20 + [0.0125] * 30, {"first": 1}, [], id="the first 20 do not count"),
+        pytest.param(STEP, [0.0171] * 30, {"grad_norms": ONE_LARGE}, [], id="a step of a large gradient"),
+        pytest.param(
+            STEP,
+            [0.0172] * 30,
+            {"grad_norms": ONE_LARGE},
+            ["policy/step_k3_nats was 0.0172, above 0.0171"],
+            id="larger",
+        ),
+        pytest.param(STEP, [0.0001] * 40, {"grad_norms": [0.0] * 40}, [], id="nothing to learn from"),
+    ],
+)
+def test_a_warning_names_what_has_gone_too_far_once_until_it_recovers(
+    name: str, values: list[float], settings: Any, starts: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    control = StalenessControl(8)
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(control, [0.1] * 10 + [20.0] + [2.5] * 2, name=KL)
-        assert not caplog.messages  # (20 + 2 · 2.5 + 7 · 0.1) / 10 = 2.57
-        play(control, [2.5] * 6, name=KL)
-        assert len(caplog.messages) == 1  # with 3 of 2.5 it is 2.81
-        start = "policy/kl_behavior_nats was 2.81, above 2.8, in the mean of the last 10 iterations: "
-        assert caplog.messages[0].startswith(start)
-        play(control, [2.75] * 30, name=KL)
-    assert len(caplog.messages) == 1
-
-
-def test_large_steps_warn_by_their_geometric_mean(caplog: pytest.LogCaptureFixture) -> None:
-    control = StalenessControl(8)
-    with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(control, [0.001] * 29 + [100.0], name=STEP)  # 0.001 · 100,000^(1/30) = 0.0015
-        play(control, [0.1] * 14, name=STEP)  # 0.001^(15/30) · 100^(1/30) · 0.1^(14/30) = 0.0126
-        assert not caplog.messages
-        play(control, [0.1] * 10, name=STEP)
-        assert len(caplog.messages) == 1  # with one of 0.1 more it is 0.0147
-        start = "policy/step_k3_nats was 0.0147, above 0.014 = 0.014 · √policy/grad_norm, in the geometric mean of "
-        assert caplog.messages[0].startswith(start + "the last 30 iterations: ")
-        play(control, [0.012] * 30, name=STEP)
-        play(StalenessControl(8), [0.05] * 29 + [0.0] + [0.05] * 29, name=STEP)  # one that is not known
-        play(StalenessControl(8), [1.0] * 20 + [0.0125] * 30, name=STEP, first=1)  # the first 20 do not count
-        assert len(caplog.messages) == 1
-        play(StalenessControl(8), [1.0] * 21 + [0.0125] * 29, name=STEP, first=1)
-    assert len(caplog.messages) == 2
-
-
-def test_a_step_is_large_for_the_gradient_that_made_it(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="lightrl"):
-        # Means of 1 · 29 and 16 are 1.5, of 0.25 are 0.25: bounds are 0.014 · √1.5 = 0.0171 and 0.014 · 0.5 = 0.007.
-        play(StalenessControl(8), [0.0171] * 30, name=STEP, grad_norms=[1.0] * 29 + [16.0])
-        play(StalenessControl(8), [0.0069] * 30, name=STEP, grad_norms=[0.25] * 30)
-        play(StalenessControl(8), [0.0001] * 40, name=STEP, grad_norms=[0.0] * 40)  # nothing to learn from
-        assert not caplog.messages
-        play(StalenessControl(8), [0.0172] * 30, name=STEP, grad_norms=[1.0] * 29 + [16.0])
-        play(StalenessControl(8), [0.0071] * 30, name=STEP, grad_norms=[0.25] * 30)
-    starts = ["policy/step_k3_nats was 0.0172, above 0.0171", "policy/step_k3_nats was 0.0071, above 0.007 "]
-    assert len(caplog.messages) == 2
+        play(StalenessControl(8), values, name=name, **settings)
+    assert len(caplog.messages) == len(starts)
     assert all(message.startswith(start) for message, start in zip(caplog.messages, starts, strict=True))
-
-
-def test_a_single_low_iteration_and_a_moderate_fraction_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(StalenessControl(8), [1.0] * 10 + [0.01] + [1.0] * 10 + [0.16] * 30)
-        play(StalenessControl(8), [0.1] * 30, is_main=False)
-        module: Any = None
-        trainer: Any = SimpleNamespace(callback_metrics={}, is_global_zero=True, global_step=30)  # a LightningModule
-        StalenessControl(8).on_train_batch_end(trainer, module, None, None, 0)
-    assert not caplog.messages
+    assert name != ESS or all("Lower lr or max_staleness" in message for message in caplog.messages)
 
 
 def test_a_resumed_run_warns_when_it_would_have_and_not_again(caplog: pytest.LogCaptureFixture) -> None:

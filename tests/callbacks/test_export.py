@@ -80,20 +80,6 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is_left_behind(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 
-def test_an_exception_leaves_the_earlier_export_as_it_is(tmp_path: Path) -> None:
-    first = Module()
-    fit(first, HuggingFaceExport(str(tmp_path / "digits")))
-    with pytest.raises(RuntimeError, match="on request"):
-        fit(Module(fails_at=1), HuggingFaceExport(str(tmp_path / "digits")))
-    assert_same_weights(weights_at(tmp_path / "digits"), first.policy.state_dict())
-
-
-def test_ctrl_c_exports_nothing(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        fit(Module(fails_at=1, error=KeyboardInterrupt), HuggingFaceExport(str(tmp_path / "digits")))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_every_n_iterations_exports_while_the_run_goes_on(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on request"):
         fit(Module(fails_at=2), HuggingFaceExport(str(tmp_path / "digits"), every_n_iterations=2), num_iterations=4)

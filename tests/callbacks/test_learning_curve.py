@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from played_run import PlayedTrainer, ValidatedModule, batches, groups_of
 
-from lightrl.callbacks.learning_curve import LearningCurve, Points, draw_learning_curve, running_mean
+from lightrl.callbacks.learning_curve import LearningCurve, Points, draw_learning_curve
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
-from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.trajectory import Group
 
 PNG = b"\x89PNG\r\n"
@@ -30,6 +27,7 @@ def fit(
     *callbacks: Any,
     max_epochs: int = 2,
     module: ValidatedModule | None = None,
+    ckpt_path: Path | None = None,
     **settings: Any,
 ) -> PlayedTrainer:
     trainer = PlayedTrainer(
@@ -38,7 +36,7 @@ def fit(
         enable_progress_bar=False,
         **{"default_root_dir": folder, "enable_checkpointing": False, **settings},
     )
-    trainer.fit(module or ValidatedModule(play), batches(2), batches(1))
+    trainer.fit(module or ValidatedModule(play), batches(2), batches(1), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
 
@@ -78,19 +76,6 @@ def test_a_curve_of_a_long_run_has_the_means_of_equal_parts() -> None:
     assert all(place == value for place, value in values.items())
 
 
-def test_a_resumed_curve_is_the_uninterrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.callbacks.learning_curve.MAX_POINTS", 4)
-    whole, resumed = Points(), Points()
-    for iteration in range(11):
-        whole.add(iteration, iteration**2)
-        if iteration == 6:
-            resumed.load_state_dict(whole.state_dict())
-        elif iteration > 6:
-            resumed.add(iteration, iteration**2)
-    assert resumed.values() == whole.values()
-    assert len(whole.values()) == 3  # of 4 iterations each
-
-
 def test_another_metric_of_validation_can_be_drawn(tmp_path: Path) -> None:
     class WithTokens(ValidatedModule):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -106,26 +91,8 @@ def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
     whole, before, after = LearningCurve(), LearningCurve(), LearningCurve()
     fit(whole, tmp_path / "whole", max_epochs=4)
     fit(before, tmp_path / "parts").save_checkpoint(tmp_path / "two.ckpt")
-    trainer = PlayedTrainer(
-        callbacks=[RolloutMetrics(), after],
-        max_epochs=4,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path / "parts",
-    )
-    trainer.fit(ValidatedModule(play), batches(2), batches(1), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    fit(after, tmp_path / "parts", max_epochs=4, ckpt_path=tmp_path / "two.ckpt")
     assert repr(after.state_dict()) == repr(whole.state_dict())
-
-
-def test_the_end_of_fit_tells_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path, version="version_0")]
-    callbacks = TrajectoryLog(table_every_n_iterations=None), ModelCheckpoint(save_last=True)
-    trainer = fit(LearningCurve(), tmp_path, *callbacks, logger=loggers, enable_checkpointing=True)
-    output = capsys.readouterr().out
-    assert f"Run folder: {trainer.log_dir}" in output
-    for name in ("metrics.csv", "events.out.tfevents", "trajectories", "learning_curve.png", "checkpoints"):
-        assert name in output
-    assert "learning_curve.csv" not in output  # the CSVLogger has the numbers
 
 
 def test_ctrl_c_leaves_the_picture_of_what_was_done(tmp_path: Path) -> None:
@@ -134,15 +101,8 @@ def test_ctrl_c_leaves_the_picture_of_what_was_done(tmp_path: Path) -> None:
             raise KeyboardInterrupt
         return play(iteration)
 
-    trainer = PlayedTrainer(
-        callbacks=[RolloutMetrics(), LearningCurve()],
-        max_epochs=4,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
     with pytest.raises(SystemExit):
-        trainer.fit(ValidatedModule(interrupt), batches(2), batches(1))
+        fit(LearningCurve(), tmp_path, max_epochs=4, module=ValidatedModule(interrupt))
     assert (tmp_path / "learning_curve.png").exists()
 
 
@@ -157,15 +117,9 @@ def test_a_missing_matplotlib_is_told_once_and_harms_nothing(
 
 
 def test_a_plain_module_has_no_picture(tmp_path: Path) -> None:
-    trainer = PlayedTrainer(
-        callbacks=[LearningCurve()],
-        max_epochs=1,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
+    quiet = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
     data = batches(2).expand(2, 1, 32)
-    trainer.fit(BoringModel(), data, data)
+    PlayedTrainer(callbacks=[LearningCurve()], default_root_dir=tmp_path, **quiet).fit(BoringModel(), data, data)
     assert not (tmp_path / "learning_curve.png").exists()
 
 
@@ -173,7 +127,6 @@ def test_a_plain_module_has_no_picture(tmp_path: Path) -> None:
     "curves",
     [
         pytest.param({"rollout/reward": {0: -3.0}}, id="one point, reward only"),
-        pytest.param({"val/accuracy_fraction": {0: 0.1, 50: 1.0}}, id="held-out only"),
         pytest.param({"val/reward": {0: -2.0, 50: 3.5}}, id="held-out reward only"),
         pytest.param(
             {
@@ -189,11 +142,6 @@ def test_any_part_of_the_curves_can_be_drawn(tmp_path: Path, curves: dict[str, d
     draw_learning_curve(curves, tmp_path / "curve.png", title="GRPO", constant_baseline=0.34)
     assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
     assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
-
-
-def test_running_mean_worked_by_hand() -> None:
-    assert running_mean([0.0, 3.0, 6.0, 0.0], 3) == [1.5, 3.0, 3.0, 3.0]
-    assert running_mean([1.0, 2.0], 1) == [1.0, 2.0]
 
 
 def test_a_baseline_in_percent_is_refused() -> None:

@@ -2,20 +2,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.demos.boring_classes import BoringModel
 from played_run import PlayedModule, PlayedTrainer, ValidatedModule, batches, groups_of
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-
-from tiny_run import Digits, TinyGRPO, make_trainer
-
-from lightrl import LearningCurve, Trace
+from lightrl import LearningCurve
 from lightrl.callbacks import progress
 from lightrl.callbacks.progress import RolloutProgressBar, num_batches_of_run
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
@@ -44,11 +38,10 @@ def fit(
     *,
     num_batches: int = 4,
     validate: bool = False,
-    validated: type[PlayedModule] = ValidatedModule,
     **settings: Any,
 ) -> PlayedTrainer:
     trainer = PlayedTrainer(callbacks=[RolloutMetrics(), bar], enable_checkpointing=False, **settings)
-    module = validated(play) if validate else PlayedModule(play)
+    module = ValidatedModule(play) if validate else PlayedModule(play)
     trainer.fit(module, batches(num_batches), batches(1) if validate else None)
     return trainer
 
@@ -96,18 +89,6 @@ def test_a_line_per_iteration_stays_above_the_bars_and_fits(
     assert all("reward=0.500" in line and len(line) <= 60 for line in lines)
 
 
-def test_what_trace_reports_at_the_end_starts_a_line_of_its_own(
-    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    trainer = make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)], enable_progress_bar=True)
-    with terminal.as_stdout():
-        trainer.fit(TinyGRPO(), datamodule=Digits())
-    lines = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "").splitlines()
-    assert "3/3" in "".join(lines)
-    assert len([line for line in lines if line.startswith("Where the time went: ")]) == 1
-
-
 def test_the_run_folder_starts_a_line_of_its_own_after_ctrl_c(terminal: Terminal, tmp_path: Path) -> None:
     def interrupt(iteration: int) -> list[Group]:
         if iteration == 2:
@@ -122,18 +103,6 @@ def test_the_run_folder_starts_a_line_of_its_own_after_ctrl_c(terminal: Terminal
     assert [line for line in lines if "Run folder: " in line] == [f"Run folder: {tmp_path}"]
 
 
-def test_each_phase_is_drawn_when_it_begins_and_the_metrics_with_it(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightrl.callbacks.progress._REDRAW_S", 1e9)
-    with terminal.as_stdout():
-        fit(RolloutProgressBar(), max_steps=2)
-    frames = terminal.getvalue()
-    for phase in ("  rollout: ", "  scores", "  update: ", "  weight sync"):
-        assert phase in frames
-    assert "reward=0.500" in frames.split("weight sync")[1]
-
-
 def test_color_is_for_terminals_that_want_it(
     terminal: Terminal, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,23 +113,6 @@ def test_color_is_for_terminals_that_want_it(
     assert "\x1b[1miteration 1/1" in terminal.getvalue()
     fit(RolloutProgressBar(), max_steps=1)
     assert "\x1b" not in capsys.readouterr().out
-
-
-def test_expected_zeros_and_what_is_said_twice_are_left_out() -> None:
-    values = {"reward": 0.5, "accuracy": 0.5, "staleness": "0", "failed_fraction": 0.0, "loss": 0.0}
-    assert progress._telling(values) == {"reward": 0.5, "loss": 0.0}
-    assert progress._telling({"accuracy_fraction": 0.5, "reward": 0.25, "failed_fraction": 0.25}) == {
-        "accuracy_fraction": 0.5,
-        "reward": 0.25,
-        "failed_fraction": 0.25,
-    }
-
-
-def test_the_bar_counts_all_epochs_of_the_run(terminal: Terminal) -> None:
-    with terminal.as_stdout():
-        fit(RolloutProgressBar(), num_batches=2, max_epochs=3)
-    assert "6/6" in terminal.getvalue()
-    assert "2/2 [" not in terminal.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -182,18 +134,6 @@ def test_held_out_accuracy_is_shown_once_it_is_known(terminal: Terminal) -> None
     before, after = terminal.getvalue().split("Validation", 1)
     assert "held-out" not in before
     assert "held-out=0.500" in after  # 0.25 + 4 / 16
-
-
-def test_the_held_out_reward_is_shown_where_there_is_no_accuracy(terminal: Terminal) -> None:
-    class Graded(ValidatedModule):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val/reward", 1.5)
-
-    with terminal.as_stdout():
-        fit(RolloutProgressBar(), max_steps=8, validate=True, num_sanity_val_steps=0, validated=Graded)
-    after = terminal.getvalue().split("Validation", 1)[1]
-    assert "held-out=1.500" in after
-    assert "accuracy" not in after
 
 
 def test_no_terminal_gives_one_plain_line_every_n_iterations(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,38 +191,6 @@ def test_a_refresh_rate_of_zero_is_silent(capsys: pytest.CaptureFixture[str], te
     assert capsys.readouterr().out == ""
 
 
-def test_the_trainers_flag_for_no_bar_is_kept() -> None:
-    trainer = PlayedTrainer(enable_progress_bar=False, enable_checkpointing=False, max_steps=1)
-    trainer.fit(PlayedModule(play), batches(1))
-    assert trainer.progress_bar_callback is None
-
-
-def test_a_plain_module_shows_what_it_logs(terminal: Terminal) -> None:
-    class Plain(BoringModel):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("train_loss", 0.125, prog_bar=True)
-            return super().training_step(batch, batch_idx)
-
-    trainer = PlayedTrainer(callbacks=[RolloutProgressBar()], enable_checkpointing=False, max_epochs=2)
-    data = batches(3).expand(3, 1, 32)
-    with terminal.as_stdout():
-        trainer.fit(Plain(), data, data)
-    assert "6/6" in terminal.getvalue()
-    assert "train_loss=0.125" in terminal.getvalue()
-    assert "rollout" not in terminal.getvalue()
-
-
-def test_what_is_printed_during_a_run_stands_above_the_bars(terminal: Terminal) -> None:
-    class Talking(PlayedModule):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.print("a table")
-
-    trainer = PlayedTrainer(callbacks=[RolloutProgressBar()], enable_checkpointing=False, max_steps=1)
-    with terminal.as_stdout():
-        trainer.fit(Talking(play), batches(1))
-    assert "a table\n" in terminal.getvalue()
-
-
 def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_path: Any) -> None:
     with terminal.as_stdout():
         first = fit(RolloutProgressBar(), max_steps=2)
@@ -296,11 +204,3 @@ def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_p
     assert "2/4" in terminal.getvalue()
     assert "4/4" in terminal.getvalue()
     assert "1/4" not in terminal.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.0, "0.000"), (4e-4, "4.0e-04"), (0.25, "0.250"), (99.5, "99.500"), (568.181, "568.2"), (8234.0, "8.2k")],
-)
-def test_a_number_of_the_bar_has_the_digits_that_matter(value: float, shown: str) -> None:
-    assert progress._short_number(value) == shown

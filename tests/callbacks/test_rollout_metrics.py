@@ -45,11 +45,6 @@ def test_groups_that_lost_all_trajectories_count_nowhere() -> None:
         reward_metrics([lost])
 
 
-def test_a_group_of_one_has_no_part_in_the_zero_variance_fraction() -> None:
-    assert reward_metrics(groups_of([[0.0], [0.5, 0.5], [1.0, 0.0]]))["rollout/zero_variance_fraction"] == 0.5
-    assert "rollout/zero_variance_fraction" not in reward_metrics(groups_of([[0.0], [1.0]]))
-
-
 def test_lengths_staleness_and_mixed_versions_worked_by_hand() -> None:
     experience = Experience.from_trajectories(
         [
@@ -65,13 +60,6 @@ def test_lengths_staleness_and_mixed_versions_worked_by_hand() -> None:
         "staleness/mean_versions": 1.0,
         "staleness/max_versions": 2.0,
     }
-
-
-def test_a_trajectory_in_which_the_policy_wrote_nothing_has_no_staleness() -> None:
-    experience = Experience.from_trajectories([trajectory(0.0, completion_ids=[])])
-    metrics = experience_metrics(experience, weight_version=3)
-    assert metrics["rollout/mixed_version_fraction"] == 0.0
-    assert "staleness/max_versions" not in metrics
 
 
 def test_every_name_of_the_contract_is_logged_once_per_iteration() -> None:
@@ -202,11 +190,6 @@ def test_the_warning_says_why_nothing_is_learnt(rewards: list[list[float]], why:
 def test_the_warning_says_when_sampling_gives_one_completion_only() -> None:
     same = [trajectory(0.0, sample=sample) for sample in range(4)]
     assert "it is the same completion" in explain_zero_variance([Group(0, same[0].prompt, same)], 3)
-
-
-def test_metrics_do_not_depend_on_the_order_of_groups() -> None:
-    groups = groups_of([[1.0, 0.0], [0.5, 0.5], [0.0, 0.25]])
-    assert reward_metrics(groups) == pytest.approx(reward_metrics(groups[::-1]))
 
 
 def test_a_plain_module_is_left_alone() -> None:

@@ -10,7 +10,6 @@ from played_run import groups_of, run, trajectory
 
 from lightrl.callbacks.trajectory_log import (
     TrajectoryLog,
-    escape_unprintable,
     format_table,
     pick_rows,
     read_trajectories,
@@ -48,16 +47,6 @@ def test_what_is_read_back_equals_what_was_trained_on(tmp_path: Path) -> None:
     assert len(log_of(tmp_path).read_bytes().splitlines()) == 1
 
 
-def test_a_folder_is_read_in_the_order_of_training(tmp_path: Path) -> None:
-    run(
-        lambda iteration: groups_of([[float(iteration), -1.0]]),
-        TrajectoryLog(1),
-        num_iterations=3,
-        default_root_dir=tmp_path,
-    )
-    assert [item.reward for item in read_trajectories(tmp_path / "trajectories")] == [0.0, -1.0, 1.0, -1.0, 2.0, -1.0]
-
-
 def test_each_line_tells_iteration_weight_version_and_advantage(tmp_path: Path) -> None:
     run(lambda _: groups_of([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
     first, second = map(json.loads, log_of(tmp_path).read_text().splitlines())
@@ -76,18 +65,6 @@ def test_only_every_nth_iteration_and_so_many_trajectories_are_written(tmp_path:
 def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
     run(lambda _: groups_of([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path, fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_refuses_ends_the_log_with_one_warning_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "trajectories").write_text("a file where the folder should be")
-    log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
-    with caplog.at_level(logging.WARNING, logger="lightrl"):
-        trainer = run(lambda _: groups_of([[1.0, 0.0]]), log, num_iterations=3, default_root_dir=tmp_path)
-    assert trainer.global_step == 3
-    assert len(caplog.messages) == 1
-    assert "It stops" in caplog.messages[0]
 
 
 def test_a_full_disk_is_said_in_words_and_half_a_file_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,19 +116,6 @@ def test_no_row_is_wider_than_the_terminal(width: int) -> None:
     wide = lines[1].count("数") + lines[1].count("学")
     assert len(lines[1]) + wide <= width
     assert all(len(line) <= width for line in lines[2:])
-
-
-def test_a_long_completion_keeps_its_start_and_its_end() -> None:
-    long = trajectory(1.0)
-    long.completion = "start" + "x" * 500 + "end"
-    line = format_table([(long, 0.5)], width=60).splitlines()[1]
-    assert "start" in line
-    assert "xend" in line
-    assert "…" in line
-
-
-def test_control_characters_are_escaped_and_letters_kept() -> None:
-    assert escape_unprintable("é数\n\t\x1b[2J") == r"é数\n\t\x1b[2J"
 
 
 def test_rows_run_from_the_highest_advantage_to_the_lowest() -> None:

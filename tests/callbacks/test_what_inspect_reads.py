@@ -105,11 +105,3 @@ def test_drops_warnings_and_the_final_error_are_complaints(tmp_path: Path, monke
     servers = [one["message"] for one in found if one["source"] == "server"]
     assert servers == ["a server of version 1 is slow", "a server of version 2 is slow"]
     assert (found[-1]["kind"], found[-1]["message"]) == ("error", "RuntimeError: the disk is gone")
-
-
-def test_a_process_complains_at_most_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(complaints, "MAX_LINES", 3)
-    trainer = make_trainer(tmp_path, callbacks=[ComplaintLog()], logger=CSVLogger(tmp_path, name="", version=""))
-    with pytest.raises(RuntimeError):
-        trainer.fit(Failing(), datamodule=Digits())
-    assert len((tmp_path / "complaints" / "rank-00000.jsonl").read_text().splitlines()) == 3

@@ -137,7 +137,7 @@ def test_without_a_logger_no_config_is_written_over_the_users(settings, config):
     before = Path(name).read_text()
     assert main(["fit", "--config", name]) == 0
     assert Path(name).read_text() == before
-    assert {path.name for path in Path.cwd().iterdir()} == {"config.yaml", "schedule-000000.jsonl"}
+    assert {path.name for path in Path.cwd().iterdir()} == {"config.yaml"}
 
 
 def test_optimizer_and_scheduler_sections_replace_the_modules(settings, config):

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lightrl.data import DataSource, PromptDataModule, prompts, rows, stream
+from lightrl.data import PromptDataModule, prompts, rows
 from lightrl.errors import RolloutError
 from lightrl.rollout.prompt_cursor import PromptCursor
 
@@ -34,11 +34,6 @@ def make_data(tokenizer, train, **settings) -> PromptDataModule:
     data.attach(tokenizer)
     data.setup("fit")
     return data
-
-
-def played(data: PromptDataModule, num: int) -> list[str]:
-    cursor = PromptCursor(data.prompt_stream)
-    return [cursor.read(cursor.choose(0)).id for _ in range(num)]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -69,15 +64,6 @@ def test_only_the_first_rows_are_rendered_at_the_start(tmp_path: Path, plain_tok
     data = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["ab"] * 9), shuffle=False)
     assert rendered == ["train-0", "train-1"]
     assert data.prompt_stream[7].id == rendered[-1] == "train-7"
-
-
-def test_sources_are_mixed_by_weight(tmp_path: Path, plain_tokenizer):
-    sources = [
-        DataSource(write(tmp_path / "a.jsonl", ["a"] * 5), weight=3, label="a"),
-        DataSource(write(tmp_path / "b.jsonl", ["b"] * 3), label="b"),
-    ]
-    ids = played(make_data(plain_tokenizer, sources), 40)
-    assert sum(name.startswith("train-a-") for name in ids) == 30
 
 
 def test_rows_that_are_dropped_are_skipped_and_counted(tmp_path: Path, plain_tokenizer):
@@ -124,22 +110,6 @@ def test_a_bad_row_is_named_when_its_turn_comes(tmp_path: Path, plain_tokenizer,
 def test_a_bad_row_among_the_first_is_found_at_the_start(tmp_path: Path, plain_tokenizer):
     with pytest.raises(ValueError, match=r"Row 2 of .* has an empty column 'question'"):
         make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a", " ", "b", "c", "d"]))
-
-
-def test_other_prompts_have_another_fingerprint(tmp_path: Path, plain_tokenizer):
-    first = make_data(plain_tokenizer, write(tmp_path / "a.jsonl", ["a"] * 6)).prompt_stream.fingerprint
-    second = make_data(plain_tokenizer, write(tmp_path / "b.jsonl", ["b"] * 6)).prompt_stream.fingerprint
-    assert first != second
-
-
-def test_the_fingerprint_of_many_prompts_reads_some_of_them(tmp_path: Path, plain_tokenizer, monkeypatch):
-    monkeypatch.setattr(stream, "_FINGERPRINT_PROMPTS", 3)
-    data = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a"] * 10))
-    read: list[int] = []
-    make = data.prompts["train"].make
-    monkeypatch.setattr(data.prompts["train"], "make", lambda index: read.append(index) or make(index))
-    assert data.prompt_stream.fingerprint
-    assert read == [0, 4, 8]
 
 
 def test_blank_lines_do_not_count_and_the_last_may_lack_its_end(tmp_path: Path):

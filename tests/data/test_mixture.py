@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.data import DataSource, MixtureOrder, PromptDataModule, SFTDataModule
+from lightrl.data import DataSource, MixtureOrder, PromptDataModule
 from lightrl.rollout.prompt_cursor import PromptCursor
 
 
@@ -53,12 +53,6 @@ def test_a_source_gives_each_row_once_before_any_comes_again():
     assert len({tuple(first[start : start + 5]) for start in range(0, 40, 5)}) > 1
 
 
-def test_one_source_comes_in_the_order_of_an_unweighted_stream(plain_tokenizer):
-    plain = make_data(plain_tokenizer, "test_mixture.made_rows")
-    weighted = make_data(plain_tokenizer, [source(5, weight=9)])
-    assert ids(plain, 0, 20) == ids(weighted, 0, 20)
-
-
 def test_prompts_of_several_sources_have_ids_of_their_own_and_a_batch_has_both(plain_tokenizer):
     data = make_data(
         plain_tokenizer, [source(6, weight=3, word="many"), DataSource("test_mixture.made_rows", label="few")]
@@ -93,16 +87,6 @@ def test_other_weights_are_another_stream_and_a_resume_can_tell(plain_tokenizer)
         for weight in (1, 2)
     }
     assert len(prints) == 2
-
-
-def test_chats_are_mixed_too(plain_tokenizer):
-    data = SFTDataModule([source(30, weight=1), source(10, weight=3, word="b")], batch_size=8, seed=0)
-    data.attach(plain_tokenizer, max_prompt_tokens=100)
-    data.setup("fit")
-    texts = [plain_tokenizer.decode(row) for batch in data.train_dataloader() for row in batch.token_ids]
-    found = Counter(text.startswith("made") for text in texts)
-    assert len(texts) == 40
-    assert found == {True: 10, False: 30}
 
 
 @pytest.mark.parametrize("weight", [0, -1, float("inf")])

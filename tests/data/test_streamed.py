@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from torch.utils.data import IterableDataset
 
-from lightrl.data import DataSource, PreferenceDataModule, PromptDataModule, SFTDataModule, prompts, streamed
+from lightrl.data import DataSource, PreferenceDataModule, PromptDataModule, SFTDataModule, prompts
 from lightrl.data.streamed import StreamedRows, open_stream, shards_of
 
 SIZES = (7, 5, 6)  # rows of the shards
@@ -82,15 +82,6 @@ def test_a_resumed_stream_does_not_read_what_comes_before(folder: str):
     resumed.load_state_dict(rows.state_dict(17))
     assert questions(resumed, 17, 18) == ALL[17:]
     assert opened_shards == [2]
-
-
-def test_old_blocks_are_forgotten_and_read_again(folder: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streamed, "_MAX_MARKS", 4)
-    rows = opened(folder)
-    expected = questions(rows, 0, 60)
-    assert len(rows._marks) <= 4
-    assert len(rows._blocks) <= 3
-    assert questions(rows, 0, 60) == expected
 
 
 def numbers(split: str, num: int) -> Iterator[dict[str, str]]:
@@ -174,11 +165,6 @@ def test_a_bad_row_of_a_stream_is_named_when_it_is_met(folder: str, plain_tokeni
     assert stream[6].id == "train-0-6"
     with pytest.raises(ValueError, match=r"Row 1 of shard 2 of .* has 8 prompt tokens, but at most 3 fit"):
         stream[7]
-
-
-def test_a_bad_first_row_is_found_at_the_start(folder: str, plain_tokenizer: Any):
-    with pytest.raises(ValueError, match=r"Row 1 of shard 1 of .* has no column 'problem'"):
-        make_data(plain_tokenizer, folder, prompt_column="problem")
 
 
 def test_a_source_that_breaks_is_named_with_the_row(plain_tokenizer: Any):

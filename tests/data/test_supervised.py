@@ -66,7 +66,7 @@ def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
     path.write_text("".join(json.dumps({"question": "q" * (n % 7 + 1), "answer": "a"}) + "\n" for n in range(28)))
     loader = make_data(str(path), plain_tokenizer).train_dataloader()
     widths = [batch.loss_mask.sum().item() and set((batch.token_ids != 0).sum(1).tolist()) for batch in loader]
-    assert all(len(lengths) == 1 for lengths in widths)
+    assert [len(lengths) for lengths in widths] == [1] * 7
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from fake_sglang.process import FakeServerProcess
 from torch import Tensor
 
 from lightrl.engines.sglang.client import SGLangClient
@@ -15,7 +16,6 @@ from lightrl.engines.sglang.sync.report import SyncReport
 from lightrl.engines.sglang.sync.server_sync import ServerSync
 from lightrl.engines.sglang.sync.transports import WeightTransport
 from lightrl.engines.sglang.timeouts import Timeouts
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.weights import Bucket, bucketed
 
 

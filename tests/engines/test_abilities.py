@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from fake_sglang.process import FakeServerProcess
 from transformers import AutoConfig
 
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, abilities
 from lightrl.engines.sglang.servers.command import dtype_of_auto
-from lightrl.testing import FakeServerProcess
 
 ALL = {
     "LivesOnLoop",

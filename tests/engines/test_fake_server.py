@@ -13,14 +13,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from fake_sglang.faults import KINDS, Fault
+from fake_sglang.process import FakeServerProcess
 from safetensors.torch import save_file
 from waits import NUM_TOKENS, SLOWLY, until, until_written
 
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.testing.fake_server_faults import KINDS, Fault
-from lightrl.testing.fake_server_process import FakeServerProcess
+
+TESTS = str(Path(__file__).parents[1])
 
 UPDATE = "/update_weights_from_disk"
 
@@ -56,7 +58,7 @@ def body(rid: str = "r", prompt: tuple[int, ...] = (1, 2), **params: Any) -> dic
 
 
 def test_a_script_starts_without_torch() -> None:
-    code = "import sys, lightrl.testing.fake_server; print('torch' in sys.modules)"
+    code = f"import sys; sys.path.append({TESTS!r}); import fake_sglang.server; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
@@ -201,7 +203,7 @@ def test_a_slow_server_answers_in_the_end(server: FakeServerProcess) -> None:
 
 def test_the_server_ends_with_its_parent() -> None:
     code = (
-        "from lightrl.testing.fake_server_process import FakeServerProcess\n"
+        f"import sys\nsys.path.append({TESTS!r})\nfrom fake_sglang.process import FakeServerProcess\n"
         "import time\nprint(FakeServerProcess().start().pid, flush=True)\ntime.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

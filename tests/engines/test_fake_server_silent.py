@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_sglang.faults import Fault
+from fake_sglang.process import FakeServerProcess
+from fake_sglang.wrong_loads import LoadHistory
 from sync_cases import asked
 from transformers import AutoModelForCausalLM, Qwen3Config
-
-from lightrl.testing.fake_server_faults import Fault
-from lightrl.testing.fake_server_process import FakeServerProcess
-from lightrl.testing.fake_server_wrong_loads import LoadHistory
 
 CONFIG = Qwen3Config(
     vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,

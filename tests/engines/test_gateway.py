@@ -16,6 +16,7 @@ import psutil
 import pytest
 from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version
 from fake_gateway import FakeGateway
+from fake_sglang.process import FakeServerProcess
 from test_registry import NUM_TOKENS, announced, is_whole, often
 from test_server_faults import start, weights
 from test_sglang_engine import contract_case, model_servers, models
@@ -26,7 +27,6 @@ from lightrl.engines import Timeouts
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.servers.registry import ServerEntry
 from lightrl.errors import EngineError
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 
 __all__ = ["announced", "model_servers", "models", "often", "start"]  # fixtures

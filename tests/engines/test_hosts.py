@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_sglang import COMMAND
 from hosts import Hosts, why_not
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -61,7 +62,7 @@ def hosts() -> Iterator[Hosts]:
 def serve(hosts: Hosts, number: int, model_folder: str) -> str:
     """Starts a fake server on a host; its address."""
     address = hosts.address(number)
-    command = [sys.executable, "-m", "lightrl.testing.fake_server", "--host", address, "--port", str(PORT)]
+    command = [*COMMAND, "--host", address, "--port", str(PORT)]
     process = hosts.popen(number, [*command, "--model-path", model_folder], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["port"] == PORT

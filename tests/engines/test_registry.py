@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_sglang.process import FakeServerProcess
+from fake_sglang.script import ScriptedModel
 from test_server_faults import DEADLINES, weights
 from transformers import Qwen3Config
 from waits import until
@@ -17,8 +19,6 @@ from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.servers import registry
 from lightrl.engines.sglang.servers.registry import Announcement, Registry, ServerEntry, registry_at
 from lightrl.errors import EngineTimeout
-from lightrl.testing.fake_server_process import FakeServerProcess
-from lightrl.testing.fake_server_script import ScriptedModel
 from lightrl.trajectory import Sampling
 
 NUM_TOKENS = 400

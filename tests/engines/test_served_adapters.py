@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import pytest
 import torch
 from engine_contract import EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version, run
 from engine_contract import recomputed_logprobs as recomputed
+from fake_sglang import COMMAND
+from fake_sglang.process import FakeServerProcess
 from real_sglang import sglang_python, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import until
@@ -24,7 +25,6 @@ from lightrl.engines.sglang.servers import command, server
 from lightrl.engines.sglang.servers.command import flags
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge, peft_name
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
 from lightrl.weights.shared_memory import payload_of
@@ -120,26 +120,6 @@ def check_scores(case: AdapterCase, version: int) -> None:
         assert scores[0][1:] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def check_answers(case: AdapterCase, version: int) -> None:
-    """As the probe relies on: the same adapter answers with the same bits, and one a step of 1e-6 away with others."""
-    engine: Any = case.engine
-    row = list(range(2, 30))
-    scores = engine.score([row])
-    assert engine.score([row]) == scores
-    same = version + len(case.models)
-    case.load(same)
-    assert engine.score([row]) == scores
-    stepped = adapted(version)
-    with torch.no_grad():
-        for name, parameter in stepped.named_parameters():
-            if ".lora_" in name:
-                parameter += 1e-6
-    case.models = [stepped] * len(case.models)
-    case.load(same + 1)
-    for url, (answer,) in engine.score([row]).items():
-        assert answer != scores[url][0]
-
-
 def listed(case: AdapterCase) -> list[list[str]]:
     """The adapters of each server."""
     engine: Any = case.engine
@@ -152,7 +132,6 @@ def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case)
         case.load(version)
         check_tokens(case, version)
         check_scores(case, version)
-    check_answers(case, version)
 
 
 def test_the_digests_of_the_base_do_not_prove_the_adapters(case, servers):
@@ -270,7 +249,7 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
 
 
 def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder):
-    words = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}", "--model-path", str(folder)]
+    words = [*COMMAND, "--port", "{port}", "--model-path", str(folder)]
     case = started(SGLangEngine(servers=1, command=[*words, *flags(LORA)], adapters="served", probe_interval_s=0.1))
     try:
         for version in range(3):
@@ -374,6 +353,5 @@ def test_the_real_sglang_serves_each_version_within_rounding(tmp_path, monkeypat
             check_scores(case, version)
         run(until(lambda: listed(case) == [["policy-v1", "policy-v2"]]))
         assert case.engine.last_sync.seconds["load"] < case.engine.timeouts.sync_s
-        check_answers(case, 2)
     finally:
         case.engine.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_sglang.process import FakeServerProcess
 from real_sglang import sglang_python
 from tiny import random_experience, tiny_spec
 from torch import Tensor
@@ -24,7 +25,6 @@ from lightrl.experience import Experience
 from lightrl.loops.score import score
 from lightrl.models.model_folder import save_model
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.testing import FakeServerProcess
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ import psutil
 import pytest
 import torch
 from engine_contract import run
+from fake_sglang import COMMAND
+from fake_sglang.process import FakeServerProcess
 from sync_cases import asked, version_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 from waits import until
@@ -30,7 +32,6 @@ from waits import until
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError, WeightSyncError
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, WeightFolder
 
@@ -338,7 +339,7 @@ def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(
     moment: str, start: Start, measured: Any
 ) -> None:
     expected = written(start)
-    command = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+    command = [*COMMAND, "--port", "{port}"]
     engine = SGLangEngine(servers=2, command=[*command, "--seconds-per-token", "0.02"], **DEADLINES)
     engine.start(Qwen3Config(vocab_size=1000))
     engine.load_weights(weights(0), weight_version=0)

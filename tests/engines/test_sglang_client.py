@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from fake_sglang.process import FakeServerProcess
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.servers.held_port import HeldPort
 from lightrl.errors import EngineTimeout, EngineUnreachable
-from lightrl.testing.fake_server_process import FakeServerProcess
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import http.server
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_sglang import COMMAND
+from fake_sglang.process import FakeServerProcess
 from transformers import Qwen3Config
 from waits import NUM_TOKENS, SLOWLY, until
 
@@ -23,7 +24,6 @@ from lightrl.engines import Timeouts
 from lightrl.engines.sglang import members, writer
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -56,7 +56,7 @@ def test_a_close_amid_a_thousand_requests_is_orderly() -> None:
 
 def test_a_close_while_the_loop_ends_all_its_tasks_ends_servers_and_scratch_too(caplog: Any) -> None:
     """As a controller does that needs longer for it than its own deadline."""
-    engine = SGLangEngine(servers=1, command=[sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"])
+    engine = SGLangEngine(servers=1, command=[*COMMAND, "--port", "{port}"])
     thread = LoopThread(loop_timeout_s=60, on_exit=print)
     thread.start()
     engine.start(CONFIG)
@@ -105,7 +105,7 @@ def test_a_supervising_thread_that_is_late_gets_no_event_loop_from_a_closed_engi
 
 
 def test_a_step_of_the_close_that_raises_skips_no_other_and_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SGLangEngine(servers=1, command=[sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"])
+    engine = SGLangEngine(servers=1, command=[*COMMAND, "--port", "{port}"])
     engine.start(CONFIG)
     assert engine.fleet is not None
     assert engine._scratch is not None

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version, run
+from fake_sglang import COMMAND
+from fake_sglang.process import FakeServerProcess
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from waits import NUM_TOKENS, SLOWLY, until, until_written
 
@@ -18,7 +20,6 @@ from lightrl.engines import Timeouts
 from lightrl.engines.sglang.addresses import addresses_from_environment
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError, WeightSyncError
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -424,9 +425,8 @@ def test_a_server_that_comes_back_gets_the_weights_before_requests(scripted: Cal
 
 
 def test_servers_that_the_engine_starts_are_restarted_and_ended(tmp_path: Path) -> None:
-    import sys
 
-    command = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+    command = [*COMMAND, "--port", "{port}"]
     engine = SGLangEngine(servers=2, command=command, probe_interval_s=0.2, timeouts=Timeouts(hang_s=5))
     engine.start(Qwen3Config(vocab_size=1000))
     engine.load_weights(iter(WEIGHTS), weight_version=0)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS
 
 from benchmarks.sync_faults import (
     FAULTS,
@@ -21,7 +22,6 @@ from benchmarks.sync_faults import (
     run_fault,
     run_healthy,
 )
-from lightrl.testing.fake_server_faults import OF_LOADS, OF_SERVED_WEIGHTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = [
@@ -56,7 +56,7 @@ def test_healthy_syncs_give_no_alarm(servers: Servers) -> None:
 
 def test_there_is_a_run_for_each_silent_kind_of_fault() -> None:
     kinds = {fault.fault["kind"] for fault in FAULTS if fault.is_silent and not fault.damage}
-    assert kinds == {*OF_LOADS, *OF_SERVED_WEIGHTS, "keep_cache", "stale_draft", "old_adapter"}
+    assert kinds == {*OF_LOADS, *OF_SERVED_WEIGHTS, "keep_cache", "old_adapter"}
     assert sum(fault.is_silent for fault in FAULTS) >= 20
 
 

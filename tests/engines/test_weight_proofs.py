@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_sglang.process import FakeServerProcess
 from sync_cases import asked, running
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
@@ -19,11 +20,9 @@ from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.servers.server_process import ServerProcess, other_model
-from lightrl.engines.sglang.sync.draft_models import DraftModels, target_digests
 from lightrl.engines.sglang.sync.report import Fleet
-from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
+from lightrl.engines.sglang.sync.weight_proofs import WeightProofs, target_digests
 from lightrl.errors import EngineError, WeightSyncError
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import ServerForm, bucketed
 
@@ -381,7 +380,7 @@ def proofs_of(config: PretrainedConfig, process: ServerProcess) -> WeightProofs:
 
 
 def answer_of(config: PretrainedConfig, dtype: torch.dtype, **more: str) -> dict[str, Any]:
-    from lightrl.testing.fake_server_layout import checksums
+    from fake_sglang.layout import checksums
 
     tensors = {name: tensor.to(dtype) for name, tensor in parameters_of(config).items()}
     return {"ranks": [{"checksums": {**checksums(tensors, config, 1)[0], **more}, "parallelism_info": []}]}
@@ -443,54 +442,17 @@ def test_draft_models_and_adapters_do_not_hide_the_targets_parameters():
     assert target_digests({"ranks": [first, second]}) == [{"a.weight": "3"}, {"a.weight": "1"}]
 
 
-def drafted(target: str, shared: str, own: str) -> dict[str, Any]:
-    """An answer of a server whose draft shares the embedding and has two parameters of its own."""
-    draft = {"draft.model.embed_tokens.weight": shared, "draft.model.fc.weight": own, "draft.model.norm.weight": "1"}
-    infos = [{"role": "target", "tp_rank": 0}, {"role": "draft", "tp_rank": 0}]
-    checksums = {"model.embed_tokens.weight": target, "model.norm.weight": f"norm of {target}", **draft}
-    return {"ranks": [{"checksums": checksums, "parallelism_info": infos}]}
-
-
-def test_a_draft_must_follow_in_what_it_shares_and_stay_the_same_in_what_is_its_own():
-    drafts = DraftModels()
-    assert drafts.note(drafted("v0", "v0", "own")) == (1, 2)
-    assert drafts.problem(drafted("v1", "v1", "own")) == ""
-    assert "no longer equal the policy's, which it shared (draft.model.embed_tokens.weight)" in drafts.problem(
-        drafted("v2", "v1", "own")
-    )
-    assert "1 parameters that changed (draft.model.fc.weight)" in drafts.problem(drafted("v2", "v2", "new"))
-
-
-def test_of_a_restarted_server_only_the_present_process_is_remembered(caplog):
+def test_of_a_restarted_server_only_the_present_process_is_remembered():
     processes = {URL: ServerProcess("0", dtype=torch.float32)}
     proofs = WeightProofs(config_of(), ServerForm.of(config_of()), processes)
-    with caplog.at_level("WARNING", logger="lightrl"):
-        for restart in range(3):
-            processes[URL] = ServerProcess(str(restart), dtype=torch.float32)
-            proofs.meet(URL, drafted("v2", "v2", f"own of {restart}"))  # another draft is no change in a new process
-            proofs.judge(URL, 0, drafted("v2", "v2", f"own of {restart}"))
-    assert not [message for message in caplog.messages if "draft" in message]
-    assert len(proofs._known) == 1
+    for restart in range(3):
+        processes[URL] = ServerProcess(str(restart), dtype=torch.float32)
+        proofs.judge(URL, 0, None)
+    assert [known.identity for known in proofs._known.values()] == ["2"]
 
 
-def test_a_draft_that_gets_the_policys_parameters_is_right():
-    drafts = DraftModels()
-    drafts.note(drafted("v0", "v0", "own"))
-    answer = drafted("v1", "v1", "own")
-    answer["ranks"][0]["checksums"]["draft.model.norm.weight"] = "norm of v1"  # a load from a folder reaches it
-    assert drafts.problem(answer) == ""
-
-
-def test_a_stale_draft_is_reported_once_and_its_server_stays(serving, folder, engines, caplog):
+def test_a_server_with_a_draft_model_is_verified_by_the_targets_digests(serving, folder, engines):
     servers = serving(1, folder, speculative_algorithm="EAGLE", tp_size=2)
-    with caplog.at_level("INFO", logger="lightrl"):
-        engine = engines(servers, config_of())
-        load(engine, parameters_of(config_of()), 0)
-        servers[0].fault("stale_draft", UPDATE)
-        for version in range(1, 4):
-            load(engine, parameters_of(config_of(), version), version)
-            assert engine.proofs() == {servers[0].url: "digests"}
-    assert sum("shares 2 parameters with the policy" in message for message in caplog.messages) == 1
-    stale = [message for message in caplog.messages if "no longer equal the policy's" in message]
-    assert len(stale) == 1
-    assert engine.pool.urls("routable") == [servers[0].url]
+    engine = engines(servers, config_of())
+    load(engine, parameters_of(config_of()), 0)
+    assert engine.proofs() == {servers[0].url: "digests"}

@@ -4,7 +4,9 @@ from examples.countdown.data import countdown_rows
 
 
 def test_each_row_has_a_solution_of_its_numbers():
-    for row in countdown_rows(num_rows=300, num_numbers=4):
+    rows = countdown_rows(num_rows=300, num_numbers=4)
+    assert len(rows) == 300
+    for row in rows:
         assert eval(row["answer"]) == pytest.approx(row["target"])
         used = row["answer"].translate(str.maketrans("+-*/", "    ")).split()
         assert sorted(used) == sorted(row["numbers"].split())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fake_sglang import COMMAND
 from rank_scripts import finished
 from test_make_model import make_folder
 
@@ -91,7 +91,7 @@ def test_the_digit_examples_start(name: str, tmp_path: Path) -> None:
 
 
 def test_the_servers_example_starts_with_servers_of_its_kind(tmp_path: Path, forked_children: None) -> None:
-    command = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}", "--vocab-size", "14"]
+    command = [*COMMAND, "--port", "{port}", "--vocab-size", "14"]
     other: dict[str, Any] = {"trainer": {"engine": {"init_args": {"command": command}}}}
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(other))
     configs = [*configs_of("examples/quickstart/sglang_cpu.yaml"), "--config", str(tmp_path / "other.yaml")]

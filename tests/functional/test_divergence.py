@@ -67,35 +67,13 @@ def test_one_token_and_the_rest_worked_by_hand(kind: Any, expected: float) -> No
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("num", [1, 3, 8])
+@pytest.mark.parametrize("num", [1, 3, 9])
 @every_kind
 def test_it_equals_a_loop_over_outcomes(kind: Any, num: int, beta: float) -> None:
     policy, teacher = distributions()
     found = topk_divergence(*topk(policy, teacher, num), kind, jsd_beta=beta)
     expected = torch.tensor(slow_divergence(policy, teacher, num, kind, beta), dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@every_kind
-def test_with_every_token_it_is_the_divergence_of_the_whole_distributions(kind: Any, dtype: torch.dtype) -> None:
-    policy, teacher = distributions()
-    expected = {
-        "reverse_kl": torch.nn.functional.kl_div(teacher, policy, reduction="none", log_target=True).sum(-1),
-        "forward_kl": torch.nn.functional.kl_div(policy, teacher, reduction="none", log_target=True).sum(-1),
-        "jsd": torch.tensor(slow_divergence(policy, teacher, 9, "jsd"), dtype=torch.float64),
-    }[kind]
-    found = topk_divergence(*topk(policy.to(dtype), teacher.to(dtype), 9), kind)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(found, expected.to(dtype), rtol=tolerance, atol=tolerance)
-
-
-@every_kind
-def test_it_grows_with_k_up_to_the_whole_divergence_and_is_never_negative(kind: Any) -> None:
-    policy, teacher = distributions(200)
-    values = torch.stack([topk_divergence(*topk(policy, teacher, num), kind) for num in range(1, 10)])
-    assert values.min() >= 0
-    assert (values[1:] - values[:-1]).min() >= -1e-12
 
 
 @every_kind
@@ -115,21 +93,6 @@ def test_the_gradient_is_that_of_finite_differences_and_only_the_policys(kind: A
     assert torch.autograd.gradcheck(lambda logprobs: topk_divergence(logprobs, teacher.detach(), kind), (policy,))
     topk_divergence(policy, teacher, kind).sum().backward()
     assert teacher.grad is None
-
-
-def test_jsd_is_symmetric_at_one_half_and_bounded_by_log_2() -> None:
-    policy, teacher = topk(*distributions(spread=20.0), 3)
-    there, back = topk_divergence(policy, teacher, "jsd"), topk_divergence(teacher, policy, "jsd")
-    torch.testing.assert_close(there, back)
-    assert 0.5 < there.max() <= math.log(2)
-
-
-@pytest.mark.parametrize(("beta", "kind"), [(1e-5, "forward_kl"), (1 - 1e-5, "reverse_kl")])
-def test_at_its_ends_jsd_is_one_of_the_two_divergences(beta: float, kind: Any) -> None:
-    """GKD, section 2: jsd / β tends to the forward divergence as β tends to 0; the other end by symmetry."""
-    policy, teacher = topk(*distributions(spread=1.0), 3)
-    found = topk_divergence(policy, teacher, "jsd", jsd_beta=beta) / min(beta, 1 - beta)
-    torch.testing.assert_close(found, topk_divergence(policy, teacher, kind), rtol=1e-3, atol=1e-6)
 
 
 @every_kind

@@ -38,23 +38,11 @@ def test_what_is_masked_has_no_effect_on_the_second_moment(junk: float) -> None:
     assert second_moment_mask(policy, torch.zeros(1, 3), loss_mask).tolist() == [[False, True, False]]
 
 
-def test_without_a_loss_token_nothing_is_kept() -> None:
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    assert not second_moment_mask(torch.ones(2, 3), torch.zeros(2, 3), nothing).any()
-
-
 def test_the_interpolated_proximal_policy_worked_by_hand() -> None:
     """At version 4, tokens of versions 4, 3 and 1: 0, 1/2 and 3/4 of the way from -2 to -1."""
     versions = torch.tensor([[4, 3, 1]])
     found = interpolated_proximal_logprobs(torch.full((1, 3), -1.0), torch.full((1, 3), -2.0), versions, 4)
     torch.testing.assert_close(found, torch.tensor([[-2.0, -1.5, -1.25]]))
-
-
-def test_a_policy_that_moves_at_constant_speed_is_interpolated_exactly() -> None:
-    """Logprobs that change by 0.1 with each version: the guess at version v is the logprob of version v."""
-    versions = torch.tensor([[0, 2, 5, 7]])
-    behavior, proximal, policy = -3 + 0.1 * versions, torch.full((1, 4), -3 + 0.7), torch.full((1, 4), -3 + 0.8)
-    torch.testing.assert_close(interpolated_proximal_logprobs(policy, behavior, versions, 7), proximal)
 
 
 def test_a_token_of_later_weights_counts_as_one_of_the_present() -> None:

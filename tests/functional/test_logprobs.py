@@ -53,13 +53,6 @@ def test_a_token_is_judged_by_the_logits_of_the_position_before_it() -> None:
     torch.testing.assert_close(entropy, torch.tensor([[0.0, expected_entropy]]))
 
 
-def test_temperature_divides_the_logits() -> None:
-    # At temperature 1/2, (0, log 3) becomes (0, log 9).
-    logits = torch.tensor([[[0.0, math.log(3.0)], [0.0, 0.0]]])
-    logprobs, _ = token_logprobs(logits, torch.tensor([[0, 1]]), 0.5)
-    assert logprobs[0, 1].item() == pytest.approx(math.log(0.9))
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 def test_token_logprobs_equal_a_loop_over_tokens(temperature: float) -> None:
     torch.manual_seed(0)
@@ -67,12 +60,6 @@ def test_token_logprobs_equal_a_loop_over_tokens(temperature: float) -> None:
     results = token_logprobs(logits, token_ids, temperature)
     for result, expected in zip(results, slow_token_logprobs(logits, token_ids, temperature), strict=True):
         torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-5, atol=1e-6)
-
-
-def test_a_uniform_policy_has_the_entropy_log_v() -> None:
-    logprobs, entropy = token_logprobs(torch.full((2, 4, 10), 3.0), torch.zeros(2, 4, dtype=torch.int64), 0.8)
-    torch.testing.assert_close(entropy[:, 1:], torch.full((2, 3), math.log(10)))
-    torch.testing.assert_close(logprobs[:, 1:], torch.full((2, 3), -math.log(10)))
 
 
 def test_position_zero_is_zero_and_the_last_logits_get_no_gradient() -> None:
@@ -150,16 +137,6 @@ def test_hidden_logprobs_equal_token_logprobs_with_gradients(chunk_tokens: int |
         assert (result - value).norm() <= 1e-6 * value.norm()
 
 
-@pytest.mark.parametrize("chunk_tokens", [3, 7], ids=["chunks", "one chunk"])
-def test_gradients_equal_those_of_plain_autograd(chunk_tokens: int) -> None:
-    hidden, weight, bias, token_ids = head_case()
-    logprobs, entropy = hidden_logprobs(hidden, weight, bias, token_ids, 0.9, chunk_tokens=chunk_tokens)
-    gradients = torch.autograd.grad((logprobs * 2 - entropy).sum(), (hidden, weight, bias))
-    plain = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias) / 0.9, dim=-1)
-    plain_loss = 2 * plain.gather(1, token_ids[:, None]).sum() + (plain.exp() * plain).sum()
-    torch.testing.assert_close(gradients, torch.autograd.grad(plain_loss, (hidden, weight, bias)), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("chunk_tokens", [None, 3])
 def test_without_positions_the_gradients_are_zeros_and_not_none(chunk_tokens: int | None) -> None:
     hidden, weight, bias, token_ids = head_case(num=0)
@@ -181,15 +158,6 @@ def test_a_detached_entropy_has_the_same_value_and_no_gradient(chunk_tokens: int
     torch.testing.assert_close(both[0], both[1], rtol=0, atol=0)
     gradients = [torch.autograd.grad(logprobs.sum(), (hidden, weight, bias)) for logprobs, _ in both]
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("chunk_tokens", [2, 7], ids=["chunks", "one chunk"])
-def test_a_loss_of_the_entropy_alone_has_its_gradient(chunk_tokens: int) -> None:
-    hidden, weight, _, token_ids = head_case()
-    _, entropy = hidden_logprobs(hidden, weight, None, token_ids, chunk_tokens=chunk_tokens)
-    plain = torch.log_softmax(hidden @ weight.T, dim=-1)
-    expected = torch.autograd.grad(-(plain.exp() * plain).sum(), (hidden, weight))
-    torch.testing.assert_close(torch.autograd.grad(entropy.sum(), (hidden, weight)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_do() -> None:
@@ -294,24 +262,6 @@ def test_several_tokens_at_a_position_have_the_logprobs_and_gradients_of_plain_a
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (hidden, weight, bias)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk_tokens", [3, 7], ids=["chunks", "one chunk"])
-def test_one_token_among_several_has_the_bits_that_it_has_alone(chunk_tokens: int) -> None:
-    hidden, weight, bias, token_ids = head_case()
-    alone, _ = hidden_logprobs(hidden, weight, bias, token_ids, 0.7, chunk_tokens=chunk_tokens)
-    beside, _ = hidden_logprobs(hidden, weight, bias, token_ids[:, None], 0.7, chunk_tokens=chunk_tokens)
-    assert torch.equal(beside[:, 0], alone)
-    found = [torch.autograd.grad(values.sum(), (hidden, weight, bias)) for values in (alone, beside)]
-    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
-
-
-def test_several_tokens_are_aligned_to_the_place_where_they_could_have_stood() -> None:
-    logits = torch.tensor([[[0.0, math.log(3.0)], [50.0, -50.0]]])
-    logprobs, entropy = token_logprobs(logits, torch.tensor([[[0, 0, 0], [1, 0, 1]]]))
-    expected = torch.tensor([0.75, 0.25, 0.75]).log()
-    torch.testing.assert_close(logprobs, torch.stack([torch.zeros(3), expected])[None])
-    assert entropy.shape == (1, 2)
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
 def test_the_likeliest_tokens_are_those_of_the_whole_distribution(chunk_tokens: int) -> None:
     hidden, weight, bias, _ = head_case()
@@ -362,17 +312,6 @@ def test_gather_by_positions_then_align_equals_the_logits_of_the_whole_tensor() 
     aligned = aligned_to_tokens(logprobs, rows, columns, token_ids.shape)
     expected, _ = token_logprobs(hidden @ weight.T, token_ids)
     torch.testing.assert_close(aligned, torch.where(loss_mask, expected, 0.0))
-
-
-def test_positions_are_one_before_the_tokens_of_the_mask() -> None:
-    loss_mask = torch.tensor([[False, False, True, True], [True, True, False, False]])
-    rows, columns = predicting_positions(loss_mask)
-    assert rows.tolist() == [0, 0, 1]
-    assert columns.tolist() == [1, 2, 0]
-    token_ids = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]])
-    assert predicted_token_ids(token_ids, rows, columns).tolist() == [12, 13, 21]
-    aligned = aligned_to_tokens(torch.tensor([1.0, 2.0, 3.0]), rows, columns, (2, 4))
-    assert aligned.tolist() == [[0, 0, 1, 2], [0, 3, 0, 0]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])

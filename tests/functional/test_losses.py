@@ -64,13 +64,6 @@ def test_the_clipped_loss_worked_by_hand(
     assert logprobs.grad.item() == pytest.approx(expected_gradient)
 
 
-def test_a_higher_upper_bound_is_clip_higher() -> None:
-    logprobs, proximal = of_ratio(1.25, 1.5, 0.7)
-    advantages = torch.tensor([[1.0, 1.0, -1.0]])
-    loss = clipped_policy_loss(logprobs, proximal, advantages, clip_low=0.2, clip_high=0.28)
-    torch.testing.assert_close(loss, torch.tensor([[-1.25, -1.28, 0.8]]))
-
-
 def test_the_clipped_loss_equals_a_loop_over_tokens() -> None:
     torch.manual_seed(0)
     logprobs, proximal, advantages = torch.randn(4, 9) - 2, torch.randn(4, 9) - 2, torch.randn(4, 9)
@@ -100,18 +93,6 @@ def test_the_proximal_policy_gets_no_gradient() -> None:
     assert proximal.grad is None
 
 
-def test_an_on_policy_ratio_is_one_and_nothing_is_clipped() -> None:
-    logprobs = torch.tensor([[-1.0, -20.0]])
-    ratio = policy_ratio(logprobs, logprobs.clone())
-    assert ratio.eq(1).all()
-    assert is_clipped(ratio, torch.tensor([[1.0, -1.0]])).eq(0).all()
-
-
-def test_ratios_in_the_ordinary_range_are_untouched() -> None:
-    difference = torch.linspace(-19, 19, 77)[None]
-    assert policy_ratio(difference, torch.zeros_like(difference)).equal(difference.exp())
-
-
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 def test_extreme_logprobs_keep_loss_and_gradient_finite(dual_clip: float | None) -> None:
     logprobs = torch.tensor([[0.0, -1e30, -200.0, 0.0]], requires_grad=True)
@@ -139,14 +120,6 @@ def test_the_sequence_ratio_is_the_geometric_mean_over_loss_tokens() -> None:
     logprobs, proximal = of_ratio(9.0, 2.0, 8.0, 100.0)
     mask = torch.tensor([[False, True, True, False]])
     torch.testing.assert_close(sequence_ratio(logprobs, proximal, mask), torch.full((1, 4), 4.0))
-
-
-def test_the_sequence_ratio_gives_each_token_its_own_gradient() -> None:
-    logprobs, proximal = of_ratio(9.0, 2.0, 8.0)
-    mask = torch.tensor([[False, True, True]])
-    ratio = sequence_ratio(logprobs, proximal, mask)
-    (gradient,) = torch.autograd.grad((ratio * torch.tensor([[1.0, 1.0, 10.0]])).sum(), logprobs)
-    torch.testing.assert_close(gradient, torch.tensor([[0.0, 4.0, 40.0]]))
 
 
 def test_gspo_per_token_has_the_loss_and_gradient_of_gspo_per_sequence() -> None:
@@ -185,12 +158,6 @@ def test_the_cispo_loss_worked_by_hand() -> None:
     torch.testing.assert_close(logprobs.grad, -weights * factors)
 
 
-def test_cispo_has_a_lower_bound_where_it_is_asked_for() -> None:
-    logprobs, proximal = of_ratio(0.1)
-    cispo_loss(logprobs, proximal, torch.ones(1, 1), clip_low=0.2, clip_high=4.0).sum().backward()
-    assert logprobs.grad.item() == pytest.approx(-0.8)
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "expected_loss", "expected_gradient"),
     [
@@ -211,13 +178,6 @@ def test_the_sapo_loss_worked_by_hand(
     loss.sum().backward()
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     assert logprobs.grad.item() == pytest.approx(expected_gradient, rel=1e-5)
-
-
-def test_sapo_refuses_a_gate_without_a_slope() -> None:
-    with pytest.raises(
-        ValueError, match=r"temperature_positive and temperature_negative must be above 0 .* got 0 and 1.05"
-    ):
-        sapo_loss(torch.ones(1, 1), torch.ones(1, 1), temperature_positive=0)
 
 
 @pytest.mark.parametrize(
@@ -253,31 +213,19 @@ def test_importance_weights_worked_by_hand(settings: dict[str, object], expected
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"metric": "k1", "cap": 0.693}, [0.0, 2.0, 8.0]),
         ({"metric": "k1", "floor": -0.694, "cap": 0.694}, [0.5, 2.0, 0.0]),
         ({"metric": "k2", "cap": 0.241}, [0.5, 2.0, 0.0]),
-        ({"metric": "k2", "floor": 0.241}, [0.0, 0.0, 8.0]),
         ({"metric": "k3", "cap": 0.3}, [0.5, 0.0, 0.0]),
-        ({"metric": "k3", "cap": 0.31}, [0.5, 2.0, 0.0]),
         ({"metric": "k1", "floor": -0.694, "level": "sequence"}, [2.0, 2.0, 2.0]),
         ({"metric": "k1", "floor": -0.693, "level": "sequence"}, [0.0, 0.0, 0.0]),
-        ({"metric": "k1", "floor": -2.08, "level": "product"}, [8.0, 8.0, 8.0]),
-        ({"metric": "k1", "floor": -2.07, "level": "product"}, [0.0, 0.0, 0.0]),
         ({"metric": "k1", "cap": 0.694, "aggregation": "max"}, [0.5, 2.0, 8.0]),
         ({"metric": "k1", "cap": 0.693, "aggregation": "max"}, [0.0, 0.0, 0.0]),
-        ({"metric": "k2", "cap": 0.881, "level": "sequence"}, [2.0, 2.0, 2.0]),
-        ({"metric": "k2", "cap": 0.880, "level": "sequence"}, [0.0, 0.0, 0.0]),
         ({"metric": "k2", "cap": 2.643, "level": "sequence", "aggregation": "sum"}, [2.0, 2.0, 2.0]),
         ({"metric": "k2", "cap": 2.642, "level": "sequence", "aggregation": "sum"}, [0.0, 0.0, 0.0]),
         ({"metric": "k3", "cap": 1.807, "aggregation": "mean"}, [0.5, 2.0, 8.0]),
         ({"metric": "k3", "cap": 1.806, "aggregation": "mean"}, [0.0, 0.0, 0.0]),
-        ({"metric": "k3", "cap": 4.921, "level": "product", "aggregation": "max"}, [8.0, 8.0, 8.0]),
-        ({"metric": "k3", "cap": 4.920, "level": "product", "aggregation": "max"}, [0.0, 0.0, 0.0]),
         ({"cap": 2.001, "aggregation": "mean"}, [0.5, 2.0, 8.0]),
         ({"cap": 1.999, "aggregation": "mean"}, [0.0, 0.0, 0.0]),
-        ({"cap": 7.999, "aggregation": "sum"}, [0.0, 0.0, 0.0]),
-        ({"cap": 8.001, "level": "sequence", "aggregation": "max"}, [2.0, 2.0, 2.0]),
-        ({"cap": 7.999, "level": "sequence", "aggregation": "max"}, [0.0, 0.0, 0.0]),
     ],
     ids=str,
 )
@@ -304,25 +252,6 @@ def test_a_trajectory_is_judged_without_its_masked_tokens_and_without_the_others
     found = ImportanceWeights(**settings)(*padded, padded_mask)
     torch.testing.assert_close(found[0, 1:4], alone[0])
     assert found[~padded_mask].eq(1).all()
-
-
-def test_importance_weights_of_one_policy_are_one() -> None:
-    logprobs = torch.tensor([[-1.0, -3.0]])
-    for level in ("token", "sequence", "product"):
-        weights = ImportanceWeights(level=level)(logprobs, logprobs.clone(), torch.ones(1, 2, dtype=torch.bool))
-        assert weights.eq(1).all()
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "product"])
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
-def test_what_is_masked_has_no_effect_on_importance_weights(poison: float, level: str) -> None:
-    mask = torch.tensor([[False, True, True, False], [False, False, False, False]])
-    proximal, behavior = torch.full((2, 4), -1.0), torch.full((2, 4), -2.0)
-    weights = ImportanceWeights(cap=5.0, mode="clamp", level=level)
-    clean = weights(proximal, behavior, mask)
-    dirty = weights(proximal.masked_fill(~mask, poison), behavior, mask)
-    assert dirty.equal(clean)
-    assert clean[~mask].eq(1).all()
 
 
 def test_importance_weights_of_extreme_logprobs_are_finite() -> None:
@@ -407,16 +336,6 @@ def test_the_regression_has_the_gradient_of_half_a_squared_residual() -> None:
     square = 0.5 * (torch.where(mask, logprobs - behavior, 0.0).sum(1) - advantages[:, 0] / 0.5).square() * 0.5
     (expected,) = torch.autograd.grad(square.sum(), logprobs)
     torch.testing.assert_close(gradient, expected.nan_to_num())
-
-
-def test_at_its_target_the_regression_stands_still() -> None:
-    """A policy that has the log-ratio advantage / β has no gradient."""
-    behavior = torch.tensor([[-3.0, -1.0]])
-    logprobs = (behavior + torch.tensor([[0.5, 1.5]])).requires_grad_()
-    loss = regression_loss(logprobs, behavior, torch.full((1, 2), 0.5), torch.ones(1, 2, dtype=torch.bool), beta=0.25)
-    loss.sum().backward()
-    assert logprobs.grad is not None
-    assert not logprobs.grad.any()
 
 
 def test_the_trust_region_worked_by_hand() -> None:

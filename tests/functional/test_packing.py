@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3Model
 
 from lightrl.functional import bins, pack, rectangles, unpack
 
@@ -46,11 +45,6 @@ def test_rectangles_worked_by_hand() -> None:
     assert rectangles(lengths, 25) == [[0, 1, 2, 3]]
 
 
-def test_without_overhead_no_token_of_padding_is_left() -> None:
-    lengths = [5, 3, 5, 8, 3, 3]
-    assert rectangles(lengths) == [[1, 4, 5], [0, 2], [3]]
-
-
 def test_no_trajectories_need_no_rectangles_and_no_bins() -> None:
     assert rectangles([], 10) == []
     assert bins([], 10) == []
@@ -59,14 +53,6 @@ def test_no_trajectories_need_no_rectangles_and_no_bins() -> None:
 def test_bins_are_filled_best_fit_decreasing() -> None:
     # 7 | 6 | 5 fits nowhere | 3 goes to the 7 | 2 to the 6 | 2 to the 6
     assert bins([3, 7, 2, 6, 5, 2], 10) == [[1, 0], [3, 2, 5], [4]]
-
-
-def test_bins_hold_every_row_once_within_the_budget() -> None:
-    generator = random.Random(0)
-    lengths = [generator.randint(1, 40) for _ in range(60)]
-    filled = bins(lengths, 48)
-    assert sorted(row for rows in filled for row in rows) == list(range(60))
-    assert all(sum(lengths[row] for row in rows) <= 48 for rows in filled)
 
 
 def test_a_trajectory_longer_than_the_budget_has_a_row_of_its_own() -> None:
@@ -90,16 +76,6 @@ def test_pack_then_unpack_is_the_identity(lengths: list[int]) -> None:
     assert unpack(packed.token_ids[0], packed, (3, 4)).equal(token_ids)
 
 
-def test_packing_bin_by_bin_then_unpacking_is_the_identity() -> None:
-    lengths = torch.tensor([5, 2, 7, 1, 4])
-    token_ids = torch.where(torch.arange(7) < lengths[:, None], torch.randint(1, 50, (5, 7)), 0)
-    whole = torch.zeros_like(token_ids)
-    for rows in bins(lengths.tolist(), 8):
-        packed = pack(token_ids[rows], lengths[rows].tolist())
-        whole[rows] = unpack(packed.token_ids[0], packed, (len(rows), 7))
-    assert whole.equal(token_ids)
-
-
 def test_unpacked_values_carry_the_gradient_and_may_be_vectors() -> None:
     packed = pack(torch.tensor([[5, 6], [7, 0]]), [2, 1])
     values = torch.randn(3, 4, requires_grad=True)
@@ -108,25 +84,6 @@ def test_unpacked_values_carry_the_gradient_and_may_be_vectors() -> None:
     assert unpacked.shape == (2, 2, 4)
     assert unpacked[1, 1].eq(0).all()
     assert values.grad.eq(1).all()
-
-
-def test_a_model_sees_the_same_trajectories_apart_in_rectangles_and_packed() -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    model = Qwen3Model(Qwen3Config(vocab_size=64, attn_implementation="sdpa", **sizes, **heads)).eval()
-    lengths = [7, 12, 3, 8]
-    trajectories = [torch.randint(0, 64, (length,)) for length in lengths]
-    apart = [model(ids[None], use_cache=False).last_hidden_state[0] for ids in trajectories]
-    token_ids = torch.nn.utils.rnn.pad_sequence(trajectories, batch_first=True)
-    packed = pack(token_ids, lengths)
-    together = model(packed.token_ids, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
-    torch.testing.assert_close(together, torch.cat(apart), rtol=1e-5, atol=1e-5)
-    for rows in rectangles(lengths, 4):
-        longest = max(lengths[row] for row in rows)
-        hidden = model(token_ids[rows][:, :longest], use_cache=False).last_hidden_state
-        for row, states in zip(rows, hidden, strict=True):
-            torch.testing.assert_close(states[: lengths[row]], apart[row], rtol=1e-5, atol=1e-5)
 
 
 def test_input_without_a_meaning_is_refused() -> None:

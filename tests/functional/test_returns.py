@@ -71,13 +71,6 @@ def test_what_stands_at_masked_places_has_no_effect(junk: float) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_without_discount_and_with_lam_1_a_return_is_the_reward_to_come() -> None:
-    rewards, values, mask, _ = ragged(1)
-    _, returns = gae(rewards, values, mask, 1.0, 1.0)
-    to_come = torch.where(mask, rewards, 0.0).flip(1).cumsum(1).flip(1)
-    torch.testing.assert_close(returns, torch.where(mask, to_come, 0.0))
-
-
 def test_settings_and_shapes_are_checked() -> None:
     rewards, values, mask, ends = ragged(0)
     with pytest.raises(ValueError, match=r"gamma must be from 0 to 1, got 1\.5"):

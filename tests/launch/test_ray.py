@@ -73,7 +73,7 @@ def test_processes_get_the_addresses_and_the_gpus_that_ray_has_chosen():
 
 
 def test_an_option_that_ray_has_not_is_refused():
-    with pytest.raises(ValueError, match="are address and reward_workers, got partition"):
+    with pytest.raises(ValueError, match="must have only address, got partition"):
         RayLauncher(plan_on(1, options={"partition": "gpu"}))
 
 
@@ -281,18 +281,12 @@ class TestNumbers:
     def paths(self, monkeypatch) -> None:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
 
-    def test_two_ranks_one_killed_learn_what_one_process_learns_with_rewards_from_actors(self, ray, expected, tmp_path):
-        reward = {"path": "ray_reward.noted", "arguments": {"folder": str(tmp_path)}}
-        options = {"address": ray.address, "reward_workers": "any host"}
-        changes = {"model": {"init_args": {"reward": reward}}, "launch": {"options": options}}
-        (tmp_path / "changes.yaml").write_text(yaml.safe_dump(changes))
-        words = ["--config", str(tmp_path / "changes.yaml")]
-        with RayRun(ray, tmp_path / "run", words, ranks=2, iterations=5, retries=1) as run:
+    def test_two_ranks_one_killed_learn_what_one_process_learns(self, ray, expected, tmp_path):
+        with RayRun(ray, tmp_path / "run", ranks=2, iterations=5, retries=1) as run:
             run.wait_for(2)  # a checkpoint is there
             assert 0 <= run.kill("rank 1")["lost_iterations"] <= 1
             assert run.finish() == 0, run.output()
         assert_same_numbers(run.folder, expected, 5)
-        assert set((tmp_path / "starters").read_text().split()) == {"ray::WorkerProcess"}
 
     def test_a_server_of_the_cluster_gives_the_run_of_a_server_of_its_own(self, ray, tmp_path):
         own = engine(tmp_path, servers=1)
@@ -314,26 +308,17 @@ class TestNumbers:
 
     @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
     @pytest.mark.extra  # nearly two minutes; `pytest -m cluster` has it
-    def test_a_run_that_loses_a_host_goes_on_without_it_and_with_it_once_it_is_back(self, tmp_path):
-        expected = one_process(tmp_path / "reference", 16)
+    def test_a_run_that_loses_a_host_starts_again_from_its_checkpoint_once_the_host_is_back(self, expected, tmp_path):
         with Hosts(2, are_named=True) as hosts, Ray(hosts, paths=(str(HERE), str(ROOT))) as cluster:
-            recover = {"retries": 2, "wait_s": 5}
-            run = RunOnHosts(hosts, cluster, tmp_path / "run", ranks=2, iterations=16, recover=recover)
+            run = RunOnHosts(hosts, cluster, tmp_path / "run", ranks=2, iterations=5, recover={"retries": 1})
             run.wait_for(2)
             cluster.kill(2)
-            run.wait_for_text("Going on with 1 hosts: 1 ranks")
-            run.wait_for(len(run.losses()) + 2)
-            rank = str(run.processes()["rank 0"])
-            hosts.popen(1, ["kill", "-STOP", rank]).wait()  # a host needs longer than this run
+            run.wait_for_text("Ray has no room yet for 1 of these")
             cluster.start(2)
-            hosts.popen(1, ["kill", "-KILL", rank]).wait()
             assert run.finish() == 0, run.output()
         assert "the loss of its host 10.77.0.2" in run.output()
-        assert_same_numbers(run.folder, expected, 16)
-        iterations = [line["iteration"] for line in run.losses()]
-        assert len(iterations) <= 16 + 2  # each restart repeats one at most
-        logs = (run.folder / "runs/launch-0").glob("10.77.0.*/trainer-1.log")
-        assert sum(log.read_text().count("MEMBER: 2/2") for log in logs) == 2  # first and last of three starts
+        assert_same_numbers(run.folder, expected, 5)
+        assert len(run.losses()) <= 5 + 1  # the restart repeats one at most
 
 
 def without_ray() -> dict[str, str]:

@@ -97,43 +97,23 @@ CUTS = [[7], [1, 6], [3, 2, 2], [1] * 7]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_metrics_do_not_depend_on_how_the_minibatch_is_cut(name: str, cuts: list[int]) -> None:
+def test_metrics_do_not_depend_on_how_many_microbatches_minibatches_or_ranks_there_are(
+    name: str, cuts: list[int]
+) -> None:
     parts, expected = cut_metrics(name, cuts)
-    found = parts[0]
+    microbatches, minibatches = parts[0], IterationMetrics()
     for part in parts[1:]:
-        found = joined(name, found, part)
-    assert values_of({name: found})[name] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_metrics_do_not_depend_on_the_number_of_minibatches(name: str, cuts: list[int]) -> None:
-    parts, expected = cut_metrics(name, cuts)
-    metrics = IterationMetrics()
+        microbatches = joined(name, microbatches, part)
     for part in parts:
-        metrics.add({name: part})
-    assert metrics.values()[name] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("cuts", CUTS[1:], ids=str)
-def test_metrics_do_not_depend_on_the_number_of_ranks(name: str, cuts: list[int]) -> None:
-    parts, expected = cut_metrics(name, cuts)
-    for found in on_ranks(*({name: part} for part in parts)):
-        assert found[name] == pytest.approx(expected, rel=1e-5)
+        minibatches.add({name: part})
+    by_rank = on_ranks(*({name: part} for part in parts))
+    assert len(by_rank) == len(cuts)
+    for found in (values_of({name: microbatches}), minibatches.values(), *by_rank):
+        assert found == pytest.approx({name: expected}, rel=1e-5)
 
 
 def part(number: float, weight: float) -> Tensor:
     return torch.tensor([number, weight])
-
-
-def test_an_iterations_means_weigh_minibatches_by_what_they_are_means_of() -> None:
-    metrics = IterationMetrics()
-    rest = {"num_clipped": part(2.0, 30), "grad_norm": part(1.0, 1)}
-    metrics.add({"ratio": part(30.0, 30), "max_ratio": part(7.0, 30), **rest})
-    rest = {"num_clipped": part(3.0, 10), "grad_norm": part(2.0, 1)}
-    metrics.add({"ratio": part(20.0, 10), "max_ratio": part(5.0, 10), **rest})
-    assert metrics.values() == {"ratio": 1.25, "max_ratio": 7.0, "num_clipped": 5.0, "grad_norm": 1.5}
 
 
 class ThreadRanks(Ranks):
@@ -164,14 +144,6 @@ def on_ranks(*parts: dict[str, Tensor]) -> list[dict[str, float]]:
     for thread in threads:
         thread.join()
     return found
-
-
-def test_every_rank_gets_the_same_numbers() -> None:
-    one = {"ratio": part(3.0, 30), "max_ratio": part(3.0, 30), "critic/min_value": part(-1.0, 2)}
-    two = {"ratio": part(6.0, 10), "max_ratio": part(2.0, 10), "critic/min_value": part(-4.0, 1)}
-    one["num_clipped"], two["num_clipped"] = part(2.0, 30), part(1.0, 10)
-    expected = {"ratio": 0.225, "max_ratio": 3.0, "critic/min_value": -4.0, "num_clipped": 3.0}
-    assert on_ranks(one, two) == [expected, expected]
 
 
 def test_a_metric_of_one_rank_alone_reaches_all_and_nobody_waits() -> None:

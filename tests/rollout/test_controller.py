@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
 import threading
@@ -14,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
+from worker_workflows import Words
 
-from lightrl.engines.engine import Completion
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError, RewardError, RolloutError, WeightSyncError
@@ -46,13 +45,6 @@ class Numbers:
 
     def __getitem__(self, position: int) -> Prompt:
         return Prompt(id=f"p{position}", token_ids=[position])
-
-
-class Words:
-    """As much of a tokenizer as SingleTurn uses."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        return " ".join(map(str, token_ids))
 
 
 class PlainJudge:
@@ -402,18 +394,6 @@ def test_a_failed_workflow_drops_its_trajectory_and_the_run_goes_on(make: Make, 
     assert message in drop.message
 
 
-def test_an_aborted_completion_is_not_trained_on(make: Make) -> None:
-    class Aborting(FakeEngine):
-        async def generate(self, token_ids: list[int], *args: Any, **kwargs: Any) -> list[Completion]:
-            if token_ids == [0]:
-                return [Completion([5], [0.0], [0], "abort")]
-            return await super().generate(token_ids, *args, **kwargs)
-
-    controller = make(Aborting())
-    assert ids(controller.take(0)) == [1, 2]
-    assert "aborted turn 0" in controller.drain_drops()[0].message
-
-
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_groups_without_a_trajectory_are_replaced_by_new_prompts(make: Make, max_staleness: int) -> None:
     controller = make(reward=fails_for({1, 2, 5}), max_staleness=max_staleness, max_failed_fraction=1.0, group_size=2)
@@ -549,21 +529,15 @@ def test_a_failed_load_leaves_the_old_weights_and_the_rollouts_as_they_were(make
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("name", "value"),
     [
-        {"group_size": 0},
-        {"groups_per_iteration": 0},
-        {"max_staleness": -1},
-        {"max_concurrent": 0},
-        {"rollout_timeout_s": 0},
-        {"loop_timeout_s": float("inf")},
-        {"max_failed_fraction": 1.5},
+        ("group_size", 0), ("groups_per_iteration", 0), ("max_staleness", -1), ("max_concurrent", 0),
+        ("rollout_timeout_s", 0), ("loop_timeout_s", float("inf")), ("max_failed_fraction", 1.5),
     ],
-    ids=lambda setting: next(iter(setting)),
-)
-def test_settings_out_of_bounds_are_refused(make: Make, setting: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        make(**setting)
+)  # fmt: skip
+def test_settings_out_of_bounds_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        RolloutSettings(**{name: value})  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- resume
@@ -588,6 +562,7 @@ def interrupt(done: int, total: int) -> None:
 def test_nothing_is_lost_or_trained_on_twice_after_a_stop_anywhere(make: Make, max_staleness: int, point: str) -> None:
     state = None
     trained: list[int] = []
+    interrupted: list[int] = []
     for version in range(6):
         engine = FakeEngine(seconds_per_token=uneven)
         controller = make(engine, load=False, max_staleness=max_staleness, groups_per_iteration=3, total_groups=18)
@@ -602,25 +577,16 @@ def test_nothing_is_lost_or_trained_on_twice_after_a_stop_anywhere(make: Make, m
             load_version(controller, version + 1)
         if point == "rolling out" and version < 5:
             engine.seconds_per_token = 0.2
-            with contextlib.suppress(KeyboardInterrupt):  # raised if there is something to wait for
+            try:
                 controller.take(version + 1, on_wait=interrupt)
+            except KeyboardInterrupt:  # raised if there is something to wait for, as on-policy there is
+                interrupted.append(version)
         if point == "taken" and version < 5:
             controller.take(version + 1)
         state = through_disk(controller.state_dict())
         controller.close()
     assert sorted(trained) == list(range(18))
-
-
-def test_a_resumed_run_takes_the_same_groups_as_one_that_never_stopped(make: Make) -> None:
-    whole = make(group_size=2)
-    expected = [iterate(whole, version) for version in range(4)]
-    first = make(group_size=2)
-    seen = [iterate(first, version) for version in range(2)]
-    second = make(group_size=2, run_seed=99, load=False)  # the seed of the checkpoint counts
-    second.load_state_dict(through_disk(first.state_dict()))
-    load_version(second, 2)
-    seen += [iterate(second, version) for version in (2, 3)]
-    assert seen == expected
+    assert interrupted == list(range(5)) or max_staleness or point != "rolling out"
 
 
 def test_finished_groups_and_positions_in_flight_are_restored(make: Make) -> None:
@@ -726,8 +692,9 @@ def test_a_workflow_that_hangs_is_dropped_by_its_own_deadline_and_named(make: Ma
     workflow.own_timeout_s = 0.2  # seconds
     controller = make(FakeEngine(delay_s=0.4), workflow=workflow, group_size=2)
     assert {group.prompt.id for group in controller.take(0)} == {"p0", "p2"}
-    for drop in controller.drain_drops():
-        assert "Playing.run spent own_timeout_s=0.2 outside of generate on prompt 'p1'" in drop.message
+    first, second = controller.drain_drops()
+    assert first.message == second.message
+    assert "Playing.run spent own_timeout_s=0.2 outside of generate on prompt 'p1'" in first.message
 
 
 def test_an_engine_error_ends_validation_though_another_request_hangs(make: Make) -> None:
@@ -852,33 +819,27 @@ def assert_no_slot_leaks(controller: RolloutController) -> None:
     assert sorted([*kept, 0, 1]) == list(range(state["next_position"]))
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_take_cancelled_at_any_await_leaks_no_slot(make: Make, max_staleness: int) -> None:
+def take(controller: RolloutController) -> Coroutine[Any, Any, Any]:
+    return controller._take(0, Wait("a test", 2))
+
+
+def wave(controller: RolloutController) -> Coroutine[Any, Any, Any]:
+    controller._take_wait = Wait("a test", 2)  # as while a batch is waited for
+    return controller._pump()
+
+
+def validation(controller: RolloutController) -> Coroutine[Any, Any, Any]:
+    prompts = [Prompt(id=f"v{number}", token_ids=[900]) for number in range(2)]
+    return controller._evaluate(prompts, SAMPLING, 2, Wait("a test", 4))
+
+
+@pytest.mark.parametrize(("begin", "max_staleness"), [(take, 0), (take, 1), (wave, 0), (validation, 0)])
+def test_what_is_cancelled_at_any_await_leaks_no_slot(make: Make, begin: Any, max_staleness: int) -> None:
     outcomes = set()
     for ticks in TICKS:
         controller = make(PausesSlowly(), max_staleness=max_staleness)
-        outcomes.add(cancelled_after(controller, controller._take(0, Wait("a test", 2)), ticks))
-        assert_no_slot_leaks(controller)
-        controller.close()
-    assert outcomes == {True, False}
-
-
-def test_a_wave_cancelled_at_any_await_leaves_the_engine_running(make: Make) -> None:
-    for ticks in TICKS:
-        controller = make(PausesSlowly())
-        controller._take_wait = Wait("a test", 2)  # as while a batch is waited for
-        cancelled_after(controller, controller._pump(), ticks)
-        assert_no_slot_leaks(controller)
-        controller.close()
-
-
-def test_validation_cancelled_at_any_await_leaks_no_slot(make: Make) -> None:
-    outcomes = set()
-    for ticks in TICKS:
-        controller = make(PausesSlowly())
-        prompts = [Prompt(id=f"v{number}", token_ids=[900]) for number in range(2)]
-        outcomes.add(cancelled_after(controller, controller._evaluate(prompts, SAMPLING, 2, Wait("a test", 4)), ticks))
-        assert fake(controller).num_running == 0
+        outcomes.add(cancelled_after(controller, begin(controller), ticks))
+        assert begin is not validation or fake(controller).num_running == 0
         assert_no_slot_leaks(controller)
         controller.close()
     assert outcomes == {True, False}
@@ -903,6 +864,7 @@ def test_everything_cancelled_at_any_await_leaves_an_idle_engine(make: Make) -> 
 
 
 def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: Make) -> None:
+    given_up: list[int] = []
     for ticks in TICKS:
         controller = make(max_staleness=1, groups_per_iteration=1)
 
@@ -913,17 +875,19 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
             controller.engine.weight_version = 1  # newer than what runs
             for group_id in list(controller._book.running):
                 controller._runs.redraw(group_id)
+                given_up.append(group_id)
             controller.engine.weight_version = 0
 
         asyncio.run_coroutine_threadsafe(scenario(), controller._loop).result(30)
         groups = iterate(controller, 0) + iterate(controller, 1) + iterate(controller, 2)
         assert len(set(ids(groups))) == 3
         controller.close()
+    assert set(given_up) == {0, 1}
 
 
 @pytest.mark.parametrize(
     "setting", [{"max_staleness": 1}, {"incomplete_groups": "drop"}, {"oversample_fraction": 0.5}], ids=str
 )
-def test_rewards_cannot_come_later_where_they_choose_groups(make: Make, setting: dict[str, Any]) -> None:
+def test_rewards_cannot_come_later_where_they_choose_groups(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="judges_later cannot be combined"):
-        make(judges_later=True, **setting)
+        RolloutSettings(judges_later=True, **setting)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_controller import Make, fake, ids, interrupt, iterate, load_version, make, through_disk, uneven
+from test_controller import Make, fake, ids, iterate, load_version, make, through_disk, uneven
 
 from lightrl.data import SuccessRateCurriculum
 from lightrl.engines import FakeEngine
@@ -103,24 +102,6 @@ def test_the_bound_counts_anew_for_each_iteration(make: Make) -> None:
     assert [ids(iterate(controller, version)) for version in range(4)] == [[0, 4], [8, 12], [16, 20], [24, 28]]
 
 
-@pytest.mark.parametrize("max_staleness", [1, 3])
-def test_every_token_keeps_the_staleness_bound_with_filter_and_over_sampling(make: Make, max_staleness: int) -> None:
-    pace = lambda prompt, sampling: 0.0004 * (30 if prompt[0] % 10 == 7 else 1)  # noqa: E731
-    dropped = {position for position in range(500) if position % 3 == 1}
-    controller = make(
-        FakeEngine(seconds_per_token=pace), groups_per_iteration=3, max_staleness=max_staleness,
-        group_filter=drop(*dropped), oversample_fraction=0.5, total_groups=36,
-    )  # fmt: skip
-    seen: list[int] = []
-    for version in range(12):
-        groups = iterate(controller, version)
-        seen += ids(groups)
-        tokens = [token for group in groups for item in group.trajectories for token in item.weight_versions[1:]]
-        assert version - max_staleness <= min(tokens) <= max(tokens) <= version
-    assert len(seen) == len(set(seen)) == 36
-    assert not dropped & set(seen)
-
-
 def test_a_filter_that_raises_ends_the_run(make: Make) -> None:
     def broken(group: Group) -> None:
         raise KeyError("difficulty")
@@ -129,37 +110,6 @@ def test_a_filter_that_raises_ends_the_run(make: Make) -> None:
     with pytest.raises(RolloutError, match=r"group filter raised KeyError\('difficulty'\) on group 0"):
         controller.take(0)
     assert controller.state_dict()["in_flight"] == [0]
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_nothing_is_lost_or_repeated_when_a_filtered_run_stops_while_rolling_out(
-    make: Make, max_staleness: int
-) -> None:
-    state, trained, tried = None, [], []
-    dropped = {1, 2, 6, 9, 11}
-    for version in range(5):
-        last = [position for position in range(15) if position not in dropped.union(trained)][1]  # of this iteration
-        pace = lambda prompt, sampling, last=last: uneven(prompt, sampling) if prompt[0] <= last else 5.0  # noqa: E731
-        engine = FakeEngine(seconds_per_token=pace)
-        controller = make(
-            engine, load=False, groups_per_iteration=2, total_groups=10, max_staleness=max_staleness,
-            group_filter=drop(*dropped),
-        )  # fmt: skip
-        if state is not None:
-            controller.load_state_dict(state)
-        load_version(controller, version)
-        trained += ids(controller.take(version))
-        controller.commit()
-        load_version(controller, version + 1)
-        if version < 4:
-            try:
-                controller.take(version + 1, on_wait=interrupt)
-            except KeyboardInterrupt:
-                tried.append(version)
-        state = through_disk(controller.state_dict())
-        controller.close()
-    assert trained == [0, 3, 4, 5, 7, 8, 10, 12, 13, 14]
-    assert tried == [0, 1, 2, 3]
 
 
 # ---------------------------------------------------------------------- incomplete groups
@@ -191,19 +141,11 @@ def test_a_group_that_lost_a_trajectory_is_drawn_again_with_new_seeds(make: Make
     assert [item.reason for item in controller.drain_drops()] == ["reward_timeout", "incomplete"]
 
 
-def test_a_group_that_is_always_incomplete_is_drawn_three_times_more_and_then_dropped(make: Make) -> None:
-    def reward(trajectory: Trajectory) -> float:
-        if trajectory.token_ids[0] == 0 and trajectory.sample == 1:
-            raise RewardError("no reward")
-        return 1.0
-
-    controller = make(group_size=2, reward=reward, incomplete_groups="redraw", max_failed_fraction=1.0)
+def test_an_incomplete_group_may_be_dropped_for_a_new_prompt(make: Make) -> None:
+    failed: set[int] = set()
+    controller = make(group_size=2, reward=lambda trajectory: fails_once(trajectory, failed), incomplete_groups="drop")
     assert ids(controller.take(0)) == [1, 2]
-    assert requests(controller).count(0) == 4 * 2
-    assert controller.drain_group_drops() == {"incomplete": 1}
-    dropping = make(group_size=2, reward=reward, incomplete_groups="drop")
-    assert ids(dropping.take(0)) == [1, 2]
-    assert requests(dropping) == [0, 0, 1, 1, 2, 2]
+    assert requests(controller) == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_draw_in_flight_keeps_its_new_seeds_over_a_resume(make: Make) -> None:
@@ -242,14 +184,6 @@ def test_on_policy_over_sampling_gives_up_the_stragglers(make: Make) -> None:
     assert set(seen) <= {5, 6, 7, 8, 9}
 
 
-def test_finished_groups_beyond_the_iteration_are_given_up_too(make: Make) -> None:
-    controller = make(groups_per_iteration=2, oversample_fraction=1.0, total_groups=6)
-    for version in range(3):
-        assert len(iterate(controller, version)) == 2
-    state = controller.state_dict()
-    assert (state["in_flight"], state["finished"]) == ([], [])
-
-
 def test_with_staleness_stragglers_are_carried_over_until_they_would_hold_a_batch_back(make: Make) -> None:
     controller = make(FakeEngine(hang_requests={1}), max_staleness=1, oversample_fraction=0.5)
     wait_for_five(controller)
@@ -265,12 +199,6 @@ def test_with_staleness_stragglers_are_carried_over_until_they_would_hold_a_batc
 def wait_for_five(controller: Any) -> None:
     while controller.progress()["finished_groups"] < 4:
         threading.Event().wait(0.001)
-
-
-def test_over_sampling_never_starts_more_than_the_run_needs(make: Make) -> None:
-    controller = make(oversample_fraction=1.0, total_groups=2)
-    iterate(controller, 0)
-    assert requests(controller) == [0, 1]
 
 
 # ---------------------------------------------------------------------- curriculum
@@ -313,8 +241,7 @@ def test_a_resumed_run_plays_the_prompts_of_one_that_never_stopped(make: Make, n
     first = start()
     seen = [iterate(first, version) for version in range(num_before)]
     state = through_disk(first.state_dict())
-    assert json.loads(json.dumps(state)) == state
-    second = start(load=False)
+    second = start(load=False, run_seed=99)  # the seed of the checkpoint counts
     second.load_state_dict(state)
     assert second.state_dict() == state
     load_version(second, num_before)

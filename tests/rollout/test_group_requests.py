@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_controller import CONFIG, Numbers, PlainJudge, Words, iterate, load_version, wait_until
+from test_controller import CONFIG, Numbers, PlainJudge, iterate, load_version, wait_until
+from worker_workflows import Words
 
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.fake_engine import FakeEngine
@@ -198,11 +199,3 @@ def test_an_engine_whose_fields_differ_in_length_ends_the_run_by_name(engine: An
 
     with pytest.raises(EngineError, match=r"(\d+) token ids, \d+ logprobs and \1 weight versions for turn 0 of prompt"):
         make(Short()).take(0)
-
-
-def test_a_group_that_is_given_up_leaves_the_engine(make: Any) -> None:
-    controller = make(GroupEngine(hang_requests=[1]), max_staleness=0, rollout_timeout_s=0.5)
-    with pytest.raises(RolloutError, match="no trajectory finished"):
-        controller.take(0)
-    controller.close()
-    assert controller.engine.num_running == 0

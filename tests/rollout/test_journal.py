@@ -16,8 +16,6 @@ from lightrl.workflows.turn_log import Journal
 SCRIPT = Path(__file__).with_name("journal_run.py")
 NUM_CALLS = 6  # 3 turns in each of 2 iterations
 
-pytestmark = pytest.mark.replay
-
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:

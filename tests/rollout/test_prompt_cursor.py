@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from test_controller import Numbers
 
 from lightrl.errors import RolloutError
 from lightrl.rollout.prompt_cursor import PromptCursor
-from lightrl.trajectory import Prompt
-
-
-class Numbers:
-    def __getitem__(self, position: int) -> Prompt:
-        return Prompt(id=f"p{position}", token_ids=[position])
 
 
 class Weights:

@@ -20,6 +20,8 @@ import psutil
 import pytest
 import torch
 from fake_gateway import FakeGateway
+from fake_sglang.process import FakeServerProcess
+from test_controller import Numbers
 from transformers import Qwen3Config
 from worker_workflows import BlockingOnce, Dropping, Dying, Two, Unreadable, Words
 
@@ -27,7 +29,6 @@ from lightrl.engines import SGLangEngine, Timeouts
 from lightrl.errors import RolloutError
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows.workflow import SingleTurn, Workflow
@@ -37,13 +38,6 @@ pytestmark = pytest.mark.slow
 SAMPLING = Sampling(max_new_tokens=12)
 PACE_S = 0.02
 Make = Callable[..., RolloutController]
-
-
-class Numbers:
-    """The prompt at position k has the one token k."""
-
-    def __getitem__(self, position: int) -> Prompt:
-        return Prompt(id=f"p{position}", token_ids=[position])
 
 
 class Sums:

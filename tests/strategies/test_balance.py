@@ -22,18 +22,6 @@ def best_difference(lengths: list[int], num: int) -> int:
     return least
 
 
-def test_every_row_is_in_exactly_one_share() -> None:
-    lengths = [5, 9, 1, 1, 7, 3, 3, 8]
-    shares = balanced_shares(lengths, 3)
-    assert sorted(row for share in shares for row in share) == list(range(8))
-    assert all(share == sorted(share) for share in shares)
-
-
-def test_two_ranks_share_four_five_six_seven_and_eight_as_paper_says() -> None:
-    # Karmarkar and Karp's example: 8-7=1, 6-5=1, 4-1=3, 3-1=2: sums 16 and 14.
-    assert sorted(sums([4, 5, 6, 7, 8], balanced_shares([4, 5, 6, 7, 8], 2))) == [14, 16]
-
-
 @pytest.mark.parametrize("num", [2, 3])
 def test_shares_are_close_to_the_best_of_all_partitions(num: int) -> None:
     generator = random.Random(0)
@@ -80,10 +68,6 @@ def test_microbatches_are_no_more_than_best_fit_decreasing_makes_and_near_the_bo
         assert len(parts) <= best_fit_decreasing(lengths, budget)
         bound = max(-(-sum(lengths) // budget), sum(length > budget / 2 for length in lengths))
         assert len(parts) <= bound + 1
-
-
-def test_what_is_larger_than_a_microbatch_has_one_of_its_own() -> None:
-    assert sorted(map(sorted, bins([9, 2, 2], 4))) == [[0], [1, 2]]
 
 
 def test_things_of_like_size_stay_together_where_it_costs_nothing() -> None:

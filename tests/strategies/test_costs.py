@@ -65,12 +65,6 @@ def test_without_a_pipeline_layers_are_gathered_again_for_each_microbatch() -> N
     assert cost.gathered_bytes == 4 * 393_216 + 8 * (2 * 40_960 + 2 * 32_768)
 
 
-def test_tp_divides_state_and_activations() -> None:
-    one, two = (parallel_3d_cost(config(), 1, 1, tp, WORK, Machine()) for tp in (1, 2))
-    assert two.state_bytes == one.state_bytes / 2
-    assert two.activation_bytes == one.activation_bytes / 2
-
-
 def test_the_best_split_fits_the_memory_where_one_does() -> None:
     tight = Machine(memory_bytes=3e6)
     assert parallel_3d_cost(config(), 1, 8, 1, WORK, tight).memory_bytes > tight.memory_bytes

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from rank_scripts import ROUNDING, finished
-from tiny import random_experience, tiny_model
+from tiny import LargestTensor, random_experience, tiny_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrl.experience import Experience
 from lightrl.models import Outputs
@@ -116,33 +115,12 @@ def test_packed_rows_give_the_numbers_of_rectangles(family: str) -> None:
     torch.testing.assert_close(packed, apart, rtol=1e-6, atol=1e-6)  # gemma multiplies by a float32
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operation made."""
-
-    num = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for value in results if isinstance(results, tuple | list) else [results]:
-            if isinstance(value, Tensor):
-                self.num = max(self.num, value.numel())
-        return results
-
-
 def test_no_tensor_of_a_packed_row_grows_with_its_square() -> None:
     experience = random_experience(num_groups=16, group_size=8)
     total = int(experience.lengths.sum())
-    with Largest() as largest:
+    with LargestTensor() as largest:
         outputs_and_gradient("packed", experience)
     assert largest.num < total * total / 4
-
-
-def test_the_whole_mask_that_transformers_would_make_is_seen_by_that_test() -> None:
-    model = tiny_model()
-    position_ids = torch.arange(10).repeat(40)[None]
-    with Largest() as largest, torch.no_grad():
-        model.base_model(input_ids=position_ids, position_ids=position_ids, use_cache=False)
-    assert largest.num >= 400 * 400
 
 
 def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkeypatch: Any) -> None:

@@ -23,11 +23,6 @@ def test_a_cap_is_found_though_it_hardly_changes_the_logits_of_small_weights() -
     assert not head_is_plain(model)
 
 
-def test_a_factor_on_the_logits_is_found() -> None:
-    model = tiny_model("llama", model_type="granite", logits_scaling=8.0)
-    assert not head_is_plain(model)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefixes_are_shared_under_full_attention_only(family: str) -> None:
     assert exact_layouts(tiny_model(family)) == (LAYOUTS if family in PLAIN else {})

@@ -26,11 +26,6 @@ def after(has: Tensor, rounds: list[list[Send]]) -> Tensor:
     return has
 
 
-def test_the_plan_of_the_docstring() -> None:
-    has, needs = holding([0, 1, 2, 3], [], [], [], num=4), holding([], [0, 1], [2, 3], [2, 3], num=4)
-    assert plan_sends(has, needs, [1] * 4) == [[Send(0, 1, (0, 1)), Send(0, 2, (2, 3))], [Send(2, 3, (2, 3))]]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_every_rank_gets_what_it_needs_and_nothing_twice(seed: int) -> None:
     torch.manual_seed(seed)
@@ -52,12 +47,6 @@ def test_the_rank_that_rolled_out_sends_each_row_once_whoever_needs_it() -> None
     rounds = plan_sends(has, needs, [10] * 64)
     rows = [row for sends in rounds for send in sends if send.source == 0 for row in send.rows]
     assert len(rows) == len(set(rows)) == 64
-
-
-def test_copies_share_the_sending() -> None:
-    has, needs = holding(list(range(8)), list(range(8)), [], num=8), holding([], [], list(range(8)), num=8)
-    ((first, second),) = plan_sends(has, needs, [5] * 8)
-    assert (len(first.rows), len(second.rows)) == (4, 4)
 
 
 def test_a_row_that_no_rank_has_is_named() -> None:

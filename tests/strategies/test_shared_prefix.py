@@ -17,13 +17,9 @@ from lightrl.strategies import LogprobSettings, SingleModel, shared_prefix
 from lightrl.strategies.shared_prefix import (
     LAYOUTS,
     Row,
-    cost,
     find_shared_prompts,
-    mask_of,
     shared_hidden,
-    shared_keys,
     shared_rows,
-    whole_rows,
 )
 
 
@@ -51,11 +47,6 @@ def test_a_group_shares_its_prompt() -> None:
     assert prompts == [Row(num_prompt_tokens=2, members=[0, 1], sizes=[0, 1])]
 
 
-def test_shorter_prompts_come_first() -> None:
-    rows = [(0, [3, 4, 5], [2]), (1, [8, 5], [1]), (2, [6, 7, 5], [2]), (0, [3, 4, 9], [2])]
-    assert find_shared_prompts(experience(*rows)) == [Row(1, [1], [0]), Row(2, [0, 3], [0, 0]), Row(2, [2], [0])]
-
-
 def test_equal_prompts_of_different_groups_are_told_apart() -> None:
     assert len(find_shared_prompts(experience((0, [3, 4, 5], [2]), (1, [3, 4, 5], [2])))) == 2
 
@@ -69,36 +60,6 @@ def test_the_prompt_of_several_turns_ends_before_the_first_loss_token() -> None:
     assert find_shared_prompts(experience((0, [3, 4, 5, 8, 6], [2, 4]))) == [Row(2, [0], [2])]
 
 
-def test_rows_that_train_nothing_count_as_prompts_less_their_last_token() -> None:
-    assert find_shared_prompts(experience((0, [3, 4, 5], []), (0, [3], []))) == [Row(1, [1], [0]), Row(2, [0], [0])]
-
-
-def test_completions_follow_the_stored_keys_of_their_prompts() -> None:
-    # Two prompts of 6 tokens, one with two completions and one with a longer one and one of a single token.
-    prompts = [Row(6, [0, 1], [3, 3]), Row(6, [2, 3], [900, 0])]
-    assert shared_keys(prompts) == [
-        [Row(6, [0, 1], [0, 0]), Row(6, [2, 3], [0, 0])],
-        [Row(6, [0], [3], stored=0), Row(6, [1], [3], stored=0)],
-        [Row(6, [2], [900], stored=1)],
-    ]
-
-
-def test_completions_share_a_row_with_their_prompt() -> None:
-    assert shared_rows([Row(2, [0, 1], [2, 1])]) == [[Row(2, [0, 1], [2, 1])]]
-
-
-def test_costs_count_each_prompt_once_and_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix, "CALL_OVERHEAD_TOKENS", 1)
-    prompts = [Row(6, [0, 1], [3, 3])]
-    assert cost(shared_keys(prompts)) == 1 + 6 + 1 + 2 * 3
-    assert cost(shared_rows(prompts)) == 1 + 12 * (1 + 12 / 768)  # 12 keys for each query, and 768 cost as a token
-    assert cost(whole_rows(prompts)) == 1 + 2 * 9
-
-
-def test_a_completion_of_one_token_costs_no_second_call_and_no_mask() -> None:
-    assert cost(shared_keys([Row(2, [0, 1], [0, 0])])) == cost(shared_rows([Row(2, [0, 1], [0, 0])])) == 256 + 2
-
-
 @settings(deadline=None, max_examples=50, derandomize=True)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 150))
 def test_every_completion_is_in_one_row_which_is_short_where_it_can_be(sizes: list[int], num_prompt: int) -> None:
@@ -108,18 +69,6 @@ def test_every_completion_is_in_one_row_which_is_short_where_it_can_be(sizes: li
         assert row.sizes == [sizes[member] for member in row.members]
         assert row.num_tokens == num_prompt + sum(row.sizes)
         assert row.num_tokens <= shared_prefix.MAX_ROW_TOKENS or len(row.members) == 1
-
-
-def test_a_completion_sees_the_prompt_and_what_precedes_in_itself() -> None:
-    mask = mask_of(torch.tensor([[0, 0, 1, 1, 2, -1]]), torch.float32)
-    assert (mask[0, 0] == 0).int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 0, 0, 1, 0],
-        [1, 1, 0, 0, 0, 1],  # padding sees something, since a softmax over nothing is NaN
-    ]
 
 
 @pytest.mark.parametrize("overhead_tokens", [0, 256])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +9,16 @@ import pytest
 import torch
 from tiny import (
     FAMILIES,
-    VOCABULARY,
+    LargestTensor,
     gradients,
     random_experience,
     slow_distributions,
     slow_outputs,
     tiny_model,
-    widened,
     with_supports,
     with_teacher_topk,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from lightrl.experience import Experience
@@ -105,11 +102,6 @@ def test_the_teachers_tokens_have_the_logprobs_and_the_gradient_of_a_slow_loop(f
     assert_same_gradient(found, gradients(model))
 
 
-def test_only_an_update_reads_the_teachers_tokens() -> None:
-    (outputs,) = SingleModel(tiny_model(), LogprobSettings()).forward([random_experience(topk=3)])
-    assert outputs.teacher_topk is None
-
-
 def refuses(model: PreTrainedModel, form: Form) -> bool:
     try:
         SingleModel(model, LogprobSettings(), form=form)
@@ -160,14 +152,6 @@ def test_each_form_gives_the_gradient_of_a_slow_loop_or_is_refused(family: str, 
     assert_same_gradient(gradient_of(parallel, experience), expected)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2 with capped logits"])
-def test_the_form_chosen_by_itself_gives_the_gradient_of_a_slow_loop(family: str) -> None:
-    model, experience = tiny_model(family), random_experience(num_turns=2)
-    assert_same_gradient(
-        gradient_of(SingleModel(model, LogprobSettings()), experience), slow_gradient(model, experience)
-    )
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_turns", [1, 3], ids=["one turn", "three turns"])
 def test_stop_tokens_are_masked_at_the_first_tokens_of_each_turn(form: Form, num_turns: int) -> None:
@@ -184,14 +168,6 @@ def test_stop_tokens_are_masked_at_the_first_tokens_of_each_turn(form: Form, num
     assert_same_gradient(gradient_of(parallel, experience), slow_gradient(model, experience, **rules))
 
 
-def test_stop_tokens_are_masked_through_capped_logits_too() -> None:
-    model, experience = tiny_model("gemma2 with capped logits"), random_experience()
-    experience = replace(experience, token_ids=torch.where(experience.token_ids == 1, 6, experience.token_ids))
-    rules = {"min_new_tokens": 2, "stop_token_ids": (1,)}
-    (outputs,) = SingleModel(model, LogprobSettings(**rules)).forward([experience])
-    torch.testing.assert_close(outputs.logprobs, slow_outputs(model, experience, **rules)[0], rtol=1e-4, atol=1e-4)
-
-
 def test_a_token_taken_out_of_the_loss_mask_still_counts_as_written() -> None:
     rules = {"min_new_tokens": 2, "stop_token_ids": (5,)}
     parallel = SingleModel(tiny_model(), LogprobSettings(**rules))
@@ -201,31 +177,6 @@ def test_a_token_taken_out_of_the_loss_mask_still_counts_as_written() -> None:
     fewer = replace(experience, loss_mask=experience.loss_mask & ~first)
     (outputs,) = parallel.forward([fewer])
     torch.testing.assert_close(outputs.logprobs, torch.where(fewer.loss_mask, whole.logprobs, 0.0))
-
-
-def test_min_new_tokens_without_stop_tokens_masks_nothing() -> None:
-    experience = random_experience()
-    (outputs,) = SingleModel(tiny_model(), LogprobSettings(min_new_tokens=3)).forward([experience])
-    (expected,) = SingleModel(tiny_model(), LogprobSettings()).forward([experience])
-    torch.testing.assert_close(outputs.logprobs, expected.logprobs)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_padding_changes_no_output_and_no_gradient(form: Form) -> None:
-    model, experience = tiny_model(), random_experience()
-    parallel = SingleModel(model, LogprobSettings(), form=form)
-    (narrow,), (wide,) = parallel.forward([experience]), parallel.forward([widened(experience, 5)])
-    assert wide.logprobs[:, -5:].eq(0).all()
-    torch.testing.assert_close(wide.logprobs[:, :-5], narrow.logprobs)
-    assert_same_gradient(gradient_of(parallel, widened(experience, 5)), gradient_of(parallel, widened(experience, 0)))
-
-
-def test_tokens_that_do_not_train_have_no_logprob() -> None:
-    experience = random_experience(num_turns=2)
-    (outputs,) = SingleModel(tiny_model(), LogprobSettings()).forward([experience])
-    assert outputs.logprobs[~experience.loss_mask].eq(0).all()
-    assert outputs.entropy[~experience.loss_mask].eq(0).all()
-    assert outputs.logprobs[experience.loss_mask].lt(0).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -241,15 +192,6 @@ def test_rows_that_train_nothing_give_zeros_and_a_gradient_of_zeros(form: Form) 
     (outputs,) = parallel.forward([experience])
     assert outputs.logprobs.eq(0).all()
     assert all(value.eq(0).all() for value in gradient_of(parallel, experience).values())
-
-
-def test_a_uniform_policy_has_the_entropy_log_v() -> None:
-    model, experience = tiny_model(), random_experience()
-    model.get_output_embeddings().weight.data.zero_()
-    (outputs,) = SingleModel(model, LogprobSettings()).forward([experience])
-    torch.testing.assert_close(
-        outputs.entropy[experience.loss_mask], torch.full((experience.num_loss_tokens,), math.log(VOCABULARY))
-    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -277,19 +219,6 @@ def test_the_entropy_carries_no_gradient_where_the_loss_needs_none() -> None:
     )
     assert seen[0].logprobs.requires_grad
     assert not seen[0].entropy.requires_grad
-
-
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation gave, backward included."""
-
-    num = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for item in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(item, Tensor):
-                self.num = max(self.num, item.numel())
-        return result
 
 
 def test_no_tensor_as_large_as_all_logits_is_made() -> None:

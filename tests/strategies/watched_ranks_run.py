@@ -1,7 +1,7 @@
 """Ranks that wait for one another in gloo's collectives, of which one stops or is killed: `FOLDER HOW RANK`.
 
 How: `stop in sync`, whose phase has its own deadline; `stop in update`; `kill in update`; `kill in rollout`, where the
-others wait for nothing yet.
+others wait for nothing yet; `late in share`, which the rank does not report to the others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from rank_scripts import fork_runs
 
+from lightrl.callbacks.rank_shares import shared
 from lightrl.strategies import rank_watch
 from lightrl.strategies.ranks import ProcessRanks, watch_all
+from lightrl.weights import Bucket, SharedFolder
 
 _, folder, how, culprit = sys.argv
 SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
@@ -30,6 +32,12 @@ def play(size: int) -> None:
     ranks = ProcessRanks(dp_group=group, control_group=group, device=torch.device("cpu"), watch=watch)
     ranks.begin()
     signal_name, _, place = how.partition(" in ")
+    if place == "share":
+        if ranks.rank == int(culprit):
+            time.sleep(3)  # its connections stay open until the others' deadline
+        else:
+            list(shared(iter([Bucket({}, is_last=True)]), SharedFolder(folder, None, [], timeout_s=1.0), ranks))
+        return
     for phase in ("rollout", "update", "sync"):
         with ranks.phase(phase, has_own_deadline=phase in ("rollout", "sync")):
             if phase == place:

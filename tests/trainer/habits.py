@@ -57,7 +57,16 @@ def habit(written: str, does: str = "") -> Callable[[Test], Test]:
     return keep
 
 
-def refused(file: str, cases: Sequence[tuple[str, Callable[[], dict[str, Any]], str]]) -> list[Any]:
+def works(file: str, cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What a test shows of short runs, as its parameters: (as the user writes it, what differs, *the test's own)."""
+    import pytest
+
+    for written, does, *_ in cases:
+        add(written, does, works=True, file=file)
+    return [pytest.param(*case, id=written) for written, _, *case in cases]
+
+
+def refused(file: str, cases: Sequence[tuple[str, Callable[[], Any], str]]) -> list[Any]:
     """What a test refuses, as its parameters: (as the user writes it, the trainer's flags, the whole sentence)."""
     import pytest
 

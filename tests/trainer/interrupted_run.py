@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import resource
 import signal
 import sys
 import time
@@ -16,19 +15,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import Digits, TinyGRPO, make_trainer, our_threads
 
-from lightrl import LocalEngine, RLCallback, Sampling, SGLangEngine, Trajectory
-from lightrl.engines import Timeouts
+from lightrl import LocalEngine, RLCallback, Sampling
 
 ITERATION = 2  # so many are done when the run stops
 STOP_S = 120.0
 
 
-def main(folder: Path, place: str, url: str | None = None) -> None:
-    """Trains up to the place, with all output in a file; `threads left` are printed as the last line.
-
-    Args:
-        url: of a server that is asked, in the place of an engine in this process.
-    """
+def main(folder: Path, place: str) -> None:
+    """Trains up to the place, with all output in a file; `threads left` are printed as the last line."""
     torch.set_num_threads(1)
     # A shell without job control starts what runs in its background with SIGINT ignored; the tests may run like that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,20 +40,15 @@ def main(folder: Path, place: str, url: str | None = None) -> None:
         save_top_k=0,
     )
     flags: dict[str, Any] = {"limit_val_batches": 1.0, "val_check_interval": 2} if place == "validation" else {}
-    timeouts = Timeouts(startup_s=STOP_S)
     trainer = make_trainer(
         folder,
-        engine=StoppingEngine(folder, place) if url is None else SGLangEngine(urls=[url], timeouts=timeouts),
+        engine=StoppingEngine(folder, place),
         callbacks=[checkpoint, Stop(folder, place)],
         max_steps=4,
         enable_checkpointing=True,
         **flags,
     )
-    module: TinyGRPO
-    if place == "rewards":
-        module = SlowReward(folder, decoupled=True, num_minibatches=2, reward_timeout_s=STOP_S)
-    else:
-        module = TinyGRPO(reward="digit_reward.token_reward", num_minibatches=2)
+    module = TinyGRPO(reward="digit_reward.token_reward", num_minibatches=2)
     try:
         trainer.fit(module, datamodule=Digits())
     finally:
@@ -67,36 +56,8 @@ def main(folder: Path, place: str, url: str | None = None) -> None:
         os.write(1, f"threads left: {our_threads()}\n".encode())
 
 
-class SlowReward(TinyGRPO):
-    """In one iteration the rewards of some trajectories do not come."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.folder = folder
-
-    async def reward(self, trajectory: Trajectory) -> Any:
-        if trajectory.newest_version == ITERATION and trajectory.sample == 1:
-            while not hasattr(self, "scored"):  # the last rewards are awaited when the models have scored
-                await asyncio.sleep(0.01)
-            (self.folder / "reached").touch()
-            await asyncio.sleep(STOP_S)
-        return super().reward(trajectory)
-
-    def on_rollout_end(self, groups: Any) -> None:
-        if self.trainer.global_step == ITERATION:
-            model: Any = self.parallel_models["policy"]
-            forward = model.forward
-
-            def run(*args: Any, **kwargs: Any) -> Any:
-                found = forward(*args, **kwargs)
-                self.scored = True
-                return found
-
-            model.forward = run
-
-
 class Stop(RLCallback):
-    """Stops within an update, or limits the size of files."""
+    """Stops within an update."""
 
     def __init__(self, folder: Path, place: str) -> None:
         self.folder = folder
@@ -113,11 +74,6 @@ class Stop(RLCallback):
                 (self.folder / "held").touch()
                 if self.place == "update":  # Ctrl-C came: the update goes on to its end
                     return
-
-    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == ITERATION and self.place == "full_disk":
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 class StoppingEngine(LocalEngine):

@@ -1,11 +1,10 @@
-"""What test_rank_shares.py runs: two ranks and a server that the run starts, weights written by both or by rank 0.
+"""What test_rank_shares.py runs: two ranks and a server that the run starts, weights written by both.
 
-python rank_shares_run.py FOLDER run | kills | hides
+python rank_shares_run.py FOLDER run | kills
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -13,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_sglang import COMMAND
 from rank_scripts import leave
 from safetensors.torch import load_file
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig
 
-from lightrl import FSDP2Strategy, LoRA, Role, SGLangEngine
+from lightrl import FSDP2Strategy, LoRA, Role, SGLangEngine, WeightSync
 from lightrl.engines import Timeouts
 from lightrl.models.lora import AdapterShape, merged_parameters
-from lightrl.strategies import shared_folder, whole
+from lightrl.strategies import whole
 from lightrl.weights import Bucket
 from lightrl.weights.rank_share import ShareWriter
 
@@ -29,19 +29,18 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "merged": {"lora": LoRA(rank=2)},
     "served": {"lora": LoRA(rank=2), "adapters": "served"},
-    "in the background": {"blocking": False},
 }
 
 
 def server(folder: Path, policy: Any) -> list[str]:
     """The fake server's command, with a model of the policy's config."""
     AutoConfig.for_model(**CONFIG).save_pretrained(folder / "model")
-    words = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+    words = [*COMMAND, "--port", "{port}"]
     words += ["--model-path", str(folder / "model"), "--enable-lora", "--max-lora-rank", "2", "--lora-target-modules"]
     return [*words, *AdapterShape.of(Role(POLICY, lora=LoRA(rank=2)).load_model()).target_modules]
 
 
-def play(folder: Path, *, lora: Any = None, adapters: Any = "merged", blocking: bool = True) -> dict[str, Any]:
+def play(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[str, Any]:
     """Trains; gives the trainer's weights, the files of the last version, and the probe's difference."""
     folder.mkdir(exist_ok=True)
     module = TinyGRPO(Role(POLICY, lora=lora))
@@ -49,12 +48,9 @@ def play(folder: Path, *, lora: Any = None, adapters: Any = "merged", blocking: 
         servers=1, command=server(folder, module), adapters=adapters, weight_folder=str(folder / "weights"),
         timeouts=Timeouts(sync_s=20),
     )  # fmt: skip
-    from lightrl import StalenessControl, WeightSync
-
-    staleness = 0 if blocking else 1
     trainer = make_trainer(
         folder, engine=engine, devices=2, strategy=FSDP2Strategy(),
-        callbacks=[WeightSync(blocking=blocking, bucket_mib=1), StalenessControl(staleness)],
+        callbacks=[WeightSync(bucket_mib=1)],
     )  # fmt: skip
     trainer.fit(module, datamodule=Digits())
     last = sorted((folder / "weights").glob("version-*"))[-1]
@@ -83,27 +79,12 @@ def kill_rank_1_amid_a_write() -> None:
         ShareWriter.add = add_and_die  # type: ignore[method-assign]
 
 
-def hide_the_folder_from_rank_1() -> None:
-    leave_mark = shared_folder.leave_mark
-
-    def leave_unless_rank_1(folder: Path, rank: int, mark: str) -> bool:
-        return rank != 1 and leave_mark(folder, rank, mark)
-
-    shared_folder.leave_mark = leave_unless_rank_1
-    shared_folder.VISIBLE_WITHIN_S = 0.5
-
-
 def main() -> None:
     torch.set_num_threads(1)
     folder, how = Path(sys.argv[1]), sys.argv[2]
     if how == "kills":
         kill_rank_1_amid_a_write()
         play(folder)
-        return
-    if how == "hides":
-        logging.basicConfig(level=logging.WARNING)
-        hide_the_folder_from_rank_1()
-        leave(play(folder), folder)
         return
     leave({name: play(folder / name, **settings) for name, settings in RUNS.items()}, folder)
 

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_sglang import COMMAND
+from fake_sglang.process import FakeServerProcess
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer
 
 from lightrl import SGLangEngine
-from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.weights import Bucket
 
 MAX_STEPS = 4
 KILLED_AT = 3  # the version that is on its way when the run is killed
-SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+SERVER = [*COMMAND, "--port", "{port}"]
 SERVER += ["--vocab-size", str(CONFIG["vocab_size"]), "--context-length", "32"]
 
 

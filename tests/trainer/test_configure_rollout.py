@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,30 +63,6 @@ def test_the_metric_of_the_docs_is_logged_in_training_and_validation(tmp_path: P
     trainer.fit(module, datamodule=Digits())
     assert float(trainer.callback_metrics["rollout/distinct_fraction"]) == pytest.approx(module.fractions[-1])
     assert float(trainer.callback_metrics["val/distinct_fraction"]) == 1.0  # one completion per prompt
-
-
-def test_hooks_are_called_in_order_and_the_module_last(tmp_path: Path) -> None:
-    class Configures(RLCallback):
-        def __init__(self, name: str, max_concurrent: int) -> None:
-            self.name, self.max_concurrent = name, max_concurrent
-            self.before: int | None = None
-
-        @property
-        def state_key(self) -> str:
-            return self.name
-
-        def configure_rollout(self, trainer: Any, module: Any, settings: RolloutSettings) -> RolloutSettings:
-            self.before = settings.max_concurrent
-            return replace(settings, max_concurrent=self.max_concurrent)
-
-    class Module(TinyGRPO):
-        def configure_rollout(self, settings: RolloutSettings) -> RolloutSettings:
-            self.before = settings.max_concurrent
-            return settings
-
-    first, second, module = Configures("first", 5), Configures("second", 6), Module()
-    make_trainer(tmp_path, callbacks=[first, second], max_steps=1).fit(module, datamodule=Digits())
-    assert (first.before, second.before, module.before) == (None, 5, 6)
 
 
 @pytest.mark.parametrize("answer", [None, {"max_staleness": 1}], ids=["nothing", "a dict"])

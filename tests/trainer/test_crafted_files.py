@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import pickle
-import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -272,10 +271,3 @@ def test_an_adapter_folder_does_not_name_a_module_to_import(tmp_path: Path) -> N
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="must have megatron_config=None"):
         LoRA(adapter=str(tmp_path)).add_to(POLICY.load_model())
-
-
-def test_the_folder_of_an_honest_run_is_exported(file: Path, tmp_path: Path) -> None:
-    folder = as_folder(file, tmp_path / "honest")
-    export(folder, tmp_path)
-    shutil.rmtree(folder)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == CONFIG["hidden_size"]

@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, weights
 
@@ -95,7 +94,7 @@ def test_too_many_dropped_groups_name_the_setting(tmp_path: Path) -> None:
         fit(tmp_path, sampling)
 
 
-def test_fast_dev_run_restores_them_exactly(tmp_path: Path) -> None:
+def test_fast_dev_run_accepts_their_state(tmp_path: Path) -> None:
     fit(tmp_path, DynamicSampling(oversample_fraction=0.5), PromptCurriculum(), max_steps=-1, fast_dev_run=True)
 
 
@@ -123,26 +122,6 @@ def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:
         make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(
             HalfSolved(group_size=1, advantage_mean="batch", advantage_std="batch"), Digits()
         )
-
-
-def too_short(group: Any) -> str | None:
-    return "short" if max(len(item.completion_ids) for item in group.trajectories) < 2 else None
-
-
-def test_both_are_configured_by_constructor_arguments_in_yaml() -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--callbacks", type=list[Callback])
-    config = """
-- class_path: lightrl.DynamicSampling
-  init_args: {max_success: 0.9, rule: test_dynamic_sampling.too_short, incomplete_groups: redraw}
-- class_path: lightrl.PromptCurriculum
-  init_args:
-    curriculum: {class_path: lightrl.data.SuccessRateCurriculum, init_args: {solved_times: 5}}
-"""
-    sampling, curriculum = parser.instantiate(parser.parse_args([f"--callbacks={config}"])).callbacks
-    assert sampling.group_filter.max_success == 0.9
-    assert sampling.group_filter.rule is too_short
-    assert curriculum.curriculum.solved_times == 5
 
 
 @pytest.mark.parametrize("callbacks", [(), (DynamicSampling(drop_zero_variance=False),)], ids=["alone", "with rules"])

@@ -42,15 +42,6 @@ def test_a_role_that_is_not_there_is_named_with_those_that_are(finished_run, tmp
         export_checkpoint(finished_run[1], tmp_path / "model", role="critic")
 
 
-def test_a_half_written_checkpoint_is_refused(tmp_path):
-    (tmp_path / "half.ckpt").write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(ValueError, match="is not a checkpoint"):
-        export_checkpoint(tmp_path / "half.ckpt", tmp_path / "model")
-    (tmp_path / "shards.ckpt").mkdir()
-    with pytest.raises(ValueError, match=r"has no meta\.pt"):
-        export_checkpoint(tmp_path / "shards.ckpt", tmp_path / "model")
-
-
 def test_a_folder_with_other_things_in_it_is_left_alone(finished_run, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("text")
     assert main(["export", str(finished_run[1]), "--to", str(tmp_path)]) == 2

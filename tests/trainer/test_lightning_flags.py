@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from habits import habit, refused
-from lightning.pytorch.callbacks import (
-    Callback,
-    ModelCheckpoint,
-)
+from habits import habit, refused, works
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import GROUP_SIZE, CountValidations, Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
@@ -22,77 +20,89 @@ from tiny_run import GROUP_SIZE, CountValidations, Digits, Logged, TinyGRPO, are
 import lightrl
 from lightrl.errors import LightRLError
 
-# ---------------------------------------------------------------------- how long a run is
+# ---------------------------------------------------------------------- flags, each with what a short run shows of it
 
 
-@habit("Trainer(max_steps=4)", "counts iterations; `global_step` is the weight version too")
-def test_max_steps_counts_iterations(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(), make_trainer(tmp_path, max_steps=4)
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == trainer.weight_version == len(module.trained) == 4
-    assert trainer.engine is not None
-    assert [set(seen.weight_versions[seen.loss_mask].tolist()) for seen in module.experiences] == [{0}, {1}, {2}, {3}]
+@dataclass
+class Run:
+    """A run with one flag or more; `validations` are the iterations after which there was one."""
+
+    trainer: lightrl.Trainer
+    module: TinyGRPO
+    validations: list[int]
 
 
-@habit("Trainer(max_epochs=2)")
-def test_max_epochs_gives_each_prompt_once_per_epoch(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(num_minibatches=2, update_epochs=2), make_trainer(tmp_path, max_epochs=2)
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == 6
-    assert trainer.rollout_loop.num_updates == 6 * 4
-    assert trainer.current_epoch == 2
-    assert sorted(position for batch in module.trained for position in batch) == list(range(12))
+class Stopping(Callback):
+    """Asks for the end after each batch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop = True
 
 
-@habit('Trainer(max_time={"seconds": 1})')
-def test_max_time_ends_the_run_between_two_iterations(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(), make_trainer(tmp_path, max_time={"seconds": 1})
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == len(module.trained) >= 1
+def versions(run: Run) -> list[set[int]]:
+    assert run.trainer.weight_version == run.trainer.global_step
+    return [set(seen.weight_versions[seen.loss_mask].tolist()) for seen in run.module.experiences]
 
 
-@habit("Trainer(limit_train_batches=2)")
+def epochs(run: Run) -> Any:
+    positions = [position for batch in run.module.trained for position in batch]
+    return run.trainer.current_epoch, run.trainer.rollout_loop.num_updates, positions
+
+
+def limited(run: Run) -> Any:
+    return run.module.trained, run.validations, float(run.trainer.callback_metrics["val/prompts"])
+
+
+def prompts(run: Run) -> Any:
+    return [seen.token_ids[::GROUP_SIZE, :3].tolist() for seen in run.module.experiences]
+
+
+def ended_between_iterations(run: Run) -> bool:
+    return run.trainer.global_step == len(run.module.trained) >= 1
+
+
+def steps(run: Run) -> int:
+    return run.trainer.global_step
+
+
+def validations(run: Run) -> list[int]:
+    return run.validations
+
+
+STOPS: dict[str, Any] = {"max_steps": 9, "callbacks": [Stopping()]}
+LIMITS = {"max_epochs": 2, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+VALIDATES: dict[str, Any] = {"limit_val_batches": 1.0, "check_val_every_n_epoch": None}
+FLAGS = works("test_lightning_flags", [
+    ("Trainer(max_steps=4)", "counts iterations; `global_step` is the weight version too",
+     {"max_steps": 4}, versions, [{0}, {1}, {2}, {3}]),
+    ("Trainer(max_epochs=2)", "", {"max_epochs": 2}, epochs, (2, 24, [*range(12)])),
+    ('Trainer(max_time={"seconds": 1})', "", {"max_time": {"seconds": 1}}, ended_between_iterations, True),
+    ("Trainer(limit_train_batches=2)", "", LIMITS, limited, ([[0, 1], [2, 3], [4, 5], [6, 7]], [0, 2, 4], 2.0)),
+    ("Trainer(overfit_batches=1)", "", {"overfit_batches": 1, "max_epochs": 3}, prompts, [[[2, 2, 2], [3, 2, 2]]] * 3),
+    ("Trainer(val_check_interval=2, check_val_every_n_epoch=None)",
+     "an int counts iterations, a float is a part of an epoch",
+     {**VALIDATES, "val_check_interval": 2, "max_steps": 6}, validations, [2, 4, 6]),
+    ("Trainer(check_val_every_n_epoch=2)", "",
+     {**VALIDATES, "check_val_every_n_epoch": 2, "max_epochs": 4}, validations, [6, 12]),
+    ('Trainer(val_check_interval="00:00:10:00")', "",
+     {**VALIDATES, "val_check_interval": timedelta(microseconds=1)}, validations, [1, 2, 3]),
+    ("trainer.should_stop = True", "", STOPS, steps, 1),
+    ("Trainer(min_steps=3)", "", {**STOPS, "min_steps": 3}, steps, 3),
+    ("Trainer(min_epochs=2)", "", {**STOPS, "min_epochs": 2, "max_epochs": 3, "max_steps": -1}, steps, 6),
+    ('Trainer(profiler="advanced")', "", {"profiler": "advanced"}, steps, 3),
+])  # fmt: skip
+
+
 @habit("Trainer(limit_val_batches=1)")
 @habit("Trainer(num_sanity_val_steps=1)")
-def test_limits_shorten_epochs_and_validation(tmp_path: Path) -> None:
-    module, counts = TinyGRPO(), CountValidations()
-    trainer = make_trainer(
-        tmp_path, max_epochs=2, limit_train_batches=2, limit_val_batches=1, callbacks=[counts], num_sanity_val_steps=1
-    )
-    trainer.fit(module, datamodule=Digits(validation_batch_size=2))
-    assert trainer.global_step == 4
-    assert module.trained == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert counts.steps == [0, 2, 4]
-    assert trainer.callback_metrics["val/prompts"] == 2
-
-
-@habit("Trainer(overfit_batches=1)")
-def test_overfit_batches_trains_on_the_same_prompts(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(), make_trainer(tmp_path, overfit_batches=1, max_epochs=3)
-    trainer.fit(module, datamodule=Digits())
-    prompts = [seen.token_ids[::GROUP_SIZE, :3].tolist() for seen in module.experiences]
-    assert prompts == [[[2, 2, 2], [3, 2, 2]]] * 3
-
-
-@habit(
-    "Trainer(val_check_interval=2, check_val_every_n_epoch=None)",
-    "an int counts iterations, a float is a part of an epoch",
-)
-@habit("Trainer(check_val_every_n_epoch=2)")
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"val_check_interval": 2, "check_val_every_n_epoch": None, "max_steps": 6}, [2, 4, 6]),
-        ({"val_check_interval": 1.0, "max_epochs": 2}, [3, 6]),
-        ({"val_check_interval": 1 / 3, "max_epochs": 1}, [1, 2, 3]),
-        ({"check_val_every_n_epoch": 2, "max_epochs": 4}, [6, 12]),
-    ],
-    ids=["every second iteration", "every epoch", "thrice per epoch", "every second epoch"],
-)
-def test_validation_comes_when_lightning_says(flags: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
-    counts = CountValidations()
-    make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[counts], **flags).fit(TinyGRPO(), datamodule=Digits())
-    assert counts.steps == expected
+@pytest.mark.parametrize(("flags", "found", "expected"), FLAGS)
+def test_a_flag_does_what_it_does_in_lightning(
+    flags: dict[str, Any], found: Callable[[Run], Any], expected: Any, tmp_path: Path
+) -> None:
+    counts, module = CountValidations(), TinyGRPO(num_minibatches=2, update_epochs=2)
+    trainer = make_trainer(tmp_path, **flags | {"callbacks": [counts, *flags.get("callbacks", [])]})
+    trainer.fit(module, datamodule=Digits(validation_batch_size=2, shuffle=False))
+    assert found(Run(trainer, module, counts.steps)) == expected
 
 
 # ---------------------------------------------------------------------- fast_dev_run
@@ -100,9 +110,10 @@ def test_validation_comes_when_lightning_says(flags: dict[str, Any], expected: l
 
 @habit(
     "Trainer(fast_dev_run=True)",
-    "one iteration and one validation batch; nothing is written; a checkpoint is made and read in memory",
+    "one iteration and one validation batch; nothing is written; the state of loops, callbacks, module and data module "
+    "is saved in memory, loaded with `weights_only=True` and compared",
 )
-def test_fast_dev_run_does_everything_once_and_checks_the_resume(tmp_path: Path, caplog: Any) -> None:
+def test_fast_dev_run_does_everything_once_and_checks_the_state(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level("INFO", logger="lightrl")
     module, counts = TinyGRPO(num_minibatches=2, update_epochs=2), CountValidations()
     trainer = make_trainer(tmp_path, fast_dev_run=True, limit_val_batches=1.0, callbacks=[counts])
@@ -110,11 +121,11 @@ def test_fast_dev_run_does_everything_once_and_checks_the_resume(tmp_path: Path,
     assert trainer.global_step == 1
     assert counts.steps == [1]
     assert trainer.callback_metrics["rollout/reward"] >= 0
-    assert "restores this state exactly" in caplog.text
+    assert "module and data module is the same after a checkpoint" in caplog.text
 
 
 class Counter(Callback):
-    """A callback with state; subclasses lose some of it."""
+    """A callback with state; a subclass saves what a checkpoint cannot keep."""
 
     def __init__(self) -> None:
         self.num: Any = 0
@@ -129,34 +140,40 @@ class Counter(Callback):
         self.num = state_dict["num"]
 
 
-class ForgetsToLoad(Counter):
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+class Lossy:
+    """Plain data of which a file keeps nothing."""
+
+    num = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lossy) and self.num == other.num
+
+    def __getstate__(self) -> None:
+        return None
 
 
-class LoadsSomethingElse(Counter):
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.num = state_dict["num"] + 1
+class Saves(Counter):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
 
-
-class SavesAnObject(Counter):
     def state_dict(self) -> dict[str, Any]:
-        return {"num": [SavesAnObject]}
+        saved = self.kind()
+        saved.num = self.num
+        return {"num": [saved]}
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (ForgetsToLoad, r"'ForgetsToLoad'\]\['num'\] differs after a resume\. Restore in load_state_dict"),
-        (LoadsSomethingElse, r"'LoadsSomethingElse'\]\['num'\] differs after a resume\. Restore in load_state_dict"),
-        (SavesAnObject, r"because of checkpoint\['callbacks'\]\['SavesAnObject'\]\['num'\]\[0\].*Convert it there"),
+        (Counter, r"because of checkpoint\['callbacks'\]\['Saves'\]\['num'\]\[0\].*Convert it there"),
+        (Lossy, r"checkpoint\['callbacks'\]\['Saves'\]\['num'\]\[0\] differs after it was saved and loaded"),
     ],
 )
-def test_fast_dev_run_fails_if_state_would_not_survive(
-    kind: Callable[[], Callback], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(LightRLError, match=f"(?s){message}"):
-        make_trainer(tmp_path, fast_dev_run=True, callbacks=[kind()]).fit(TinyGRPO(), datamodule=Digits())
+def test_fast_dev_run_fails_if_state_would_not_survive(kind: type, message: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, fast_dev_run=True, callbacks=[Saves(kind)])
+    with torch.serialization.safe_globals([Lossy]), pytest.raises(LightRLError, match=f"(?s){message}"):
+        trainer.fit(TinyGRPO(), datamodule=Digits())
 
 
 def test_fast_dev_run_accepts_a_callback_that_keeps_its_state(tmp_path: Path) -> None:
@@ -182,23 +199,15 @@ class GradientNorms(Callback):
             self.largest.append(max(float(gradient.abs().max()) for gradient in gradients))
 
 
-@habit("Trainer(gradient_clip_val=0.01)", "in each update; `policy/grad_norm` is the norm before")
-def test_gradients_are_clipped_by_norm(tmp_path: Path) -> None:
-    seen, logged = GradientNorms(), Logged("policy/grad_norm")
-    trainer = make_trainer(tmp_path, gradient_clip_val=0.01, callbacks=[seen, logged], max_steps=4)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert seen.norms == pytest.approx([0.01] * 3, rel=1e-3)
-    assert min(logged.values) > 0.1  # of the gradient before clipping
-
-
 @habit('Trainer(gradient_clip_algorithm="value")')
-def test_gradients_are_clipped_by_value(tmp_path: Path) -> None:
-    seen = GradientNorms()
-    trainer = make_trainer(
-        tmp_path, gradient_clip_val=0.001, gradient_clip_algorithm="value", callbacks=[seen], max_steps=4
-    )
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert seen.largest == pytest.approx([0.001] * 3)
+@habit("Trainer(gradient_clip_val=0.01)", "in each update; `policy/grad_norm` is the norm before")
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped(algorithm: Any, tmp_path: Path) -> None:
+    seen, logged = GradientNorms(), Logged("policy/grad_norm")
+    flags: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm, "max_steps": 4}
+    make_trainer(tmp_path, callbacks=[seen, logged], **flags).fit(TinyGRPO(), datamodule=Digits())
+    assert (seen.norms if algorithm == "norm" else seen.largest) == pytest.approx([0.01] * 3, rel=1e-3)
+    assert min(logged.values) > 0.1  # of the gradient before clipping
 
 
 @habit('Trainer(precision="bf16-mixed")')
@@ -249,36 +258,6 @@ def test_anomalies_are_detected(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- and all other flags
 
 
-class Stopping(Callback):
-    """Asks for the end after each batch."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        trainer.should_stop = True
-
-
-@habit("trainer.should_stop = True")
-@habit("Trainer(min_steps=3)")
-@habit("Trainer(min_epochs=2)")
-@pytest.mark.parametrize(
-    ("flags", "num"), [({}, 1), ({"min_steps": 3}, 3), ({"min_epochs": 2, "max_epochs": 3, "max_steps": -1}, 6)]
-)
-def test_a_run_ends_when_it_is_asked_to_but_not_before_its_minimum(
-    flags: dict[str, Any], num: int, tmp_path: Path
-) -> None:
-    trainer = make_trainer(tmp_path, **({"max_steps": 9} | flags), callbacks=[Stopping()])
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert trainer.global_step == num
-
-
-@habit('Trainer(val_check_interval="00:00:10:00")')
-def test_validation_may_come_by_time(tmp_path: Path) -> None:
-    counts = CountValidations()
-    every = {"val_check_interval": timedelta(microseconds=1), "check_val_every_n_epoch": None}
-    trainer = make_trainer(tmp_path, limit_val_batches=1, callbacks=[counts], **every)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert counts.steps == [1, 2, 3]
-
-
 @habit("Trainer(limit_test_batches=1)")
 @habit("Trainer(limit_predict_batches=1)")
 def test_test_and_predict_may_be_shortened(tmp_path: Path) -> None:
@@ -289,10 +268,7 @@ def test_test_and_predict_may_be_shortened(tmp_path: Path) -> None:
     assert len(trainer.predict(TinyGRPO(), datamodule=data) or []) == 1
 
 
-@habit(
-    "Trainer(log_every_n_steps=2)",
-    "rows of every second iteration; without it every iteration has one",
-)
+@habit("Trainer(log_every_n_steps=2)", "rows of every second iteration; without it every iteration has one")
 @habit("Trainer(default_root_dir=FOLDER)")
 @habit("Trainer(logger=True)")
 def test_the_default_logger_writes_into_the_root_folder(tmp_path: Path) -> None:
@@ -383,13 +359,6 @@ def test_a_bare_run_trains(tmp_path: Path) -> None:
     trainer.fit(module, datamodule=Digits())
     assert module.trained == [[0, 1], [2, 3]]
     assert list(tmp_path.iterdir()) == []
-
-
-@habit('Trainer(profiler="advanced")')
-def test_the_advanced_profiler_runs_along(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, profiler="advanced")
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert trainer.global_step == 3
 
 
 DDP = (

@@ -105,9 +105,3 @@ def test_a_resumed_run_repeats_the_whole_one(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=3).fit(second, datamodule=Digits(), ckpt_path=tmp_path / "run.ckpt")
     expected, found = weights(whole), weights(second)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_a_next_stage_goes_on_from_exported_adapters(finished: Any) -> None:
-    module, folder, _ = finished
-    role = Role(POLICY, lora=LoRA(adapter=str(folder / "model")))
-    assert torch.equal(logits(role.load_model()), logits(module.policy))

@@ -44,7 +44,7 @@ class SometimesFails(GRPO):
         return float(trajectory.completion_ids[0] % 2)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.extra), 2])
 def test_an_iteration_leaves_nothing_in_memory(
     max_staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,23 +33,6 @@ def test_behavior_logprobs_are_those_of_the_training_forward(tmp_path: Path) -> 
     assert max(compare.differences) < 1e-5
 
 
-def test_the_first_update_of_each_iteration_has_ratio_one(tmp_path: Path) -> None:
-    class Ratios(RLCallback):
-        def __init__(self) -> None:
-            self.first: list[float] = []
-            self.later: list[float] = []
-
-        def on_minibatch_end(
-            self, trainer: Any, module: Any, metrics: dict[str, float], index: int, total: int
-        ) -> None:
-            (self.first if index == 0 else self.later).append(metrics["ratio"])
-
-    ratios = Ratios()
-    make_trainer(tmp_path, callbacks=[ratios]).fit(TinyGRPO(num_minibatches=2, lr=0.1), datamodule=Digits())
-    assert ratios.first == pytest.approx([1.0] * 3, abs=1e-5)
-    assert all(abs(ratio - 1) > 1e-4 for ratio in ratios.later)
-
-
 def test_the_engine_has_the_trainers_weights_after_each_sync(tmp_path: Path) -> None:
     class Compare(RLCallback):
         def __init__(self) -> None:
@@ -147,16 +130,6 @@ def logprobs(policy: Any, tokens: list[int]) -> Tensor:
     """[T - 1], of each token but the first."""
     predicted = policy(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
     return predicted.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-
-
-def test_microbatches_do_not_change_the_run(tmp_path: Path) -> None:
-    runs = []
-    for microbatch_tokens in (16384, 20):
-        module = TinyGRPO(microbatch_tokens=microbatch_tokens)
-        make_trainer(tmp_path).fit(module, datamodule=Digits())
-        runs.append(weights(module))
-    for name, value in runs[0].items():
-        torch.testing.assert_close(runs[1][name], value, atol=1e-5, rtol=1e-4)
 
 
 def test_the_reward_rises(tmp_path: Path) -> None:

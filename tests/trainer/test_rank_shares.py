@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,6 @@ def test_served_adapters_leave_the_base_as_it_was_loaded_first(runs: dict[str, A
     assert any(not torch.equal(found["written"][key], value) for key, value in found["weights"].items())
 
 
-def test_a_load_in_the_background_is_written_by_rank_0(runs: dict[str, Any]) -> None:
-    assert not [name for name in runs["in the background"]["files"] if name.startswith("model-0001-")]
-
-
 def test_a_rank_that_is_killed_amid_its_share_leaves_the_version_absent(tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "kills")
     assert done.returncode != 0
@@ -58,13 +53,3 @@ def test_a_rank_that_is_killed_amid_its_share_leaves_the_version_absent(tmp_path
     assert all(is_whole(tmp_path / "weights" / name) for name in versions)
     assert "version-00000002" not in versions
     assert list((tmp_path / "weights" / ".share-1").glob("*.safetensors"))
-
-
-def test_a_folder_that_one_rank_does_not_see_is_written_by_rank_0_and_the_log_names_the_rank(tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "hides")
-    assert done.returncode == 0, done.stderr[-3000:]
-    who = f"rank 1 on {socket.gethostname()}"
-    assert f"is not visible and writable for {who}, so rank 0 gathers and writes all weights" in done.stderr
-    found = left_by(2, tmp_path)[0]
-    assert not [name for name in found["files"] if name.startswith("model-0001-")]
-    assert sorted(found["written"]) == sorted(found["weights"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,8 @@ import pytest
 import torch
 from tiny_run import POLICY, Digits, TinyGRPO, are_equal, make_trainer, our_threads, weights
 
-from lightrl import PPO, AdaptiveKL, Experience, ModelCall, TrajectoryDataModule, TrajectoryLog
+from lightrl import PPO, AdaptiveKL, TrajectoryDataModule, TrajectoryLog
 from lightrl.callbacks import StalenessControl
-from lightrl.data.trajectories import read_iterations
 from lightrl.functional import policy_ratio
 from lightrl.trajectory import Trajectory
 
@@ -30,27 +27,6 @@ class TinyPPO(TinyGRPO, PPO):
 
 class NoRewardPPO(NoReward, PPO):
     pass
-
-
-class MoodyJudges(TinyGRPO):
-    """Two judges that say something else each time, of a trajectory and of its tokens, and what follows from one."""
-
-    def score_calls(self) -> list[ModelCall]:
-        judges = [
-            ModelCall("style", outputs=("style",), run=self.ask),
-            ModelCall("taste", outputs=("taste",), run=self.ask_of_tokens),
-        ]
-        doubled = ModelCall("doubled", inputs=("style",), outputs=("doubled",), run=lambda seen, _: 2 * seen["style"])
-        return [*super().score_calls(), *judges, doubled]
-
-    def ask(self, experience: Experience, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-        return torch.tensor([random.random() for _ in trajectories], dtype=torch.float64)
-
-    def ask_of_tokens(self, experience: Experience, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-        return experience.loss_mask * self.ask(experience, trajectories)[:, None]
-
-    def shaped_rewards(self, experience: Experience) -> torch.Tensor:
-        return super().shaped_rewards(experience) + experience["doubled"] + experience["taste"].sum(1)
 
 
 def record(
@@ -71,12 +47,6 @@ def replay(folder: Path, module: TinyGRPO, path: Path, **settings: Any) -> Any:
     trainer = make_trainer(folder, max_epochs=1, **settings)
     trainer.fit(module, TrajectoryDataModule(str(path)))
     return trainer
-
-
-def test_recorded_trajectories_need_no_reward_function(tmp_path: Path) -> None:
-    record(tmp_path, steps=1)
-    trainer = replay(tmp_path / "again", TinyGRPO(reward="no_such_module.reward"), tmp_path / "trajectories")
-    assert trainer.global_step == 1
 
 
 @pytest.mark.parametrize(
@@ -113,19 +83,6 @@ def test_ppo_is_repeated_with_its_critic(tmp_path: Path, settings: dict[str, Any
     assert not are_equal(start.state_dict(), online.state_dict())
     assert are_equal(online.state_dict(), offline.state_dict())
     assert (online.kl_coef, online.normalizer) == (offline.kl_coef, offline.normalizer)
-
-
-def test_a_judge_is_not_asked_again(tmp_path: Path) -> None:
-    class NobodyThere(MoodyJudges):
-        def ask(self, experience: Experience, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-            raise AssertionError("the files have what the judges said")
-
-    online, offline = record(tmp_path, kind=MoodyJudges), NobodyThere()
-    replay(tmp_path / "again", offline, tmp_path / "trajectories")
-    assert are_equal(weights(online), weights(offline))
-    for one, other in zip(online.experiences, offline.experiences, strict=True):
-        assert one["style"].dtype == torch.float32
-        assert all(torch.equal(value, other[name]) for name, value in one.tensors().items())
 
 
 def test_an_asynchronous_run_is_repeated_too(tmp_path: Path) -> None:
@@ -197,29 +154,3 @@ def test_a_run_on_recorded_trajectories_can_be_checked_and_resumed(tmp_path: Pat
         rest, TrajectoryDataModule(str(tmp_path / "trajectories")), ckpt_path=tmp_path / "half.ckpt", weights_only=True
     )
     assert are_equal(weights(online), weights(rest))
-
-
-def test_validation_without_an_engine_is_refused(tmp_path: Path) -> None:
-    record(tmp_path)
-    with pytest.raises(ValueError, match=r"only supports stage 'fit', got 'validate'"):
-        make_trainer(tmp_path).validate(NoReward(), TrajectoryDataModule(str(tmp_path / "trajectories")))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", r"Line 1 of .* is not a trajectory of TrajectoryLog \(JSONDecodeError"),
-        ('{"iteration": 0, "trajectory": {}}', r"Line 1 of .* is not a trajectory of TrajectoryLog \(KeyError"),
-        ("[]", r"Line 1 of .* is not a trajectory of TrajectoryLog \(AttributeError"),
-    ],
-    ids=["no JSON", "no prompt", "no object"],
-)
-def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "file.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=message):
-        list(read_iterations(tmp_path / "file.jsonl"))
-
-
-def test_a_path_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is neither a file nor a folder with \.jsonl files"):
-        list(read_iterations(tmp_path))

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from digit_reward import token_reward
-from ppo_ranks_run import TinyPPO
+from layouts_run import TinyPPO
 from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
@@ -34,94 +32,50 @@ HOOKS = [
 ]
 
 
-class Recorder(RLCallback):
-    """Writes down every hook, and logs in each."""
+Calls = list[tuple[str, tuple[Any, ...]]]
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
-    def note(self, name: str, *args: Any) -> None:
-        self.calls.append((name, args))
+def record(hooks: Any, calls: Calls, num_before: int) -> None:
+    """Has every hook of a callback or module noted, without the first arguments, which a module's do not have."""
+
+    def noting(name: str) -> Any:
+        return lambda *args, **kwargs: calls.append((name, args[num_before:]))
+
+    for name in dict.fromkeys(HOOKS):
+        setattr(hooks, name, noting(name))
+
+
+class Logs(RLCallback):
+    """Logs in every hook in which one may."""
 
     def on_rollout_start(self, trainer: Any, module: Any) -> None:
-        self.note("on_rollout_start")
         module.log("mine/start", float(trainer.global_step))
 
     def on_rollout_progress(self, trainer: Any, module: Any, done: int, total: int) -> None:
         assert 0 <= done <= total == BATCH_SIZE * GROUP_SIZE
 
-    def on_rollout_end(self, trainer: Any, module: Any, groups: list[Group]) -> None:
-        self.note("on_rollout_end", groups)
-        module.log("mine/end", 1.0)
-
-    def on_rewards_ready(self, trainer: Any, module: Any, groups: list[Group]) -> None:
-        assert all(item.reward is not None for group in groups for item in group.trajectories)
-        self.note("on_rewards_ready", groups)
-
     def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
-        self.note("on_experience_ready", experience)
         module.log("mine/experience", 2.0, on_epoch=True)
 
-    def on_minibatch_start(self, trainer: Any, module: Any, minibatch: Experience, index: int, total: int) -> None:
-        self.note("on_minibatch_start", minibatch, index, total)
-
     def on_minibatch_end(self, trainer: Any, module: Any, metrics: dict[str, float], index: int, total: int) -> None:
-        self.note("on_minibatch_end", metrics, index, total)
         module.log("mine/minibatch", float(index))
 
     def on_policy_updated(self, trainer: Any, module: Any, weight_version: int) -> None:
-        self.note("on_policy_updated", weight_version)
         module.log("mine/version", float(weight_version))
 
     def on_weights_synced(self, trainer: Any, module: Any, weight_version: int) -> None:
-        self.note("on_weights_synced", weight_version)
         assert trainer.engine.weight_version == weight_version
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.note("on_train_batch_end")
-
-
-class RecordingModule(TinyGRPO):
-    """The module's own hooks, without trainer and module as arguments."""
-
-    def __init__(self) -> None:
-        super().__init__(num_minibatches=2)
-        self.recorder = Recorder()
-        self.first_sync: list[int] = []
-
-    def on_rollout_start(self) -> None:
-        self.recorder.on_rollout_start(self.trainer, self)
-
-    def on_rollout_end(self, groups: list[Group]) -> None:
-        self.recorder.note("on_rollout_end", groups)
-
-    def on_rewards_ready(self, groups: list[Group]) -> None:
-        self.recorder.note("on_rewards_ready", groups)
-
-    def on_experience_ready(self, experience: Experience) -> None:
-        self.recorder.note("on_experience_ready", experience)
-
-    def on_minibatch_start(self, minibatch: Experience, index: int, total: int) -> None:
-        self.recorder.note("on_minibatch_start", minibatch, index, total)
-
-    def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
-        self.recorder.note("on_minibatch_end", metrics, index, total)
-
-    def on_policy_updated(self, weight_version: int) -> None:
-        self.recorder.note("on_policy_updated", weight_version)
-
-    def on_weights_synced(self, weight_version: int) -> None:
-        self.recorder.note("on_weights_synced", weight_version)
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.recorder.note("on_train_batch_end")
 
 
 def test_callbacks_and_module_see_every_hook_in_order_with_its_arguments(tmp_path: Path) -> None:
-    module, recorder = RecordingModule(), Recorder()
-    trainer = make_trainer(tmp_path, callbacks=[recorder], max_steps=2)
+    module, callback = TinyGRPO(num_minibatches=2), RLCallback()
+    of_callback: Calls = []
+    of_module: Calls = []
+    record(callback, of_callback, num_before=2)
+    record(module, of_module, num_before=0)
+    trainer = make_trainer(tmp_path, callbacks=[callback, Logs()], max_steps=2)
     trainer.fit(module, datamodule=Digits())
-    for calls in (recorder.calls, module.recorder.calls):
+    for calls in (of_callback, of_module):
         assert [name for name, _ in calls] == ["on_weights_synced", *HOOKS, *HOOKS]
         assert calls[0][1] == (0,)
         arguments = [args for _, args in calls[12:]]  # of iteration 1
@@ -134,75 +88,8 @@ def test_callbacks_and_module_see_every_hook_in_order_with_its_arguments(tmp_pat
         assert sum(len(args[0]) for args in arguments[4:8:2]) == BATCH_SIZE * GROUP_SIZE
         assert {"loss", "ratio", "clipped_fraction", "entropy_nats", "grad_norm"} <= arguments[5][0].keys()
         assert arguments[8:10] == [(2,), (2,)]
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("mine/")}
-    assert logged["mine/start"] == 1.0
-    assert (logged["mine/end"], logged["mine/experience"], logged["mine/minibatch"], logged["mine/version"]) == (
-        1.0,
-        2.0,
-        1.0,
-        2.0,
-    )
-
-
-class Change(RLCallback):
-    def __init__(self, **fields: Any) -> None:
-        self.fields = fields
-        self.trained: list[Experience] = []
-
-    def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> Experience:
-        return replace(experience, **{name: change(experience) for name, change in self.fields.items()})
-
-    def on_minibatch_start(self, trainer: Any, module: Any, minibatch: Experience, index: int, total: int) -> None:
-        self.trained.append(minibatch)
-
-
-def test_a_hook_may_take_tokens_out_and_change_advantages(tmp_path: Path) -> None:
-    change = Change(
-        loss_mask=lambda seen: seen.loss_mask & (seen.token_ids != 7),
-        advantages=lambda seen: torch.ones_like(seen.behavior_logprobs),
-    )
-    make_trainer(tmp_path, callbacks=[change]).fit(TinyGRPO(), datamodule=Digits())
-    for trained in change.trained:
-        assert trained.advantages is not None
-        assert torch.equal(trained.advantages, trained.loss_mask.float())
-        assert not (trained.token_ids[trained.loss_mask] == 7).any()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (Change(rewards=lambda seen: seen.rewards + 1), "changed 'rewards', but may change only loss_mask and adv"),
-        (Change(reference_logprobs=lambda seen: seen.behavior_logprobs), "changed 'reference_logprobs', but may"),
-        (Change(loss_mask=lambda seen: seen.loss_mask | True), "added [0-9]+ tokens to loss_mask, but may only remove"),
-    ],
-    ids=["rewards", "a new field", "prompt tokens"],
-)
-def test_a_hook_may_change_nothing_else(change: Change, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, callbacks=[change]).fit(TinyGRPO(), datamodule=Digits())
-
-
-def test_dropped_trajectories_are_reported_with_their_reason(tmp_path: Path) -> None:
-    class Unreliable(TinyGRPO):
-        def reward(self, trajectory: Trajectory) -> float:
-            if trajectory.sample == 0 and trajectory.group_id == 1:
-                raise OSError("the judge is out")
-            return token_reward(trajectory)
-
-    class Drops(RLCallback):
-        def __init__(self) -> None:
-            self.seen: list[tuple[str, str]] = []
-
-        def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
-            self.seen.append((reason, message))
-
-    drops = Drops()
-    module = Unreliable()
-    make_trainer(tmp_path, callbacks=[drops]).fit(module, datamodule=Digits())
-    ((reason, message),) = drops.seen
-    assert reason == "reward_raised"
-    assert "the judge is out" in message
-    assert [len(seen) for seen in module.experiences] == [7, 8, 8]
+    for name, value in {"start": 1.0, "experience": 2.0, "minibatch": 1.0, "version": 2.0}.items():
+        assert trainer.callback_metrics[f"mine/{name}"] == value
 
 
 class Own(RLModule):

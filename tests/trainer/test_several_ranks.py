@@ -1,4 +1,4 @@
-"""Two processes on gloo against one: the same trajectories, losses, gradient norms and weights; and how they end."""
+"""Two processes on gloo: what they log and resume, and how they end; test_layouts.py compares them with one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_scripts import ROUNDING, finished, left_by, run
-from several_ranks_run import CASES, MIXED, play, save_model
+from rank_scripts import finished, left_by, run
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer
 
 from lightrl import FSDP2Strategy
@@ -21,76 +20,12 @@ SCRIPT = Path(__file__).with_name("several_ranks_run.py")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found; they are started once for all tests."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    save_model(folder)
-    run(SCRIPT, folder, "compare")
+    run(SCRIPT, folder, "resume")
     found = left_by(2, folder)
-    for name, place in {"log": folder, "log of some": folder / "some"}.items():
-        files = (place / "trajectories").glob("iteration-*.jsonl")
-        found[0][name] = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    files = (folder / "trajectories").glob("iteration-*.jsonl")
+    found[0]["log"] = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     found[0]["trace"] = json.loads((folder / "trace" / "trace.json").read_text())
     return found
-
-
-def assert_close(found: float, expected: float, scale: float) -> None:
-    assert abs(found - expected) <= ROUNDING * max(abs(expected), scale)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_learn_what_one_process_learns(name: str, two_ranks: Any, tmp_path: Path) -> None:
-    save_model(tmp_path)
-    expected, found = play(name, tmp_path, devices=1), two_ranks[0][name]
-    for iteration, expected_ids in enumerate(expected["token_ids"]):
-        rows = [ranks[name]["rows"][iteration] for ranks in two_ranks]
-        assert sorted(torch.cat(rows).tolist()) == list(range(len(expected_ids)))  # each on one rank
-        for rank, own in zip(two_ranks, rows, strict=True):
-            ids, logprobs = (rank[name][field][iteration] for field in ("token_ids", "behavior_logprobs"))
-            assert torch.equal(ids, expected_ids[own, : ids.shape[1]])
-            expected_logprobs = expected["behavior_logprobs"][iteration][own, : ids.shape[1]]
-            torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-4)
-    for update, reference in zip(found["updates"], expected["updates"], strict=True):
-        assert update.keys() == reference.keys()
-        for key, value in reference.items():
-            assert_close(update[key], value, scale=1.0)
-    for key, weight in expected["weights"].items():
-        difference = (found["weights"][key] - weight).abs().max()
-        assert difference <= ROUNDING * weight.abs().max(), key
-
-
-def test_bf16_mixed_means_the_same_on_one_and_on_several_ranks(two_ranks: Any, tmp_path: Path) -> None:
-    one, two = play(MIXED, tmp_path, devices=1)["updates"][0], two_ranks[0][MIXED]["updates"][0]
-    # One rounding to bfloat16 (2^-8). With hidden states in bfloat16, FSDP2's own policy, a larger model differed by
-    # 5 % and by a factor of 2.5.
-    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=2**-8)
-    assert two["behavior_abs_dlogp_nats"] == pytest.approx(one["behavior_abs_dlogp_nats"], rel=0.5)
-    assert two["behavior_abs_dlogp_nats"] > 0  # or it was float32
-
-
-def test_rewards_that_rank_0_awaited_are_on_every_rank(two_ranks: Any) -> None:
-    for rank in two_ranks:
-        found = rank["rewards that are awaited and fail, or are per token"]
-        assert found["num_trajectories"] == [BATCH_SIZE * GROUP_SIZE - 1] * 3
-        assert all(found["has_token_rewards"])
-        assert found["metrics"]["rollout/dropped_trajectories_reward_raised"] == 1
-        assert found["metrics"]["rollout/tries"] > 0
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_engine_of_rank_0_has_the_weights_of_the_trainer(name: str, two_ranks: Any) -> None:
-    found = two_ranks[0][name]
-    shared = found["engine"].keys() & found["weights"].keys()
-    assert len(shared) > 5
-    assert all(torch.equal(found["engine"][key], found["weights"][key]) for key in shared)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_rank_reports_the_same_numbers(name: str, two_ranks: Any) -> None:
-    first, second = (ranks[name] for ranks in two_ranks)
-    assert first["updates"] == second["updates"]
-    local = {key for key in first["metrics"] if key.startswith("time/") or key.endswith("tokens_per_s")}
-    assert {key: first["metrics"][key] for key in first["metrics"].keys() - local} == {
-        key: second["metrics"][key] for key in second["metrics"].keys() - local
-    }
-    assert 1 <= first["metrics"]["update/token_imbalance"] < 2
 
 
 def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> None:
@@ -132,10 +67,7 @@ def test_a_callback_that_decides_otherwise_on_a_rank_does_not_split_them(two_ran
 def test_the_trajectory_log_has_the_trainers_logprobs_of_every_ranks_trajectories(two_ranks: Any) -> None:
     records = two_ranks[0]["log"]
     assert len(records) == 3 * BATCH_SIZE * GROUP_SIZE
-    some = two_ranks[0]["log of some"]
-    scored = [record for record in some if "trainer_logprobs" in record]
-    assert (len(some), len(scored)) == (3 * 5, 3 * 3)
-    for record in records + scored:
+    for record in records:
         trajectory = record["trajectory"]
         mask = torch.tensor(trajectory["loss_mask"])
         engine, trainer = torch.tensor(trajectory["behavior_logprobs"]), torch.tensor(record["trainer_logprobs"])
@@ -152,7 +84,14 @@ def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path)
     assert not (tmp_path / "raise").exists()  # no checkpoint of half the ranks
 
 
-@pytest.mark.parametrize(("rank", "how"), [("1", "hang"), ("1", "hang at the start"), ("0", "hang at the start")])
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [
+        ("1", "hang"),
+        pytest.param("1", "hang at the start", marks=pytest.mark.extra),
+        pytest.param("0", "hang at the start", marks=pytest.mark.extra),
+    ],
+)
 def test_a_rank_that_hangs_is_named_after_the_deadline(rank: str, how: str, tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "fail", rank, how, timeout_s=150)
     assert done.returncode != 0
@@ -167,6 +106,7 @@ def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.extra
 def test_sigterm_while_rank_0_waits_for_an_engine_ends_all_ranks_in_order(tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "fail", "0", "terminate", timeout_s=120)
     assert done.returncode == 0, done.stderr  # SIGTERMException is a SystemExit without a code
@@ -184,10 +124,4 @@ def test_failures_of_rank_0s_rollouts_are_raised_on_all_ranks(tmp_path: Path) ->
 def test_replicas_that_do_not_divide_the_processes_are_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, devices=4, strategy=FSDP2Strategy(num_replicas=3))
     with pytest.raises(ValueError, match=r"num_replicas=3 must divide the 4 processes.*Set it to 2 or 4"):
-        trainer.fit(TinyGRPO(), datamodule=Digits())
-
-
-def test_ddp_is_refused_with_the_strategy_that_equals_it(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, devices=2, strategy="ddp")
-    with pytest.raises(ValueError, match=r"DDPStrategy cannot train.*FSDP2Strategy"):
         trainer.fit(TinyGRPO(), datamodule=Digits())

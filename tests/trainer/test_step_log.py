@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,27 +70,3 @@ def test_callbacks_and_the_bar_see_the_numbers(logger: Rows) -> None:
     assert isinstance(trainer.callback_metrics["own/number"], torch.Tensor)
     assert trainer.callback_metrics["own/hidden"] == 2
     assert trainer.progress_bar_metrics["own/number"] == 2.0
-
-
-def test_the_first_batch_shows_its_numbers_at_its_end(tmp_path: Path) -> None:
-    seen: list[float] = []
-
-    class Looking(TinyGRPO):
-        def on_train_batch_end(self, *args: Any) -> None:
-            seen.append(self.trainer.callback_metrics["rollout/length_tokens"].item())
-
-    make_trainer(tmp_path, max_steps=1).fit(Looking(), datamodule=Digits())
-    assert len(seen) == 1
-
-
-def test_every_second_step_may_be_logged(tmp_path: Path) -> None:
-    logger = Rows()
-    make_trainer(tmp_path, logger=logger, max_steps=3, log_every_n_steps=2).fit(Logging(), datamodule=Digits())
-    assert [step for step, row in logger.rows if "own/number" in row] == [1]
-
-
-def test_outside_of_a_hook_nothing_can_be_logged() -> None:
-    module = TinyGRPO()
-    module._trainer = SimpleNamespace(barebones=False, _results={})  # type: ignore[assignment]
-    with pytest.raises(Exception, match="not managed by the `Trainer` control flow"):
-        module.log("late", 1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tiny_run import POLICY, TinyGRPO, are_equal, make_trainer, weights
 
 import lightrl
 from lightrl import FakeEngine, PromptDataModule, SFTDataModule, StalenessControl
-from lightrl.data import ChatRenderer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
@@ -60,24 +58,6 @@ def test_a_resumed_run_goes_on_at_the_next_row(folder: str, tmp_path: Path, max_
         assert lowest - 4 < rollout["stream"]["0"]["number"] <= lowest
         if not max_staleness:
             assert are_equal(weights(resumed), weights(whole))
-
-
-def test_prompts_are_made_in_batches_in_another_thread(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[tuple[str, int]] = []
-    whole = ChatRenderer._ids
-
-    def noted(self: ChatRenderer, texts: Any) -> Any:
-        threads.extend([(threading.current_thread().name, len(texts))] if texts else [])
-        return whole(self, texts)
-
-    monkeypatch.setattr(ChatRenderer, "_ids", noted)
-    fit(tmp_path, TinyGRPO(), data(folder), max_steps=2, engine=FakeEngine())
-    at_start, *later = threads
-    assert at_start == ("MainThread", 15)  # the first rows
-    assert later[0][1] == 256
-    assert not any(name in ("MainThread", "lightrl-rollout") for name, _ in later)
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -17,7 +17,7 @@ from lightrl import Experience, LocalEngine, ModelSpec, RLCallback, Sampling, St
 from lightrl.engines.engine import Completion
 from lightrl.experience import row_codes
 from lightrl.functional import Supports
-from lightrl.loops.resume_check import ROLLOUT_LOOP_KEY
+from lightrl.loops.rollout_loop import ROLLOUT_LOOP_KEY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),

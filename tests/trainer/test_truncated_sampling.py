@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import Digits, TinyGRPO, are_equal, make_trainer, weights
 
 from lightrl import Experience, FakeEngine, RLCallback, Sampling, TrajectoryDataModule, TrajectoryLog
@@ -45,16 +44,6 @@ def test_the_trainers_logprobs_are_the_engines(tmp_path: Path) -> None:
     assert max(compare.differences) <= 1e-6
     assert min(compare.support_sizes) < 6  # top-p takes some tokens, top-k two of the 8
     assert max(compare.support_sizes) <= 6
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:
-    whole, resumed = TinyGRPO(sampling=SAMPLING), TinyGRPO(sampling=SAMPLING)
-    for name, module, path in (("whole", whole, None), ("resumed", resumed, tmp_path / "whole/step=1.ckpt")):
-        save = ModelCheckpoint(tmp_path / name, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-        make_trainer(tmp_path, callbacks=[save], enable_checkpointing=True).fit(module, Digits(), ckpt_path=path)
-    assert len(resumed.trained) == 2
-    assert are_equal(weights(whole), weights(resumed))
 
 
 def test_recorded_trajectories_replay_a_truncated_run_to_the_bit(tmp_path: Path) -> None:

@@ -48,16 +48,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def tokenizer_without_end() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")))
-
-
-def large_tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<unk>": 0, "<eos>": EOS} | {str(number): number + 2 for number in range(20)}
-    backend = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
-
-
 POLICY = ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer", seed=3)
 
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
+from fake_sglang.layout import checksums
 from tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.strategies import tensor_plans
-from lightrl.testing.fake_server_layout import checksums
 from lightrl.weights import Digests, ServerForm, ServerLayout, bucketed
 from lightrl.weights import digests as digests_module
 from lightrl.weights.digests import unknown_layout
@@ -40,7 +40,7 @@ def computed(model, layout, *, bucket_bytes=3000, dtype=None, shuffled=False):
 
 
 def held(model, layout):
-    """What SGLang's ranks answer, from `fake_server_layout`."""
+    """What SGLang's ranks answer, from `fake_sglang.layout`."""
     parameters = {name: tensor.detach().to(layout.dtype) for name, tensor in model.named_parameters()}
     return checksums(parameters, model.config, layout.num_ranks)
 

@@ -5,10 +5,10 @@ import multiprocessing
 
 import torch
 import torch.multiprocessing as mp
+from fake_sglang.model import unpacked
 from torch.multiprocessing import reductions
 from weight_cases import SHAPES, buckets, parameters, read_shared
 
-from lightrl.testing.fake_server_model import unpacked
 from lightrl.weights import ServerForm, SharedBucket
 from lightrl.weights.shared_memory import payload_of, with_uuid
 

@@ -21,7 +21,6 @@ import torch
 from lightrl.concurrency.wake_up import WakeUps
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.running_batch import Row, RunningBatch
-from lightrl.engines.local.steps import StepLog, StepPlan
 from lightrl.errors import EngineError, EngineTimeout
 
 _ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free: one prefill for several rows
@@ -38,7 +37,6 @@ class DecodeThread(threading.Thread):
         self._batch = batch
         self._threads = threads
         self._boundary_timeout_s = boundary_timeout_s
-        self.plan: StepPlan | None = None  # set before the first request
         self._hold_lock = threading.Lock()  # one `held` at a time
         self._condition = threading.Condition()  # guards all below
         self.weight_version = -1
@@ -122,35 +120,8 @@ class DecodeThread(threading.Thread):
                     self._is_held = False
                     self._condition.notify_all()
 
-    def record(self, log: StepLog) -> None:
-        """Before the first request: writes down what is decoded together."""
-        self._batch.log = log
-
-    def wait_until_planned(self, weight_version: int) -> None:
-        """Before `held`: returns when the plan, if there is one, has come to the load of this version.
-
-        Raises:
-            EngineTimeout: if the plan does not advance for `boundary_timeout_s`, naming what it waits for.
-        """
-        plan = self.plan
-        while plan is not None:
-            with self._condition:
-                before = plan.describe()
-                if self._condition.wait_for(lambda: self._may_load(weight_version), self._boundary_timeout_s):
-                    self.check_alive()
-                    return
-                if plan.describe() == before:
-                    raise EngineTimeout(
-                        f"load_weights of version {weight_version} waited {self._boundary_timeout_s:.0f} s for the "
-                        f"steps of the schedule. {before}. Check that this run has the settings of the recorded one."
-                    )
-
-    def _may_load(self, weight_version: int) -> bool:
-        is_over = self.plan is None or self.is_closed or self._failure is not None
-        return is_over or self.weight_version < 0 or (self.plan is not None and self.plan.admits_load(weight_version))
-
     def unfinished(self) -> dict[int, Completion]:
-        """Inside a pause: what is written so far, by seed, in the order of the slots; a mark in the log.
+        """Inside a pause: what is written so far, by seed, in the order of the slots.
 
         Key-values are recomputed before the next token, as they will be in the run that continues from there.
         """
@@ -211,7 +182,7 @@ class DecodeThread(threading.Thread):
         """Waits until there is a token to draw; False when the engine is closed. This is the token boundary."""
         with self._condition:
             while True:
-                if self._has_cancellations and (self.plan is None or self.plan.is_over):
+                if self._has_cancellations:
                     self._has_cancellations = False
                     self._waiting = deque(row for row in self._waiting if not row.owner.cancelled())
                     self._batch.remove(lambda row: bool(row.owner.cancelled()))
@@ -219,7 +190,7 @@ class DecodeThread(threading.Thread):
                 self._num_running = self._batch.size
                 if self.is_closed:
                     return False
-                if not (self._is_paused or self._is_held) and self._has_work():
+                if not (self._is_paused or self._is_held) and (self._batch.size or self._waiting):
                     self._is_at_boundary = False
                     return True
                 self._reach_boundary()
@@ -234,33 +205,8 @@ class DecodeThread(threading.Thread):
         self._boundary_waiters.clear()
         self._condition.notify_all()
 
-    def _has_work(self) -> bool:
-        """Whether a step or an admission can be made now; a plan waits for the rows and weights that come next."""
-        if self.plan is None or self.plan.is_over:
-            return bool(self._batch.size or self._waiting)
-        due = self.plan.due
-        if due is None:
-            return bool(self._batch.size)
-        kind, names = due
-        if kind == "v":
-            return self.weight_version == names[0]
-        if kind == "x":
-            cancelled = {row.seed for row in self._batch.rows if row.owner.cancelled()}
-            return cancelled >= set(names)
-        return kind == "k" or {row.seed for row in self._waiting} >= set(names)
-
     def _advance(self) -> None:
         """Does what comes next: recomputes stale key-values, admits rows or draws a token; delivers completions."""
-        if self.plan is None or self.plan.is_over:
-            self._advance_freely()
-        else:
-            self._advance_as_planned()
-        finished = self._batch.retire()
-        if finished:
-            self._deliver(finished)
-
-    def _advance_freely(self) -> None:
-        """Recomputes stale key-values; fills free slots, or draws one token in every row."""
         batch = self._batch
         with self._condition:
             weight_version = self.weight_version  # it changes only at a boundary
@@ -278,32 +224,9 @@ class DecodeThread(threading.Thread):
             batch.admit(new, weight_version)
         if not rows:
             batch.step()
-
-    def _advance_as_planned(self) -> None:
-        plan = self.plan
-        assert plan is not None
-        due = plan.due
-        if due is None:
-            self._batch.step()
-            plan.step()
-            return
-        kind, names = due
-        with self._condition:
-            self._is_stale = False
-            waiting = {row.seed: row for row in reversed(self._waiting)}
-            rows = [waiting[name] for name in names] if kind in "ac" else []
-            self._waiting = deque(row for row in self._waiting if row not in rows)
-        if kind == "v":
-            self._batch.recompute(names[0])
-        elif kind == "x":
-            self._batch.remove(lambda row: row.seed in names)
-        elif kind == "c":
-            self._batch.readmit(rows, self.weight_version)
-        elif kind == "a":
-            self._batch.admit(rows, self.weight_version)
-        with self._condition:
-            plan.advance()
-            self._condition.notify_all()
+        finished = batch.retire()
+        if finished:
+            self._deliver(finished)
 
     def _deliver(self, finished: list[tuple[Row, Completion]]) -> None:
         wake_ups = WakeUps()

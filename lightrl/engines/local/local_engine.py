@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,6 @@ from lightrl.checks.bounds import check_bounds
 from lightrl.engines.abilities import (
     ContinuesCompletions,
     DecodesInThreads,
-    FollowsSteps,
     LimitsContext,
     NamesDtypes,
     ScoresTokens,
@@ -27,7 +26,6 @@ from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.engines.local.sampler import completion_seed
-from lightrl.engines.local.steps import StepLog, StepPlan
 from lightrl.errors import EngineError
 from lightrl.models.pictures import Pictures, refusal
 from lightrl.trajectory import Sampling
@@ -51,7 +49,6 @@ class LocalEngine(
     NamesDtypes,
     WritesGroups,
     ContinuesCompletions,
-    FollowsSteps,
 ):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
@@ -190,17 +187,6 @@ class LocalEngine(
     async def unfinished(self) -> dict[int, Completion]:
         return self._started().unfinished()
 
-    def record_steps(self) -> Callable[[], str]:
-        log = StepLog()
-        self._started().record(log)
-        return log.drain
-
-    def follow_steps(self, steps: str, *, mark: int | None = None, unfinished: Sequence[int] = ()) -> None:
-        plan = StepPlan(steps)
-        if mark is not None:
-            plan.go_to_mark(mark, list(unfinished))
-        self._started().plan = plan
-
     async def pause(self) -> None:
         """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`; the pause stays."""
         await self._started().pause()
@@ -218,7 +204,6 @@ class LocalEngine(
             EngineTimeout: if decoding does not stop within `boundary_timeout_s`; nothing was changed.
         """
         thread = self._started()
-        thread.wait_until_planned(weight_version)
         with thread.held("load_weights"):
             assert self._decoder is not None
             copy_in(self._decoder, buckets, can_undo=self.weight_version >= 0)

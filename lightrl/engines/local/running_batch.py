@@ -21,7 +21,6 @@ from torch import Tensor
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder
 from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
-from lightrl.engines.local.steps import Kind, StepLog
 from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
@@ -64,7 +63,6 @@ class RunningBatch:
 
     def __init__(self, decoder: Decoder, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.max_rows = max_rows
-        self.log: StepLog | None = None  # where what is decoded together is written down
         self._decoder = decoder
         self._vocab_size = vocab_size
         self._device = device
@@ -98,7 +96,6 @@ class RunningBatch:
 
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the prompts, equal ones once, and draws the first token of each row."""
-        self._note("a", rows)
         first, end = self.size, self.size + len(rows)
         prompts, owners, pictures = _distinct([row.prompt for row in rows], rows)
         logits = self._decoder.append(prompts, owners, *pictures)
@@ -114,8 +111,6 @@ class RunningBatch:
 
     def step(self) -> None:
         """Draws one token in every row."""
-        if self.log is not None:
-            self.log.step()
         n = self.size
         if self._most_generated >= self._token_ids.shape[1]:
             self._widen(self._most_generated + 1)
@@ -162,17 +157,10 @@ class RunningBatch:
         """Removes rows without a completion."""
         slots = {slot for slot, row in enumerate(self._rows) if is_unwanted(row)}
         if slots:
-            self._note("x", [self._rows[slot] for slot in sorted(slots)])
             self._drop(slots)
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """By slot."""
-        return self._rows
 
     def unfinished(self) -> dict[int, Completion]:
         """What is written of each row so far, by seed, in slot order."""
-        self._note("k", [])
         self._encode_supports()
         lengths = self._generated[: self.size].tolist()
         return {
@@ -188,7 +176,6 @@ class RunningBatch:
 
     def readmit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the key-values of rows that were `written` in part; draws no token."""
-        self._note("c", rows)
         first, most = self.size, self._most_generated
         begun = [row.written for row in rows if row.written is not None]
         sequences, owners, pictures = _distinct(
@@ -210,8 +197,6 @@ class RunningBatch:
 
     def recompute(self, weight_version: int) -> None:
         """Recomputes the key-values of all rows with the decoder's current weights; draws no token."""
-        if self.log is not None:
-            self.log.note("v", [weight_version])
         self._decoder.clear()
         if not self._rows:
             return
@@ -288,10 +273,6 @@ class RunningBatch:
         self._most_generated = int(generated.max())
         self._steps_to_limit = int((self._limits[:n] - generated).min())
         self._steps_with_ban = int((self._minima[:n] - generated).max())
-
-    def _note(self, kind: Kind, rows: Sequence[Row]) -> None:
-        if self.log is not None:
-            self.log.note(kind, [row.seed for row in rows])
 
     def _fill_rows(self, rows: Sequence[Row], generated: Sequence[int]) -> None:
         """Sets what a step needs of new rows, which have drawn so many tokens each."""

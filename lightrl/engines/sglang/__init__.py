@@ -13,5 +13,5 @@ Reading order:
     scoring.py       a teacher's logprobs or a reward model's numbers, from a server
 
 May import: what engines/ may. Nothing outside this room knows SGLang's paths. To use one more route of SGLang: a method
-in client.py, its behavior in testing/fake_server.py, and a test on the real server.
+in client.py, its behavior in tests/fake_sglang/, and a test on the real server.
 """

@@ -21,10 +21,10 @@ from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.servers.server_process import other_model
-from lightrl.engines.sglang.sync.draft_models import target_digests
 from lightrl.engines.sglang.sync.memory import EngineMemory
 from lightrl.engines.sglang.sync.report import Fleet, SyncFailed, SyncReport
 from lightrl.engines.sglang.sync.server_sync import ServerSync, checksums
+from lightrl.engines.sglang.sync.weight_proofs import target_digests
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError, WeightSyncError
@@ -222,8 +222,6 @@ class Loading:
             await self._members.identify(client.url)
             info, answer = await client.model_info(), await checksums(client, self._timeouts.sync_s)
             names = target_digests(answer)[0] if answer is not None else {}
-            if self._sync.proofs is not None:
-                self._sync.proofs.meet(client.url, answer)
             assert self._config is not None
             problem = other_model(self._config, info, self._members.processes[client.url], names)
             if problem is not None:

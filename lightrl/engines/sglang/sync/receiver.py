@@ -4,7 +4,7 @@
 
 It knows nothing of the servers: the trainer sends it a version while they generate, and tells them which folder of
 theirs to load. weights/delta_folder.py says what is refused and what survives. Every route but /ready requires the
-token. The routes answer {"": own answer, address: answer of another receiver to which this one passed the request on}.
+token.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from aiohttp import web
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.sync.relay import PROTOCOL, spread
 from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
 _MAX_PART_BYTES = 2**36  # of a request: a part is larger than its bound if one tensor is
-_MAX_LINE_BYTES = 2**18  # of a request's first line, which names the receivers to pass it on to
+PROTOCOL = 4  # of the requests; trainer and receiver must agree
 
 
 class Receiver:
@@ -38,7 +36,6 @@ class Receiver:
         self.folder = folder
         self._token = token
         self._lock = asyncio.Lock()  # one change of the folder at a time
-        self._connections: dict[str, Connection] = {}
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_PART_BYTES, middlewares=[self._check_token])
@@ -53,8 +50,6 @@ class Receiver:
 
     async def _open(self, app: web.Application) -> AsyncIterator[None]:
         yield
-        for connection in self._connections.values():
-            await connection.close()
         self.folder.close()
 
     @web.middleware
@@ -67,62 +62,48 @@ class Receiver:
         return await handler(request)
 
     def _route(
-        self, answer: Callable[[web.Request, bytes], Awaitable[dict[str, Any]]]
+        self, answer: Callable[[web.Request], Awaitable[dict[str, Any]]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
-            body = await request.read()
-            fields = {name: value for name, value in request.query.items() if name not in ("relay", "timeout_s")}
-            others = [url for url in request.query.get("relay", "").split(",") if url]
+            await request.read()
             try:
-                timeout_s = float(request.query["timeout_s"])
-            except (KeyError, ValueError):
-                return web.json_response({"error": "timeout_s must be a number of seconds in the query."}, status=400)
-            passing = spread(self._connect, others, request.path, body, fields, timeout_s=timeout_s)
-            own, answers = await asyncio.gather(self._answered(answer, request, body), passing)
-            return web.json_response({"": own, **answers})
+                return web.json_response(await answer(request))
+            except NotTheBase as error:
+                problem = str(error)
+            except (ValueError, KeyError, TypeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            except OSError as error:
+                problem = f"The folder {self.folder.root} failed: {error}. Start the receiver with another --folder."
+            return web.json_response({"error": problem})
 
         return handle
-
-    async def _answered(
-        self, answer: Callable[[web.Request, bytes], Awaitable[dict[str, Any]]], request: web.Request, body: bytes
-    ) -> dict[str, Any]:
-        try:
-            return await answer(request, body)
-        except NotTheBase as error:
-            return {"error": str(error), "needs_full": True}
-        except (ValueError, KeyError, TypeError) as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        except OSError as error:
-            return {
-                "error": f"The folder {self.folder.root} failed: {error}. Start the receiver with another --folder."
-            }
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.json_response({"protocol": PROTOCOL})
 
-    async def _state(self, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _state(self, request: web.Request) -> dict[str, Any]:
         async with self._lock:
             return self._present() | {"protocol": PROTOCOL}
 
-    async def _begin(self, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _begin(self, request: web.Request) -> dict[str, Any]:
         fields = await request.json()
         async with self._lock:
             await in_thread(self.folder.begin, fields["session"], fields["base"])
             return self._present()
 
-    async def _part(self, request: web.Request, body: bytes) -> dict[str, Any]:
-        query = request.query
+    async def _part(self, request: web.Request) -> dict[str, Any]:
+        query, body = request.query, await request.read()
         await in_thread(self.folder.write, query["session"], int(query["index"]), body, int(query["check"]))
         return {}
 
-    async def _finish(self, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _finish(self, request: web.Request) -> dict[str, Any]:
         fields = await request.json()
         version = Version(**fields["version"])
         async with self._lock:
             await in_thread(self.folder.finish, fields["session"], version, fields["num_parts"], fields["config"])
             return self._present()
 
-    async def _revert(self, request: web.Request, body: bytes) -> dict[str, Any]:
+    async def _revert(self, request: web.Request) -> dict[str, Any]:
         digest = (await request.json())["digest"]
         async with self._lock:
             await in_thread(self.folder.revert, digest)
@@ -131,11 +112,6 @@ class Receiver:
     def _present(self) -> dict[str, Any]:
         folder = self.folder
         return {"digest": folder.version.digest, "folder": str(folder.path), "undo": folder.undo.digest}
-
-    def _connect(self, url: str) -> Connection:
-        if url not in self._connections:
-            self._connections[url] = Connection(url, token=self._token)
-        return self._connections[url]
 
 
 def main() -> None:
@@ -159,7 +135,6 @@ def main() -> None:
             print=None,
             access_log=None,
             shutdown_timeout=1.0,
-            max_line_size=_MAX_LINE_BYTES,
         )
 
 

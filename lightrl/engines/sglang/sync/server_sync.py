@@ -29,11 +29,10 @@ from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.sync.bucket_feed import BucketFeed, loop_ended, wait_while_running
 from lightrl.engines.sglang.sync.cache_canary import CacheCanary
-from lightrl.engines.sglang.sync.draft_models import target_digests
 from lightrl.engines.sglang.sync.memory import EngineMemory
 from lightrl.engines.sglang.sync.report import Fleet, SyncFailed, SyncReport
 from lightrl.engines.sglang.sync.transports import WeightTransport
-from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
+from lightrl.engines.sglang.sync.weight_proofs import WeightProofs, target_digests
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trace import span
 from lightrl.weights import Bucket

@@ -6,14 +6,13 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.servers.server_process import ServerProcess
-from lightrl.engines.sglang.sync.draft_models import DraftModels, target_digests
 from lightrl.weights import Digests, ServerForm, ServerLayout
 from lightrl.weights.digests import RankDigests, unknown_layout
 from lightrl.weights.server_form import OUTPUT_HEAD
@@ -37,8 +36,6 @@ class _Known:
     identity: str | None
     dtype: torch.dtype | None = None  # that its digests turned out to have
     logged: Proof | None = None
-    drafts: DraftModels = field(default_factory=DraftModels)
-    draft_problem: str = ""  # that was logged
 
 
 class WeightProofs:
@@ -105,7 +102,6 @@ class WeightProofs:
         """
         proof, problem = self._compare(url, weight_version, answer)
         known = self._of(url)
-        self._judge_drafts(url, answer)
         if proof == "version" and known.dtype is not None:
             return None, f"its weights can no longer be compared with the trainer's: {problem}"
         if proof is not None and known.logged != proof:
@@ -120,30 +116,6 @@ class WeightProofs:
                     problem,
                 )
         return proof, problem
-
-    def meet(self, url: str, answer: Mapping[str, Any] | None) -> None:
-        """Takes what a server answers before its first load: what its draft models hold then, they should keep."""
-        num_shared, num_own = self._of(url).drafts.note(answer)
-        if num_shared or num_own:
-            log.info(
-                "%s: its draft model shares %d parameters with the policy, which each sync updates, and has %d of its "
-                "own, which no sync updates: tokens stay right, but fewer drafts are accepted as the policy changes.",
-                url,
-                num_shared,
-                num_own,
-            )
-
-    def _judge_drafts(self, url: str, answer: Mapping[str, Any] | None) -> None:
-        """Logs what is wrong with a server's draft models, once; it stays, for its tokens are the target's."""
-        known = self._of(url)
-        problem = known.drafts.problem(answer)
-        if problem and problem != known.draft_problem:
-            log.warning(
-                "%s: its draft model has %s. Its tokens are right, but it accepts fewer drafts. Restart the server.",
-                url,
-                problem,
-            )
-        known.draft_problem = problem
 
     def _of(self, url: str) -> _Known:
         """What is known of the process that answers at an address; nothing of those before it."""
@@ -208,3 +180,22 @@ class WeightProofs:
         if all(_USUAL.fullmatch(name) for name in extra + missing):
             return None, f"it serves another model: there are {differences}"
         return "version", f"there are {differences}"
+
+
+def target_digests(answer: Mapping[str, Any]) -> RankDigests:
+    """Digests from an answer of `/weights_checker`, without those of draft models, which SGLang lists beside them.
+
+    Source: SGLang 0.5.23, managers/scheduler_components/weight_updater.py.
+    """
+    by_rank: list[tuple[int, dict[str, str]]] = []
+    for entry in answer.get("ranks") or []:
+        infos = entry.get("parallelism_info") or {}
+        infos = infos if isinstance(infos, list) else [infos]
+        roles = tuple(f"{info['role']}." for info in infos if info.get("role", "target") != "target")
+        target = {
+            name.replace(".base_layer.", "."): digest  # with `enable_lora`
+            for name, digest in entry["checksums"].items()
+            if not name.startswith(roles)
+        }
+        by_rank.append((int(infos[0].get("tp_rank") or 0) if infos else 0, target))
+    return [target for _, target in sorted(by_rank, key=lambda item: item[0])]

@@ -10,12 +10,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.addresses import RECEIVER_HELP
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.sync.relay import FAN_OUT, PROTOCOL, Answers, spread
+from lightrl.engines.sglang.sync.receiver import PROTOCOL
 from lightrl.engines.sglang.sync.report import Fleet
 from lightrl.engines.sglang.sync.transports.transport import WeightTransport
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
@@ -30,16 +31,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_IN_FLIGHT = 4  # parts: hides the way through the tree, and bounds the memory
+_IN_FLIGHT = 4  # parts: hides the round trip, and bounds the memory
 _LOOK_S = 0.2  # between two questions to a receiver that is starting
+
+Answers = dict[str, dict[str, Any]]  # by address; with `error` from a receiver that failed
 
 
 class DeltaTransport(WeightTransport):
     """Sends the receivers what changed since the last version, while the trainer gathers and the servers generate.
 
-    A receiver gets the whole version if it has another base: at first, after it was lost, after it refused. Each
-    computes the digest of its result before a server loads it, so a full sync now and then would find nothing more.
-    A copy of the model stays in the trainer's host memory.
+    Each receiver gets an upload of its own: the whole version if it has another base, as at first, after it was lost,
+    after it refused. It computes the digest of its result before a server loads it, so a full sync now and then would
+    find nothing more. A copy of the model stays in the trainer's host memory.
 
     Args:
         connect: opens the connection to the receiver at an address.
@@ -95,7 +98,7 @@ class DeltaTransport(WeightTransport):
             self.num_bytes = delta.num_bytes + full.num_bytes
             for url, error in delta.errors.items():
                 log.warning("The weight receiver %s did not take a delta and gets the whole version: %s", url, error)
-            await self._bring(fleet, receivers, self._version, delta.broken | full.broken)
+            await self._bring(fleet, receivers, self._version)
 
     async def _begun(self, receivers: _Receivers, urls: Sequence[str], base: Version) -> tuple[_Sending, _Sending]:
         """To the receivers that have the base, and to those that need the whole version."""
@@ -129,9 +132,7 @@ class DeltaTransport(WeightTransport):
         folder = self._folders[self._receiver_of(client.url)]
         await client.update_weights_from_disk(folder, weight_version=str(weight_version), timeout_s=timeout_s)
 
-    async def _bring(
-        self, fleet: Fleet, receivers: _Receivers, version: Version, broken: frozenset[str] = frozenset()
-    ) -> None:
+    async def _bring(self, fleet: Fleet, receivers: _Receivers, version: Version) -> None:
         """Gives the version to the receivers that lack it; servers of those that do not take it leave the fleet."""
         urls = [url for url in self._urls(fleet) if url not in self._folders]
         states = await self._states(receivers, urls)
@@ -143,7 +144,7 @@ class DeltaTransport(WeightTransport):
                 self._folders[url] = state["folder"]
         lacking = [url for url in urls if url not in self._folders and url not in errors]
         if lacking and version == self._version:
-            full = _Sending(receivers, sorted(lacking, key=broken.__contains__), "")  # those pass nothing on
+            full = _Sending(receivers, lacking, "")
             await full.begin()
             for bucket in self.copy.buckets():
                 await full.send(full_parts(bucket))
@@ -191,21 +192,32 @@ class _Receivers:
     async def ask(
         self, urls: Sequence[str], path: str, body: dict[str, Any] | bytes, fields: dict[str, Any] | None = None
     ) -> Answers:
-        return await spread(self._connect, urls, path, body, fields, timeout_s=self.timeout_s)
+        """Sends one request to each of these receivers, to all at the same time."""
+        asked = list(urls)  # the caller may remove some meanwhile
+        query = f"?{urlencode(fields)}" if fields else ""
+
+        async def ask(url: str) -> dict[str, Any]:
+            try:
+                answer: dict[str, Any] = await self._connect(url).request(
+                    "POST", f"{path}{query}", body, timeout_s=self.timeout_s, num_retries=0
+                )
+            except EngineError as error:
+                return {"error": str(error)}
+            return answer
+
+        return dict(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
 
     async def state(self, url: str) -> dict[str, Any]:
         """With `error` if there is none, and `is_silent` if nothing answered."""
         connection = self._connect(url)
         try:
-            answer = await connection.request("POST", "/state?timeout_s=1", {}, num_retries=0)
-            state: dict[str, Any] = answer[""]
+            state: dict[str, Any] = await connection.request("POST", "/state", {}, num_retries=0)
         except EngineError as error:
             is_silent = isinstance(error, (EngineUnreachable, EngineTimeout))
             return {"error": f"{error} {RECEIVER_HELP}", "is_silent": is_silent}
-        except (KeyError, TypeError):
+        if not isinstance(state, dict) or "protocol" not in state:
             return {"error": f"This is not a weight receiver. {RECEIVER_HELP}"}
-        if state.get("protocol") != PROTOCOL:
-            theirs = state.get("protocol")
+        if (theirs := state["protocol"]) != PROTOCOL:
             return {"error": f"It speaks protocol {theirs}, not {PROTOCOL}. Install the trainer's lightrl on its host."}
         return state
 
@@ -221,7 +233,6 @@ class _Sending:
     def __init__(self, receivers: _Receivers, urls: Sequence[str], base: str) -> None:
         self.urls = list(urls)  # those that have not failed
         self.errors: dict[str, str] = {}
-        self.broken: frozenset[str] = frozenset()  # those that failed themselves
         self.folders: dict[str, str] = {}  # once it is finished
         self.num_bytes = 0  # that left this process
         self._receivers = receivers
@@ -259,7 +270,7 @@ class _Sending:
                 task.result()
 
     async def _send(self, part: bytes, fields: dict[str, Any]) -> None:
-        self.num_bytes += len(part) * min(FAN_OUT, len(self.urls))
+        self.num_bytes += len(part) * len(self.urls)
         await self._ask("/part", part, fields)
 
     async def _ask(self, path: str, body: dict[str, Any] | bytes, fields: dict[str, Any] | None = None) -> Answers:
@@ -267,8 +278,6 @@ class _Sending:
         for url, answer in answers.items():
             if "error" in answer:
                 self.errors.setdefault(url, answer["error"])
-                if "is_behind" not in answer:
-                    self.broken |= {url}
                 with contextlib.suppress(ValueError):  # another part has failed before
                     self.urls.remove(url)
         return answers

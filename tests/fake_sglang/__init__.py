@@ -1,0 +1,16 @@
+"""A small HTTP server that speaks SGLang's interface and fails on request, for tests and benchmarks without SGLang.
+
+Reading order:
+    process.py    FakeServerProcess starts a server and ends it; __main__.py is the program it starts
+    server.py     routes of generation, pause and memory; weights.py  of weights; lora.py  of adapters
+    faults.py     what goes wrong with which requests; wrong_loads.py  with weights, in silence
+    cache.py      which prompts it has seen; draft.py  its draft model
+    script.py     completions by rule, without torch; model.py  with a LocalEngine
+    layout.py     the names and shards under which SGLang holds parameters
+"""
+
+import sys
+from pathlib import Path
+
+# Starts a server from any folder, also where `tests/` is not on the import path.
+COMMAND = [sys.executable, str(Path(__file__).with_name("__main__.py"))]

@@ -1,0 +1,171 @@
+"""The fake server's routes that change its weights: the bracket, three ways to load, versions and checksums."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fake_sglang.cache import PromptCache
+from fake_sglang.faults import OF_LOADS, Fault, Faults
+from fake_sglang.script import Refused, ScriptedModel
+
+Route = Callable[[dict[str, Any]], Awaitable[Any]]
+
+
+class WeightRoutes:
+    """Routes and their state; an update waits while the server `is_busy`."""
+
+    def __init__(
+        self,
+        model: ScriptedModel,
+        *,
+        model_path: str | None,
+        faults: Faults,
+        cache: PromptCache,
+        is_busy: Callable[[], bool],
+        abort_all: Callable[[], None],
+    ) -> None:
+        self.model_path = model_path
+        self.is_bracketed = False
+        self.is_idle = asyncio.Event()  # no update is waiting or running
+        self.is_idle.set()
+        self._model = model
+        self._faults = faults
+        self._cache = cache
+        self._is_busy = is_busy
+        self._abort_all = abort_all
+        self._updating = asyncio.Lock()
+        self._receiver: Any = None
+
+    def flush_cache(self) -> None:
+        self._cache.clear()
+        self._model.forget_stale()
+
+    def routes(self) -> dict[str, Route]:
+        return {
+            "/begin_weight_update": self._begin,
+            "/end_weight_update": self._end,
+            "/update_weights_from_disk": self._from_disk,
+            "/update_weights_from_distributed": self._from_distributed,
+            "/update_weights_from_tensor": self._from_tensor,
+            "/init_weights_update_group": self._init_group,
+            "/destroy_weights_update_group": self._destroy_group,
+            "/update_weight_version": self._set_version,
+            "/weights_checker": self._checksum,
+        }
+
+    @contextlib.asynccontextmanager
+    async def _update(self, body: dict[str, Any]) -> AsyncIterator[None]:
+        """A paused server updates at once; else the update waits for running requests and holds new ones."""
+        async with self._updating:
+            if body.get("abort_all_requests"):
+                self._abort_all()
+            self.is_idle.clear()
+            try:
+                while self._is_busy():
+                    await asyncio.sleep(0.01)
+                yield
+            except KeyError as error:
+                raise Refused(str(error)) from error
+            finally:
+                self.is_idle.set()
+
+    async def _load(
+        self, path: str, body: dict[str, Any], load: Callable[[str | None, Fault | None], Awaitable[None]]
+    ) -> Any:
+        version = body.get("weight_version")
+        async with self._update(body):
+            if self._faults.next(path, ("lose_update",)) is None:
+                is_wrong = version is not None and self._faults.next(path, ("wrong_version",)) is not None
+                if self._faults.next(path, ("keep_cache",)) is not None:
+                    self._model.keep_stale()
+                elif body.get("flush_cache", True):
+                    self.flush_cache()
+                await load(f"not-{version}" if is_wrong else version, self._faults.next(path, OF_LOADS))
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    async def _from_disk(self, body: dict[str, Any]) -> Any:
+        async def load(version: str | None, fault: Fault | None) -> None:
+            await self._model.load_folder(body["model_path"], version, fault)
+            self.model_path = body["model_path"]
+
+        return await self._load("/update_weights_from_disk", body, load)
+
+    async def _from_distributed(self, body: dict[str, Any]) -> Any:
+        self._check_bracket("distributed")
+        receiver = self._receiving()
+        if not receiver.has(body["group_name"]):
+            raise Refused(f"Group {body['group_name']} is not initialized")
+        tensors = await asyncio.to_thread(receiver.receive, body)
+        return await self._load(
+            "/update_weights_from_distributed", body, lambda *how: self._model.load_tensors(tensors, *how)
+        )
+
+    async def _from_tensor(self, body: dict[str, Any]) -> Any:
+        self._check_bracket("tensor")
+        from fake_sglang.model import unpacked
+
+        tensors = await asyncio.to_thread(unpacked, body["serialized_named_tensors"][0])
+        return await self._load(
+            "/update_weights_from_tensor", body, lambda *how: self._model.load_tensors(tensors, *how)
+        )
+
+    async def _init_group(self, body: dict[str, Any]) -> Any:
+        await asyncio.to_thread(self._receiving().join, body)
+        return {"success": True, "message": "Succeeded to initialize the process group."}
+
+    async def _destroy_group(self, body: dict[str, Any]) -> Any:
+        if not self._receiving().has(body["group_name"]):
+            raise Refused("The group to be destroyed does not exist.")
+        await asyncio.to_thread(self._receiving().leave, body["group_name"])
+        return {"success": True, "message": "Succeeded to destroy the process group."}
+
+    def _receiving(self) -> Any:
+        if not self._model.takes_tensors:
+            raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
+        if self._receiver is None:
+            from fake_sglang.model import TensorReceiver
+
+            self._receiver = TensorReceiver()
+        return self._receiver
+
+    def _check_bracket(self, kind: str) -> None:
+        if not self.is_bracketed:
+            raise Refused(f"update_weights_from_{kind} must run between begin_weight_update() and end_weight_update()")
+
+    async def _begin(self, body: dict[str, Any]) -> Any:
+        if self.is_bracketed:
+            raise Refused("begin_weight_update() was called twice")
+        self.is_bracketed = True
+        return {"success": True, "message": ""}
+
+    async def _end(self, body: dict[str, Any]) -> Any:
+        if not self.is_bracketed:
+            raise Refused("end_weight_update() without begin_weight_update()")
+        self.is_bracketed = False
+        return {"success": True, "message": ""}
+
+    async def _set_version(self, body: dict[str, Any]) -> Any:
+        if body.get("abort_all_requests", True):
+            self._abort_all()
+        self._model.rename(body["new_version"])
+        return {"success": True, "message": "", "new_version": body["new_version"]}
+
+    async def _checksum(self, body: dict[str, Any]) -> Any:
+        if body.get("action") != "checksum":
+            raise Refused(f"the fake server does not know the action {body.get('action')!r}")
+        sums = await asyncio.to_thread(self._model.checksums)
+        digests = [hashlib.blake2b(json.dumps(one, sort_keys=True).encode(), digest_size=16) for one in sums]
+        has_draft = any(name.startswith("draft.") for name in sums[0])
+        ranks = [
+            {"checksums": one, "per_gpu_checksum": digest.hexdigest(), "parallelism_info": [
+                {"role": role, "tp_rank": rank, "tp_size": len(sums), "pp_rank": 0, "pp_size": 1}
+                for role in ["target", "draft"][: 1 + has_draft]]}
+            for rank, (one, digest) in enumerate(zip(sums, digests, strict=True))
+        ]  # fmt: skip
+        whole = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()
+        return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": whole}

@@ -1,0 +1,405 @@
+"""Short runs on two, four and eight ranks in every layout, and of one process; test_layouts.py compares them.
+
+    python tests/trainer/layouts_run.py FOLDER grpo | ppo | more
+
+All ranks are forked from this process, which has imported everything once. Each leaves `FOLDER/<ranks>/rank-<rank>.pt`:
+what `play` gives, by case, or, in one process, by module.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_scripts import fork_runs, gathered_tensors, leave
+from second_device import second_device
+from several_ranks_run import BySGD, Recorded
+from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+from torch import Tensor
+
+from lightrl import (
+    PPO,
+    AdaptiveKL,
+    Distillation,
+    Experience,
+    FSDP2Strategy,
+    LocalEngine,
+    LoRA,
+    ModelCall,
+    ModelSpec,
+    Parallel3DStrategy,
+    ReferenceKL,
+    RLCallback,
+    Role,
+    RoleMesh,
+    Sampling,
+    Trajectory,
+)
+from lightrl.models import scalar_head
+from lightrl.models.lora import merged_parameters
+from lightrl.strategies import whole
+
+LAYERS_AND_HEADS = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 2}  # can be split both ways
+TIED = replace(POLICY, config=LAYERS_AND_HEADS)
+UNTIED = replace(POLICY, config={**LAYERS_AND_HEADS, "tie_word_embeddings": False})
+JUDGE = replace(UNTIED, head="scalar", seed=5)
+# With more tokens than the student has, as models of one tokenizer may be padded.
+TEACHER = replace(TIED, seed=7, config={**LAYERS_AND_HEADS, "vocab_size": 12, "initializer_range": 0.4})
+SEVERAL = {"num_minibatches": 2, "microbatch_tokens": 20}
+MIXED = "bf16-mixed"
+
+
+class TinyPPO(BySGD, TinyGRPO, PPO):
+    """With what a user may add: a judge of its own, whose calls here `judged` counts."""
+
+    def __init__(self, policy: str | ModelSpec | Role = POLICY, **settings: Any) -> None:
+        super().__init__(policy, **{"lr": 0.1, "microbatch_tokens": 20, **settings})
+        self.judged = 0
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.value_head is not None:
+            with torch.no_grad():  # one that says 0 sends nothing back to its body
+                self.value_head.weight.copy_(torch.linspace(-0.3, 0.3, self.value_head.weight.shape[1])[None])
+
+    def score_calls(self) -> list[ModelCall]:
+        return [*super().score_calls(), ModelCall("style", outputs=("style_rewards",), run=self.style)]
+
+    def style(self, experience: Experience, trajectories: Sequence[Trajectory]) -> Tensor:
+        self.judged += 1
+        return torch.tensor([len(set(trajectory.token_ids)) / 10 for trajectory in trajectories])
+
+    def shaped_rewards(self, experience: Experience) -> Tensor:
+        return super().shaped_rewards(experience) + experience["style_rewards"]
+
+
+class TinyDistillation(BySGD, TinyGRPO, Distillation):
+    pass
+
+
+def grpo(**settings: Any) -> Callable[..., Any]:
+    return lambda meshes, folder: Recorded(**settings)
+
+
+def from_folder(lora: LoRA | None = None) -> Callable[..., Any]:
+    """A checkpoint with a head of its own, whose weights no seed gives, read tensor by tensor."""
+    spec = {"tokenizer": "tiny_run.tokenizer"}
+    return lambda meshes, folder: Recorded(policy=Role(ModelSpec(path=str(folder / "model"), **spec), lora=lora))
+
+
+def distillation(meshes: dict[str, RoleMesh], folder: Path) -> Any:
+    return TinyDistillation(
+        Role(TIED, mesh=meshes.get("policy")),
+        teacher=Role(TEACHER, mesh=meshes.get("teacher")),
+        teacher_topk=5,  # more than a tensor rank's half of the student's tokens
+        divergence="forward_kl",
+        reward_coef=0.5,
+        sampling=Sampling(max_new_tokens=6, temperature=0.8, min_new_tokens=1),
+        lr=0.3,
+        **SEVERAL,
+    )
+
+
+def ppo(**settings: Any) -> Callable[..., Any]:
+    return lambda meshes, folder: TinyPPO(**settings)
+
+
+def judged_ppo(meshes: dict[str, RoleMesh], folder: Path) -> Any:
+    """A head that says something, in critic and reward model, from a folder."""
+    judge = replace(JUDGE, config=None, path=str(folder / "judge"))
+    critic, reference = Role(judge, lr=0.03, weight_decay=0.01), AdaptiveKL(0.1, replace(UNTIED, seed=4))
+    return TinyPPO(UNTIED, critic=critic, reward_model=judge, reference=reference, num_minibatches=2)
+
+
+def meshed_ppo(meshes: dict[str, RoleMesh], folder: Path, kind: Callable[..., Any] = TinyPPO) -> Any:
+    policy, critic = (Role(TIED, mesh=meshes.get(name)) for name in ("policy", "critic"))
+    reference = AdaptiveKL(0.1, Role(replace(TIED, seed=4), mesh=meshes.get("reference")))
+    settings = {"num_minibatches": 2, "value_normalization": "running"}
+    return kind(policy, critic=critic, reference=reference, **settings)
+
+
+def ppo_on_body(meshes: dict[str, RoleMesh], folder: Path, **settings: Any) -> Any:
+    role = Role(replace(TIED, seed=4), offload=True, mesh=meshes.get("reference"))
+    reference = AdaptiveKL(0.1, role, decay=settings.pop("decay", None))
+    settings = {"critic": "shared", "reference": reference, "num_minibatches": 2, **settings}
+    return TinyPPO(Role(TIED, mesh=meshes.get("policy")), **settings)
+
+
+# Each made of the meshes of its roles, and of the folder with "model" and "judge".
+MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
+    "microbatches and minibatches": grpo(**SEVERAL),
+    "a reference policy, truncated draws": grpo(
+        microbatch_tokens=20,
+        loss_reduction="sequence",
+        reference=ReferenceKL(0.1, POLICY),
+        sampling=Sampling(max_new_tokens=6, top_p=0.9, top_k=6),  # of 8 tokens
+    ),
+    "batch statistics": grpo(num_minibatches=2, update_epochs=2, is_batch_wide=True),
+    "awaited rewards": grpo(num_minibatches=2, decoupled=True, loses_some=True),
+    "a checkpoint": from_folder(),
+    "LoRA on a checkpoint": from_folder(LoRA(rank=2)),
+    "LoRA": grpo(policy=Role(POLICY, lora=LoRA(rank=2)), reference=ReferenceKL(0.1), **SEVERAL),
+    MIXED: grpo(**SEVERAL),
+    "distillation": distillation,
+    "PPO": ppo(
+        num_minibatches=2,
+        update_epochs=2,
+        value_normalization="running",
+        reference=AdaptiveKL(0.1, POLICY, target_nats=0.01, decay=0.5),
+    ),
+    "PPO with a shared critic": ppo(critic="shared", num_minibatches=2),
+    "PPO with a frozen critic": ppo(
+        critic=Role(replace(POLICY, head="scalar"), frozen=True),
+        reference=AdaptiveKL(0.1, Role(replace(POLICY, seed=4), offload=True), in_reward=False),
+        value_normalization="exponential",
+    ),
+    "PPO with a reward model": judged_ppo,
+    "PPO by roles": meshed_ppo,
+    "PPO on one body": partial(ppo_on_body, decay=0.5),
+    "PPO on one body, a fixed reference": ppo_on_body,
+    "PPO on one body by Adam": partial(ppo_on_body, is_adam=True, lr=1e-3),
+    "a split policy": grpo(policy=TIED, **SEVERAL),
+    "a split policy, batch statistics": grpo(policy=UNTIED, num_minibatches=2, update_epochs=2, is_batch_wide=True),
+    "a split policy, a reference": grpo(
+        policy=TIED, microbatch_tokens=20, loss_reduction="sequence", reference=ReferenceKL(0.1, UNTIED)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    module: str
+    strategy: Callable[[], Any]
+    num_ranks: int = 2
+    meshes: dict[str, RoleMesh] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        """The cases of a group are started together."""
+        return "more" if self.num_ranks > 2 else "ppo" if "PPO" in self.module else "grpo"
+
+
+SHARDED, SPLIT = FSDP2Strategy, Parallel3DStrategy
+INTERLEAVED = {"schedule": "Interleaved1F1B"}
+ALONE = {"policy": RoleMesh(0, 1), "teacher": RoleMesh(1, 1)}
+ONE_EACH = {"policy": RoleMesh(0, 1), "critic": RoleMesh(1), "reference": RoleMesh(0, 1)}
+BESIDE = {"policy": RoleMesh(0, 2, pp=2), "critic": RoleMesh(2, 2, tp=2)}
+BY_ROLES = "PPO by roles: each rank has a role"
+CASES: dict[str, Case] = {
+    "sharded": Case("microbatches and minibatches", SHARDED),
+    "sharded, recomputed, reduced for each microbatch": Case(
+        "microbatches and minibatches",
+        lambda: SHARDED(activation_checkpointing=True, reduce_every_microbatch=True),
+    ),
+    "two replicas, parameters kept": Case(
+        "a reference policy, truncated draws", lambda: SHARDED(num_replicas=2, reshard_after_forward=False)
+    ),
+    "sharded batch statistics": Case("batch statistics", SHARDED),
+    "sharded, awaited rewards": Case("awaited rewards", SHARDED),
+    "a sharded checkpoint": Case("a checkpoint", SHARDED),
+    "LoRA on a sharded checkpoint": Case("LoRA on a checkpoint", SHARDED),
+    "sharded LoRA": Case("LoRA", lambda: SHARDED(activation_checkpointing=True)),
+    MIXED: Case(MIXED, lambda: SHARDED(activation_checkpointing=True)),
+    "sharded distillation": Case("distillation", SHARDED),
+    "distillation, a rank for each role": Case("distillation", SHARDED, meshes=ALONE),
+    "distillation on two tensor ranks": Case("distillation", lambda: SPLIT(tp=2)),
+    "distillation in two stages": Case("distillation", lambda: SPLIT(pp=2)),
+    "sharded PPO, parameters kept": Case("PPO", lambda: SHARDED(reshard_after_forward=False)),
+    "sharded PPO with a shared critic": Case("PPO with a shared critic", SHARDED),
+    "PPO, two replicas": Case("PPO with a frozen critic", lambda: SHARDED(num_replicas=2)),
+    "PPO with a reward model on two tensor ranks": Case("PPO with a reward model", lambda: SPLIT(tp=2)),
+    "PPO with a reward model in two stages": Case("PPO with a reward model", lambda: SPLIT(pp=2)),
+    "PPO on one body on two tensor ranks": Case("PPO on one body", lambda: SPLIT(tp=2)),
+    "PPO on one body in two stages": Case("PPO on one body", lambda: SPLIT(pp=2)),
+    "PPO on one body on two data ranks": Case("PPO on one body", lambda: SPLIT(dp=2)),
+    BY_ROLES: Case("PPO by roles", SHARDED, meshes=ONE_EACH),
+    "data and tensor": Case("a split policy", lambda: SPLIT(tp=2), 4),
+    "stages and tensor, interleaved": Case(
+        "a split policy, batch statistics", lambda: SPLIT(pp=2, tp=2, **INTERLEAVED), 4
+    ),
+    "stages and data, recomputed": Case(
+        "a split policy, a reference", lambda: SPLIT(pp=2, activation_checkpointing=True), 4
+    ),
+    "PPO in stages and tensor": Case("PPO with a reward model", lambda: SPLIT(pp=2, tp=2), 4),
+    "PPO on one body, data and tensor": Case("PPO on one body by Adam", lambda: SPLIT(dp=2, tp=2), 4),
+    "PPO on one body, stages and data": Case("PPO on one body by Adam", lambda: SPLIT(pp=2, dp=2), 4),
+    "PPO by roles: a pipeline beside tensor slices": Case("PPO by roles", lambda: SPLIT(tp=2), 4, BESIDE),
+    "PPO by roles: the same ranks in another way": Case(
+        "PPO by roles", lambda: SPLIT(pp=2, tp=2), 4, {"critic": RoleMesh(), "reference": RoleMesh(pp=2)}
+    ),
+    "PPO on one body beside its reference": Case(
+        "PPO on one body, a fixed reference",
+        lambda: SPLIT(tp=2),
+        4,
+        {"policy": BESIDE["policy"], "reference": BESIDE["critic"]},
+    ),
+    "all three": Case("a split policy", lambda: SPLIT(pp=2, tp=2), 8),
+}
+SIZES = {"grpo": (2, 1), "ppo": (2, 1), "more": (4, 8, 1)}
+RESUMED, AT_ONCE = "resumed on other ranks", "calls wait for each other"
+
+
+class Watch(RLCallback):
+    """Keeps each update's metrics, the engine's weights, and the first update's gradients before and after the clip."""
+
+    def __init__(self) -> None:
+        self.updates: list[dict[str, float]] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.clipped: dict[str, Tensor] = {}
+        self.engine: dict[str, Tensor] = {}
+
+    def on_minibatch_end(self, trainer: Any, module: Any, metrics: dict[str, float], index: int, total: int) -> None:
+        self.updates.append(dict(metrics))
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.gradients = self.gradients or whole_gradients(module)
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.clipped = self.clipped or whole_gradients(module)
+
+    def on_weights_synced(self, trainer: Any, module: Any, weight_version: int) -> None:
+        if trainer.is_global_zero:
+            self.engine = {name: value.clone() for name, value in trainer.engine.read_weights().items()}
+
+
+def whole_gradients(module: Any) -> dict[str, Tensor]:
+    found = ((key, value.grad) for key, value in module.named_parameters())
+    return {key: whole(grad).clone() for key, grad in found if grad is not None}
+
+
+def fit(module: Any, folder: Path, **settings: Any) -> dict[str, Any]:
+    """Trains; gives what is compared. Of a split model this rank's part, each parameter whole."""
+    watch, ckpt_path = Watch(), settings.pop("ckpt_path", None)
+    run = {"max_steps": 2, "gradient_clip_val": 0.5, "callbacks": [watch], "engine": LocalEngine(), **settings}
+    trainer = make_trainer(folder, **run)
+    with second_device() as moved:
+        trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
+    sent: dict[str, Tensor] = {}
+    if any(role.mesh is not None for role in module.models().values()):
+        pass  # not every rank has the policy
+    elif isinstance(trainer.strategy, Parallel3DStrategy):
+        parts = module.parallel_models["policy"].full_parameters(1000)
+        sent = {key: value.clone() for part in parts for key, value in part.tensors.items()}
+    else:
+        sent = {key: value.detach().clone() for key, value in merged_parameters(module.policy, whole)}
+    normalizer = getattr(module, "normalizer", None)
+    return {
+        "updates": watch.updates,
+        "gradients": watch.gradients,
+        "clipped": watch.clipped,
+        "engine": watch.engine,
+        "sent": sent,
+        "weights": {key: whole(value).detach().clone() for key, value in module.named_parameters()},
+        "trained": {key for key, value in module.named_parameters() if value.requires_grad},
+        "experiences": [gathered_tensors(experience) for experience in module.experiences],
+        "state": [
+            getattr(module, "kl_coef", 0.0),
+            *([] if normalizer is None else map(float, normalizer.state_dict().values())),
+        ],
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "judged": getattr(module, "judged", 0),
+        "num_moves": len(moved),
+    }
+
+
+def play(name: str, folder: Path) -> dict[str, Any]:
+    case = CASES[name]
+    module = MODULES[case.module](case.meshes, folder)
+    precision: Any = MIXED if case.module == MIXED else "32-true"
+    return fit(module, folder, devices=case.num_ranks, strategy=case.strategy(), precision=precision)
+
+
+def play_alone(name: str, folder: Path) -> dict[str, Any]:
+    """The module in one process."""
+    return fit(MODULES[name]({}, folder), folder, precision=MIXED if name == MIXED else "32-true")
+
+
+class AtOnce(TinyPPO):
+    """The judge, the reference and the critic each end only when all three have begun, and so do the two updates."""
+
+    folder: Path
+
+    def style(self, experience: Experience, trajectories: Sequence[Trajectory]) -> Tensor:
+        self.meet("judge", ["judge", "reference", "critic"])
+        return super().style(experience, trajectories)
+
+    def on_rollout_end(self, groups: Any) -> None:
+        scores, updates = ["judge", "reference", "critic"], ["policy", "critic update"]
+        for role, method, name, others in (
+            ("reference", "forward", "reference", scores),
+            ("critic", "forward", "critic", scores),
+            ("policy", "forward_backward", "policy", updates),
+            ("critic", "forward_backward", "critic update", updates),
+        ):
+            if self.trainer.strategy.ranks.of_role(role).is_here:  # type: ignore[attr-defined]
+                self.wrap(self.parallel_models[role], method, name, others)
+
+    def wrap(self, model: Any, method: str, name: str, others: list[str]) -> None:
+        plain = getattr(model, method)
+
+        def meeting(*args: Any, **kwargs: Any) -> Any:
+            self.meet(name, others)
+            return plain(*args, **kwargs)
+
+        setattr(model, method, meeting)
+
+    def meet(self, name: str, names: list[str]) -> None:
+        (self.folder / name).touch()
+        deadline = time.monotonic() + 60
+        while not all((self.folder / other).exists() for other in names):
+            assert time.monotonic() < deadline, f"{name} waits for {names} in vain"
+            time.sleep(0.01)
+
+
+def play_resumed(folder: Path) -> dict[str, Any]:
+    """One iteration with roles on ranks of their own, a checkpoint, and the second one elsewhere."""
+    run: dict[str, Any] = {"devices": 2, "gradient_clip_val": 0.5}
+    first = make_trainer(folder, max_steps=1, strategy=FSDP2Strategy(), **run)
+    first.fit(meshed_ppo(ONE_EACH, folder), datamodule=Digits())
+    first.save_checkpoint(folder / "checkpoint")
+    meshes = {"policy": RoleMesh(0, 1), "critic": RoleMesh(0, 1), "reference": RoleMesh(1, 1)}
+    return fit(meshed_ppo(meshes, folder), folder, strategy=FSDP2Strategy(), ckpt_path=folder / "checkpoint", **run)
+
+
+def play_at_once(folder: Path) -> dict[str, Any]:
+    module = meshed_ppo(ONE_EACH, folder, AtOnce)
+    module.folder, module.num_minibatches = folder, 1
+    return fit(module, folder, devices=2, strategy=FSDP2Strategy(), max_steps=1)
+
+
+def save_models(folder: Path) -> None:
+    spec = ModelSpec(config={**CONFIG, "tie_word_embeddings": False}, tokenizer="tiny_run.tokenizer", seed=11)
+    spec.load_model().save_pretrained(folder / "model")
+    model = JUDGE.load_model()
+    head = scalar_head(model)
+    assert head is not None
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(6))
+    model.save_pretrained(folder / "judge")
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    folder, group = Path(sys.argv[1]), sys.argv[2]
+    save_models(folder)
+    cases = {name: case for name, case in CASES.items() if case.group == group}
+
+    def play_all(size: int) -> None:
+        if size == 1:
+            found = {name: play_alone(name, folder) for name in {case.module for case in cases.values()}}
+        else:
+            found = {name: play(name, folder) for name, case in cases.items() if case.num_ranks == size}
+        if (group, size) == ("ppo", 2):
+            found |= {RESUMED: play_resumed(folder), AT_ONCE: play_at_once(folder)}
+        leave(found, folder / str(size))
+
+    return fork_runs(SIZES[group], play_all)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
