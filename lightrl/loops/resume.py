@@ -118,10 +118,11 @@ def _first_problem(state: dict[str, Any]) -> str | None:
             "of callbacks, module and data module must be tensors and plain Python. Convert it there."
         )
     pairs = zip(leaves, loaded, strict=False)
-    name = next((keystr(path) for (path, left), (_, right) in pairs if not _are_equal(left, right)), None)
-    if name is None and structure == loaded_structure:
+    different = [keystr(path) for (path, left), (_, right) in pairs if not _are_equal(left, right)]
+    if not different and structure == loaded_structure:
         return None
-    return f"checkpoint{name or ''} differs after it was saved and loaded. Save tensors and plain Python there."
+    name = different[0] if different else ""
+    return f"checkpoint{name} differs after it was saved and loaded. Save tensors and plain Python there."
 
 
 def _saved_and_loaded(value: Any) -> Any:
