@@ -1,6 +1,6 @@
 """Who dies when: each actor killed or stopped within each phase of a run, and what becomes of the run.
 
-    python -m benchmarks.kill_matrix [--cells WORDS,WORDS] [--write docs/faults.md]
+    python -m benchmarks.kill_matrix [--cells WORDS,WORDS] [--write benchmarks/faults.md]
 
 A cell is a `fit` of its own, kill_run.py, in processes of its own. If it does not go on, it is resumed from its last
 checkpoint. A row has what happened, who is named in the output, and the seconds from the signal until the run went on
@@ -39,7 +39,7 @@ LONGEST_S = 90.0  # of a run that takes 5 s; longer is a hang
 STOPPED_S = 2.0  # until a stopped trainer runs again
 _WIDTH = 120  # characters of a message in the table
 GOES_ON, ENDS, KILLED, HANGS = "goes on", "ends", "killed", "hangs"
-MARKERS = ("<!-- python -m benchmarks.kill_matrix --write docs/faults.md -->", "<!-- end of the matrix -->")
+MARKERS = ("<!-- python -m benchmarks.kill_matrix --write benchmarks/faults.md -->", "<!-- end of the matrix -->")
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) 
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of docs/faults.md: a line for each actor and signal, its phases together where they are alike."""
+    """The table of benchmarks/faults.md: a line for each actor and signal, its phases together where they are alike."""
     lines = [
         "| actor | signal | in phase | the run | seconds | lost | twice | same weights | the output names |",
         "|---|---|---|---|--:|--:|--:|---|---|",

@@ -9,7 +9,7 @@ memory and the curve. Examples that it starts from run before, in the same worki
 there. It refuses a checkout with changed code, whose commit would say nothing.
 
 The second writes everything that is said about results, from the records alone: the lines `# Takes:` and `# Reaches:`
-at the top of each example; in README.md, examples/README.md and docs/algorithms.md what stands between
+at the top of each example; in README.md, examples/README.md and benchmarks/lag.md what stands between
 `<!-- records: … -->` and `<!-- end -->`. An example without a record says `not measured`. A record counts only while
 the settings of its example are those it was made with, so one who changes an example runs it again. The table of
 `benchmarks.lag` comes from its own records, `benchmarks/lag/runs.jsonl`. `tests/test_records.py` checks that nothing
@@ -42,7 +42,7 @@ from benchmarks.report import machine
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
-PAGES = ("README.md", "examples/README.md", "docs/algorithms.md")
+PAGES = ("README.md", "examples/README.md", "benchmarks/lag.md")
 # Runs of an example with further options, by the name of their records.
 VARIANTS = {
     "quickstart/async": (

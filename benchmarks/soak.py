@@ -1,6 +1,6 @@
 """A long run with faults: do memory, threads, files and checkpoints stay as they are?
 
-    python -m benchmarks.soak [--iterations 10000] [--staleness 0,2] [--max-minutes 55] [--plot docs/soak.png]
+    python -m benchmarks.soak [--iterations 10000] [--staleness 0,2] [--max-minutes 55] [--plot benchmarks/soak.png]
 
 A tiny policy, two fake servers that the run starts, reward workers, and every callback that keeps state. Five in a
 hundred rewards fail: most raise, some hang until their worker is killed; one of the servers is killed every 500

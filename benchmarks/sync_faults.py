@@ -1,6 +1,6 @@
 """Silent faults of a weight sync: what notices each, and after how many iterations; healthy syncs that are reported.
 
-    python -m benchmarks.sync_faults [--quick] [--faults WORDS,WORDS] [--syncs 1000] [--write docs/faults.md]
+    python -m benchmarks.sync_faults [--quick] [--faults WORDS,WORDS] [--syncs 1000] [--write benchmarks/faults.md]
 
 Each fault is a GRPO run of a tiny policy with SGLangEngine and one or two fake servers, at a learning rate of 1e-6 in
 bfloat16. One server answers success to the sync of version 2, or to a request after it, and does something else; it
@@ -68,7 +68,7 @@ MORE_ITERATIONS = 3
 BUCKET_BYTES = 16_384  # several files or buckets
 UPDATES = "/update_weights"
 TOKEN = "a-token"  # of the weight receiver
-MARKERS = ("<!-- python -m benchmarks.sync_faults --write docs/faults.md -->", "<!-- end of the table -->")
+MARKERS = ("<!-- python -m benchmarks.sync_faults --write benchmarks/faults.md -->", "<!-- end of the table -->")
 
 
 @dataclass(frozen=True)
@@ -536,7 +536,7 @@ def row(fault: SyncFault, num_servers: int, result: Result) -> dict[str, Any]:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], healthy: Mapping[str, Any]) -> str:
-    """The table of docs/faults.md: a line for each fault, with one server and with two."""
+    """The table of benchmarks/faults.md: a line for each fault, with one server and with two."""
     lines = [
         "| fault | dtype | wrong values | noticed with one server by | iterations | with two by | iterations |",
         "|---|---|--:|---|--:|---|--:|",

@@ -14,22 +14,39 @@ SITE = DOCS.parent / "scripts/docs_site"
 
 
 @pytest.fixture(scope="module")
-def settings_page():
+def site_path():
     sys.path.insert(0, str(SITE))
-    try:
-        import settings_page
-
-        yield settings_page
-    finally:
-        sys.path.remove(str(SITE))
+    yield
+    sys.path.remove(str(SITE))
 
 
-def test_the_page_of_settings_has_each_constructors_defaults(settings_page):
-    page = settings_page.page()
-    staleness = page.split("### StalenessControl")[1].split("###")[0]
+@pytest.fixture
+def settings_page(site_path):
+    import settings_page
+
+    return settings_page
+
+
+@pytest.fixture
+def drawings(site_path):
+    import drawings
+
+    return drawings
+
+
+def test_the_pages_of_settings_have_each_constructors_defaults(settings_page):
+    pages = settings_page.pages()
+    staleness = pages["callbacks"].split("## StalenessControl")[1].split("\n## ")[0]
     assert "| `max_staleness` | <code>int</code> | <code>0</code> |" in staleness
-    assert "| `lr` | <code>float</code> | " in page.split("### RLModule")[1].split("\n## ")[0]
-    assert not re.search(r" at 0x|<factory>", page)
+    assert "| `lr` | <code>float</code> | " in pages["algorithms"].split("## RLModule")[1].split("\n## ")[0]
+    assert not re.search(r" at 0x|<factory>", "".join(pages.values()))
+
+
+def test_every_drawing_is_the_scripts_and_stands_on_a_page(drawings):
+    made = {f"{drawing.name}.svg": drawing.svg() for drawing in (make() for make in drawings.DRAWINGS)}
+    assert {path.name: path.read_text() for path in (DOCS / "drawings").iterdir()} == made
+    text = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    assert [name for name in made if f"](drawings/{name})" not in text] == []
 
 
 @pytest.mark.parametrize("kind", [GRPO, Sampling, StalenessControl])
@@ -48,3 +65,12 @@ def test_every_public_name_is_in_the_reference():
 def test_every_page_is_in_the_sites_navigation():
     config = (DOCS.parent / "mkdocs.yml").read_text()
     assert [path for path in DOCS.rglob("*.md") if str(path.relative_to(DOCS)) not in config] == []
+
+
+def test_the_site_needs_no_other_host():
+    config = (DOCS.parent / "mkdocs.yml").read_text()
+    assert "font: false" in config
+    assert "\n  - offline" in config
+    (script,) = re.findall(r"polyfills: \[(.*iframe-worker.*)\]", config)  # the offline plugin's own is on another host
+    assert (DOCS / script).is_file()
+    assert "mermaid" not in config + "".join(path.read_text() for path in DOCS.rglob("*.md"))

@@ -1,4 +1,4 @@
-"""What MkDocs cannot do alone: generated pages, links to files outside of docs/, Mermaid without a network."""
+"""What MkDocs cannot do alone: generated pages, drawings in the page's colors, links to files outside of docs/."""
 
 from __future__ import annotations
 
@@ -17,22 +17,14 @@ import notebook_page  # noqa: E402
 import settings_page  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-MERMAID = ROOT / "node_modules/mermaid/dist/mermaid.min.js"  # npm install --no-save mermaid
 log = logging.getLogger("mkdocs.plugins.lightrl")  # in which a warning fails `mkdocs build --strict`
 
 
-def on_config(config: Any) -> Any:
-    if MERMAID.is_file():
-        config["extra_javascript"].append("mermaid.min.js")
-    return config
-
-
 def on_files(files: Files, config: Any) -> Files:
-    files.append(File.generated(config, "settings.md", content=settings_page.page()))
+    for name, content in settings_page.pages().items():
+        files.append(File.generated(config, f"settings/{name}.md", content=content))
     notebook = notebook_page.page(ROOT / "examples/quickstart/quickstart.ipynb")
     files.append(File.generated(config, "notebook.md", content=notebook))
-    if MERMAID.is_file():
-        files.append(File.generated(config, "mermaid.min.js", abs_src_path=str(MERMAID)))
     return files
 
 
@@ -48,4 +40,15 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         shown = f"`{path.removeprefix('../')}`"
         return shown if text.strip("`") in path else f"{text} ({shown})"
 
+    if page.file.src_path.startswith(("settings/", "reference/")):
+        return markdown
     return re.sub(r"(?<!!)\[([^\]]*)\]\((\.\./[^)#]+)(?:#[^)]*)?\)", path_of, markdown)
+
+
+def on_page_content(content: str, page: Page, config: Any, files: Files) -> str:
+    """A drawing becomes part of the page, so that its colors follow the page's scheme and not the system's."""
+
+    def inlined(image: re.Match[str]) -> str:
+        return (ROOT / "docs" / "drawings" / image[1]).read_text(encoding="utf-8")
+
+    return re.sub(r'<img [^>]*src="(?:\.\./)*drawings/([\w.]+)"[^>]*>', inlined, content)

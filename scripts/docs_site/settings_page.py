@@ -1,6 +1,6 @@
-"""The page of every YAML setting with its default, read from the constructors, which are the configuration.
+"""Pages of every YAML setting with its default, read from the constructors, which are the configuration.
 
-python scripts/docs_site/settings_page.py    # prints it as Markdown
+python scripts/docs_site/settings_page.py    # prints them as Markdown
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ import docstring_parser
 import lightrl
 from lightrl.launch import Launch
 
-# Where a class stands in a run's YAML → the public classes that stand there.
-SECTIONS = {
-    "trainer": ["Trainer"],
-    "trainer.engine": ["LocalEngine", "SGLangEngine"],
-    "trainer.strategy": ["FSDP2Strategy", "Parallel3DStrategy"],
-    "trainer.callbacks": lightrl._NAMES["callbacks"],
-    "model": lightrl._NAMES["algorithms"] + ["RLModule"],
-    "objects in a model's settings": [
-        "ModelSpec", "Role", "RoleMesh", "LoRA", "Sampling", "ImportanceWeights", "RewardShaping", "OverlongPenalty",
-    ],
-    "model.workflow": lightrl._NAMES["workflows"],
-    "data": lightrl._NAMES["data"],
+# A page for each package: file → its title, where its classes stand in a run's YAML, and the public ones.
+PAGES = {
+    "trainer": ("Trainer", "trainer", ["Trainer"]),
+    "engines": ("Engines", "trainer.engine", ["LocalEngine", "SGLangEngine"]),
+    "strategies": ("Strategies", "trainer.strategy", ["FSDP2Strategy", "Parallel3DStrategy"]),
+    "callbacks": ("Callbacks", "trainer.callbacks", lightrl._NAMES["callbacks"]),
+    "algorithms": (
+        "Algorithms", "model", [
+            *lightrl._NAMES["algorithms"], "RLModule", "Sampling",
+            "ImportanceWeights", "RewardShaping", "OverlongPenalty",
+        ],
+    ),
+    "models": ("Models and roles", "model", ["ModelSpec", "Role", "RoleMesh", "LoRA"]),
+    "workflows": ("Workflows", "model.workflow", lightrl._NAMES["workflows"]),
+    "data": ("Data", "data", lightrl._NAMES["data"]),
+    "launch": ("Launch", "launch", ["Launch"]),
 }  # fmt: skip
 _FIELD = re.compile(r"^    (\w+): [^#\n]+  # (.+)$", re.MULTILINE)
 _NO_DEFAULT = inspect.Parameter.empty
@@ -65,28 +69,33 @@ def settings_of(cls: type) -> list[Setting]:
     return list(settings.values())
 
 
-def page() -> str:
-    """The whole page as Markdown."""
+def pages() -> dict[str, str]:
+    """Markdown by name of the file, without its ending."""
+    return {file: _page(*page) for file, page in PAGES.items()}
+
+
+def _page(title: str, section: str, names: list[str]) -> str:
     lines = [
-        "# Every setting",
+        f"# Settings: {title}",
         "",
-        "Made from the code when this page was built: the constructor is the configuration. The settings of a class "
-        "are under `init_args:` beside its `class_path:`; `lightrl fit --model.help GRPO` prints the same.",
-        "`trainer` also takes every argument of Lightning's Trainer, and `trainer.callbacks`, `trainer.logger`, "
-        "`optimizer` and `lr_scheduler` take Lightning's and torch's classes.",
+        f"These stand in the section `{section}:` of a run's YAML. A class's settings are under `init_args:` beside "
+        "its `class_path:`; `lightrl fit --model.help GRPO` prints the same.",
         "",
     ]
-    for place, names in SECTIONS.items():
-        lines += [f"## `{place}`" if " " not in place else f"## {place.capitalize()}", ""]
-        for name in names:
-            lines += _class_lines(getattr(lightrl, name), name)
-    lines += ["## `launch`", "", *_class_lines(Launch, "Launch")]
+    if title == "Trainer":
+        lines += [
+            "The section also takes every argument of Lightning's Trainer; `trainer.callbacks`, `trainer.logger`, "
+            "`optimizer` and `lr_scheduler` take Lightning's and torch's classes.",
+            "",
+        ]
+    for name in names:
+        lines += _class_lines(Launch if name == "Launch" else getattr(lightrl, name), name, names)
     return "\n".join(lines)
 
 
-def _class_lines(cls: type, name: str) -> Iterator[str]:
+def _class_lines(cls: type, name: str, on_page: list[str]) -> Iterator[str]:
     settings = settings_of(cls)
-    yield from (f"### {name}", "", _first_sentence(cls), "")
+    yield from (f"## {name}", "", _first_sentence(cls), "")
     if not settings:
         yield from ("No settings.", "")
         return
@@ -100,8 +109,15 @@ def _class_lines(cls: type, name: str) -> Iterator[str]:
         yield ""
     for home in dict.fromkeys(setting.home for setting in inherited):
         names = ", ".join(f"`{setting.name}`" for setting in inherited if setting.home is home)
-        where = f"[{home.__name__}](#{home.__name__.lower()})" if home.__name__ in lightrl.__all__ else home.__name__
-        yield from (f"From {where}: {names}.", "")
+        yield from (f"From {_link(home.__name__, on_page)}: {names}.", "")
+
+
+def _link(name: str, on_page: list[str]) -> str:
+    """The name of a class, linked to its settings where a page has them."""
+    file = next((file for file, (_, _, names) in PAGES.items() if name in names), None)
+    if file is None:
+        return name
+    return f"[{name}]({'' if name in on_page else f'{file}.md'}#{name.lower()})"
 
 
 def _texts(home: type) -> dict[str, str]:
@@ -141,4 +157,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page())
+    print("\n".join(pages().values()))

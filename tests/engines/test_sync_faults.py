@@ -1,6 +1,6 @@
 """Weight syncs that go wrong in silence: each fault fires, leaves wrong values, and is noticed within one iteration.
 
-The runs are those of `python -m benchmarks.sync_faults`, which writes the table in docs/faults.md.
+The runs are those of `python -m benchmarks.sync_faults`, which writes the table in benchmarks/faults.md.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def test_there_is_a_run_for_each_silent_kind_of_fault() -> None:
     assert sum(fault.is_silent for fault in FAULTS) >= 20
 
 
-def test_the_table_in_the_docs_has_exactly_these_faults() -> None:
-    text = (Path(__file__).parents[2] / "docs/faults.md").read_text()
+def test_the_table_of_faults_has_exactly_these_faults() -> None:
+    text = (Path(__file__).parents[2] / "benchmarks/faults.md").read_text()
     table = text.partition(MARKERS[0])[2].partition(MARKERS[1])[0]
     names = [line.split("|")[1].strip().removesuffix(" (not silent)") for line in table.splitlines()[3:] if "|" in line]
     assert names == [fault.name for fault in FAULTS]
