@@ -38,12 +38,10 @@ class Judging:
         self._process = hosts.popen(1, command, env=environment, text=True, **pipes)
 
     def tell(self, word: str) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
 
     def batch(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
         self.tell("batch")
         while not (line := self._process.stdout.readline()).startswith("{"):  # Ray tells of lost hosts there
             assert line, "it ended"
@@ -56,7 +54,6 @@ class Judging:
             assert time.monotonic() < deadline, answer
 
     def end(self) -> None:
-        assert self._process.stdin is not None
         with self._process:  # closes its pipes
             self._process.stdin.close()
         assert self._process.returncode == 0

@@ -56,9 +56,7 @@ def process_of(pool: RewardPool) -> psutil.Process:
 def actor_of(worker: psutil.Process) -> psutil.Process:
     """Between them is the guardian."""
     guardian = worker.parent()
-    assert guardian is not None
     actor = guardian.parent()
-    assert actor is not None
     return actor
 
 
