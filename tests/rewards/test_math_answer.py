@@ -108,7 +108,7 @@ def test_a_prompt_without_a_reference_is_refused(fields):
         math_answer(trajectory_that("#### 4", **fields))
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.extra), "test"])
 def test_each_gsm8k_solution_earns_1_for_its_own_problem_and_no_accuracy_for_another(split):
     if not GSM8K.is_dir():
         pytest.skip(f"{GSM8K} is not here")

@@ -138,6 +138,7 @@ def test_a_hang_that_blocks_the_event_loop_is_found_out_by_trying_alone():
     assert reasons(results) == [1.0, "timeout", 1.0, 1.0]
 
 
+@pytest.mark.extra
 def test_expressions_that_grow_without_end_return_or_are_killed():
     pool = RewardPool("lightrl.rewards.math_answer", timeout_s=0.5, memory_limit_mib=1024)
     pool.start()
@@ -265,9 +266,13 @@ def test_a_worker_that_was_killed_while_idle_costs_no_trajectory():
 
 @pytest.mark.parametrize("num_failures", [2, 1000], ids=["for a while", "for ever"])
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EAGAIN, "no process"), OSError(errno.ENOSPC, "disk full"), MemoryError("no memory")],
-    ids=["EAGAIN", "a full disk", "MemoryError"],
-)  # fmt: skip
+    "error",
+    [
+        pytest.param(OSError(errno.EAGAIN, "no process"), id="EAGAIN"),
+        pytest.param(OSError(errno.ENOSPC, "disk full"), id="a full disk", marks=pytest.mark.extra),
+        pytest.param(MemoryError("no memory"), id="MemoryError", marks=pytest.mark.extra),
+    ],
+)
 def test_a_machine_that_starts_no_processes_costs_no_trajectory_or_says_so(error, num_failures, monkeypatch):
     monkeypatch.setattr(supervisor, "_RESTART_WAIT_S", 0.01)
     with pool_of("obey") as pool:

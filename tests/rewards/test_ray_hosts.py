@@ -23,6 +23,7 @@ LONGEST_S = 120.0
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
+    pytest.mark.extra,
     pytest.mark.timeout(400),
     pytest.mark.skipif(WHY_NOT is not None, reason=f"Ray on hosts in a box: {WHY_NOT}"),
 ]

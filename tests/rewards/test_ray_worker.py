@@ -17,9 +17,7 @@ from test_pool import (  # noqa: F401  # collected here too, with the cluster be
     reasons,
     test_512_trajectories_are_judged_each_with_its_own_reward,
     test_a_function_that_raises_costs_its_own_trajectory_only,
-    test_a_hang_that_blocks_the_event_loop_is_found_out_by_trying_alone,
     test_a_hung_call_in_the_middle_of_a_batch_is_the_only_one_that_fails,
-    test_a_reward_that_is_not_finite_is_an_error_with_its_reason,
     test_a_worker_that_dies_is_replaced_and_the_culprit_named,
     wait_until_gone,
 )
@@ -81,6 +79,7 @@ def test_a_function_that_is_not_there_is_named():
         missing.start()
 
 
+@pytest.mark.extra
 def test_without_room_on_the_cluster_the_pool_says_what_it_waits_for():
     import ray
 
