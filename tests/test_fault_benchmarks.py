@@ -6,8 +6,8 @@ import sys
 import forked
 import pytest
 
-from benchmarks.kill_matrix import CELLS, Cell, expected
-from benchmarks.kill_run import BLOCK, KILL, PHASES, RAISE, STOP
+from benchmarks.kill_matrix import CELLS, Cell
+from benchmarks.kill_run import KILL, RAISE, STOP
 
 # Each actor once, in phases that differ; `pytest -m extra` plays the others.
 SHORT = (
@@ -39,16 +39,6 @@ def assert_as_expected(cells: tuple[Cell, ...], timeout_s: float = 400) -> None:
         (cell.actor, cell.phase, cell.signal) for cell in cells
     }
     assert [row["problems"] for row in played] == [[]] * len(cells)
-
-
-def test_the_matrix_has_every_actor_in_every_phase_killed_and_stopped() -> None:
-    actors = {cell.actor for cell in CELLS}
-    assert len(actors) * len(PHASES) == 49
-    kinds = {actor: {RAISE, BLOCK} if actor == "controller thread" else {KILL, STOP} for actor in actors}
-    assert {(cell.actor, cell.phase, cell.signal) for cell in CELLS} == {
-        (actor, phase, kind) for actor in actors for phase in PHASES for kind in kinds[actor]
-    }
-    assert all(expected(cell).dropped <= 1 for cell in CELLS)
 
 
 @pytest.mark.timeout(420)  # 40 s of processor time, which a machine that does other things stretches

@@ -1,7 +1,5 @@
 """What is said about results: made from records, and nowhere without one."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -62,20 +60,6 @@ def test_no_result_is_claimed_without_a_record() -> None:
     assert not {page: sentences for page, sentences in found.items() if sentences}
 
 
-@pytest.mark.parametrize(
-    ("text", "num"),
-    [
-        ("It reaches 97 % of held-out prompts. Yes.", 1),
-        ("# 19 % of samples are\n# right. Fast.", 1),
-        ("<!-- records: line x -->97.0 % of held-out prompts<!-- end --> after that.", 0),
-        ("# Reaches: 97.0 % of held-out prompts.\n", 0),
-        ("The trainer idles 41 % of its time.", 0),
-    ],
-)
-def test_a_claim_is_a_share_of_right_answers_outside_of_what_is_written(text: str, num: int) -> None:
-    assert len(claims(text)) == num
-
-
 def test_a_record_gives_the_line_the_rows_and_the_table(kept: Path) -> None:
     for seed, end in ((0, 0.97121), (1, 0.5)):
         held_out = [[0, 0.0], [20, 0.4], [300, end]]
@@ -94,24 +78,6 @@ def test_a_record_gives_the_line_the_rows_and_the_table(kept: Path) -> None:
     assert "| wall seconds, start to end (load of the 2 cores) | 90 (1.1) | 90 (1.1) |" in table
     header = records.rewritten()[ROOT / "examples/quickstart/grpo.yaml"]
     assert f"# Takes: 150 CPU-seconds and 0.7 GB of memory, on an AMD EPYC with 1 thread.\n# Reaches: {line}." in header
-
-
-def test_a_record_of_other_settings_does_not_count(kept: Path) -> None:
-    curve = {"val/accuracy_fraction": [[300, 0.9]]}
-    keep(kept, make_record(0, curve, settings="of an earlier file"))
-    keep(kept, make_record(1, curve))
-    assert [record["seed"] for record in records.records_of("quickstart/grpo")] == [1]
-    (kept / "quickstart-grpo-1.json").unlink()
-    assert records.reaches(records.records_of("quickstart/grpo")) == "not measured"
-
-
-def test_stages_before_are_those_whose_exports_an_example_starts_from() -> None:
-    assert records.stages_before("quickstart/grpo") == []
-    assert records.stages_before("countdown/grpo") == ["countdown/sft"]
-    assert records.stages_before("distillation/topk") == ["sft/sft", "sft/grpo"]
-    before = records.stages_before("ppo/from_export")
-    assert set(before) == {"sft/sft", "sft/grpo", "reward_model/reward_model"}
-    assert before.index("sft/sft") < before.index("sft/grpo")
 
 
 @pytest.mark.slow
