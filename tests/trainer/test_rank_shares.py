@@ -1,7 +1,5 @@
 """Two ranks write their shares of the weights for a server: what it gets, and what happens when a rank cannot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
