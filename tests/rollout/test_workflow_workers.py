@@ -3,8 +3,6 @@
 Real workers and fake servers, whose tokens are a function of seed and place: one that is lost or drawn twice shows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -170,9 +168,6 @@ def taken_while(controller: RolloutController, fault: Callable[[], object]) -> l
     return groups
 
 
-# ---------------------------------------------------------------------- the same numbers
-
-
 @ROUTERS
 @pytest.mark.parametrize("judges_later", [False, True], ids=["judged", "judged later"])
 def test_two_workers_give_the_trajectories_of_none(make: Make, router: str | None, judges_later: bool) -> None:
@@ -211,9 +206,7 @@ def test_all_workers_play_and_a_drop_keeps_its_reason(make: Make) -> None:
 
 @ROUTERS
 @pytest.mark.parametrize("is_killed", [False, True], ids=["all live", "one is killed amid syncs"])
-def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(
-    make: Make, servers: list[FakeServerProcess], router: str | None, is_killed: bool
-) -> None:
+def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make, servers, router, is_killed):
     controller = make(2, router=router, max_staleness=1)
     servers[0].pace(5 * PACE_S)  # so that a sync finds something to stop on a slow machine too
     groups = controller.take(0)
@@ -241,13 +234,8 @@ def test_what_is_given_up_ends_on_the_servers(make: Make, servers: list[FakeServ
     wait_until(lambda: num_running(servers) == 0)
 
 
-# ---------------------------------------------------------------------- a worker that fails
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill -9", "SIGSTOP"])
-def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(
-    make: Make, number: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(make, number, caplog):
     expected = iterations(make(0), 2)
     controller = make(2, loop_timeout_s=3.0)
     groups = taken_while(controller, lambda: os.kill(workers_of()[0].pid, number))
@@ -260,9 +248,7 @@ def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(
     wait_until(lambda: len(workers_of()) == 2)  # another one in its place
 
 
-def test_a_workflow_that_blocks_its_worker_is_shown_and_played_again(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_workflow_that_blocks_its_worker_is_shown_and_played_again(make, tmp_path, caplog, capfd):
     controller = make(2, BlockingOnce(tmp_path / "mark"), loop_timeout_s=3.0)
     groups = controller.take(0)
     assert tokens(groups) == tokens(make(0).take(0))
@@ -287,13 +273,8 @@ def test_a_workflow_that_no_worker_can_read_ends_the_run(make: Make, capfd: pyte
     assert "no copy of me works" in capfd.readouterr().err
 
 
-# ---------------------------------------------------------------------- servers
-
-
 @ROUTERS
-def test_a_server_that_dies_is_left_and_comes_back(
-    make: Make, router: str | None, servers: list[FakeServerProcess]
-) -> None:
+def test_a_server_that_dies_is_left_and_comes_back(make, router, servers):
     expected = iterations(make(0), 2)
     controller = make(2, router=router)
     port = servers[1].port
@@ -311,9 +292,7 @@ def test_a_server_that_dies_is_left_and_comes_back(
 
 
 @pytest.mark.parametrize("router", [True], indirect=True)
-def test_requests_at_a_server_that_hangs_continue_though_the_gateway_does_not_say_which(
-    make: Make, router: str, servers: list[FakeServerProcess]
-) -> None:
+def test_requests_at_a_server_that_hangs_continue_though_the_gateway_does_not_say_which(make, router, servers):
     expected = make(0).take(0)
     controller = make(2, router=router)
     try:
@@ -323,9 +302,7 @@ def test_requests_at_a_server_that_hangs_continue_though_the_gateway_does_not_sa
 
 
 @ROUTERS
-def test_a_server_that_leaves_amid_an_iteration_is_drained(
-    make: Make, router: str | None, servers: list[FakeServerProcess]
-) -> None:
+def test_a_server_that_leaves_amid_an_iteration_is_drained(make, router, servers):
     expected = make(0).take(0)
     controller = make(2, router=router)
     engine: Any = controller.engine
@@ -336,9 +313,6 @@ def test_a_server_that_leaves_amid_an_iteration_is_drained(
     num_moved = [server.stats()["requests"]["/generate"] - num for server, num in zip(servers, num_before, strict=True)]
     assert num_moved[0] > 4  # those of the other one went on here
     assert num_running(servers) == 0
-
-
-# ---------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("resumed_with", [0, 2])
@@ -356,8 +330,6 @@ def test_what_is_in_flight_goes_on_from_its_token(make: Make, resumed_with: int,
     groups = resumed.take(0)
     assert tokens(groups) == tokens(expected)
 
-
-# ---------------------------------------------------------------------- ends, refusals
 
 TRAINER = """
 import sys, time
