@@ -1,7 +1,5 @@
 """The Ray launcher on a real Ray: where processes are, how they end, what starts again, and the numbers of a run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,7 +13,6 @@ import pytest
 import yaml
 from hosts import Hosts
 from hosts import why_not as why_no_hosts
-from launched import engine, fake_sglang
 from rank_scripts import ROUNDING
 from ray_box import TOKEN, Ray, why_not
 from ray_numbers import numbers_in
@@ -289,26 +286,6 @@ class TestNumbers:
             assert 0 <= run.kill("rank 1")["lost_iterations"] <= 1
             assert run.finish() == 0, run.output()
         assert_same_numbers(run.folder, expected, 5)
-
-    @pytest.mark.extra
-    def test_a_server_of_the_cluster_gives_the_run_of_a_server_of_its_own(self, ray, tmp_path):
-        own = engine(tmp_path, servers=1)
-        expected = one_process(tmp_path / "reference", 3, engine=own)
-        server = ["--trainer.engine", "SGLangEngine", "--trainer.engine.sglang_python", fake_sglang(tmp_path)]
-        with RayRun(ray, tmp_path / "run", [*server, "--launch.servers", "1"], ranks=1, iterations=3) as run:
-            assert run.finish() == 0, run.output()
-        assert_same_numbers(run.folder, expected, 3)
-        assert "routable  version 3" in status_text(run.folder / "runs")
-
-    @pytest.mark.extra
-    @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
-    def test_two_hosts_with_two_ranks_each_learn_what_one_process_learns(self, expected, tmp_path):
-        with Hosts(2, are_named=True) as hosts, Ray(hosts, paths=(str(HERE), str(ROOT))) as cluster:
-            run = RunOnHosts(hosts, cluster, tmp_path / "run", ranks=4, iterations=3)
-            assert run.finish() == 0, run.output()
-        assert_same_numbers(run.folder, expected, 3)
-        logs = [log.parent.name for log in (run.folder / "runs/launch-0").glob("10.77.0.*/trainer-*.log")]
-        assert sorted(logs) == ["10.77.0.1"] * 2 + ["10.77.0.2"] * 2  # Ray chooses which of them has rank 0
 
     @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
     @pytest.mark.extra  # nearly two minutes; `pytest -m cluster` has it

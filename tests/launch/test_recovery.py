@@ -1,7 +1,5 @@
 """Kill -9 of a rank; random ones, of the launcher too: `python -m benchmarks.recovery`."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
