@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -124,9 +122,7 @@ def test_a_write_that_takes_long_but_goes_on_is_no_hang(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("can_swap", [True, False])
 @pytest.mark.parametrize("old", ["folder", "file", "link", "nothing"])
-def test_a_folder_takes_the_place_of_what_was_there(
-    old: str, can_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_takes_the_place_of_what_was_there(old, can_swap, tmp_path, monkeypatch):
     if not can_swap:
         monkeypatch.setattr("lightrl.checks.publish._swap", lambda left, right: False)
     part, place = tmp_path / "last.ckpt.part", tmp_path / "last.ckpt"
@@ -144,8 +140,6 @@ def test_a_folder_takes_the_place_of_what_was_there(
     assert [path.name for path in place.iterdir()] == ["new"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "last.ckpt"]
 
-
-# ---------------------------------------------------------------------- optimizers, by parameter name
 
 LAYERS = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
 FIRST, SECOND = LAYERS.parameters()
@@ -189,6 +183,3 @@ def test_settings_come_by_parameter_name_into_other_groups(own: Optimizer) -> No
 def test_another_optimizer_is_refused_with_what_differs(saved: Optimizer, own: Optimizer, difference: str) -> None:
     with pytest.raises(ValueError, match=rf"The checkpoint does not fit .*: {difference}\. Model, .* Resume with"):
         resumed(saved, own)
-
-
-# ---------------------------------------------------------------------- strategies

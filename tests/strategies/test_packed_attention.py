@@ -1,7 +1,5 @@
 """Attention over packed rows: each trajectory alone, by every kernel, and nothing of size T × T."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
