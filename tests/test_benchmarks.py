@@ -1,17 +1,22 @@
 """The benchmarks run, in their tiny form, and measure the same work on both sides. Their times are not tested."""
 
+import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import forked
 import pytest
 import torch
 
 from benchmarks import (
+    algorithms,
     async_overlap,
     async_parts,
+    cluster_sim,
     gpu_update,
     growth,
     grpo_vs_trl,
@@ -181,6 +186,13 @@ def test_sync_faults_prints_a_row_for_each_run_and_counts_false_alarms(capsys):
     assert healthy["false_alarms"] == 0
 
 
+def test_cluster_sim_simulates_the_small_run_that_was_measured(capsys):
+    cluster_sim.main(["--quick", "--tables", "small"])
+    rows = [row for row in printed(capsys) if row.get("measurement") == "small run"]
+    assert [row["staleness"] for row in rows] == [0, 1, 2, 4, 8]
+    assert rows[0]["async_over_sync"] == 1 < rows[1]["async_over_sync"]
+
+
 def test_plan_prints_both_strategies_for_each_size(capsys):
     plan.main(["--gpus", "64", "--model", "qwen3-0.6b"])
     rows = [line for line in printed(capsys) if "strategy" in line]
@@ -231,3 +243,24 @@ def test_a_run_with_lag_trains_on_what_older_weights_sampled(tmp_path, capsys, m
     lags.clear()
     lag.main(["--quick", "--out", str(tmp_path)])
     assert lags == []  # from the records
+
+
+def test_algorithms_writes_curves_and_does_not_repeat_a_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(Path(algorithms.__file__).parents[1])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    command = ["--quick", "--out", str(tmp_path), "--algorithms"]
+    algorithms.main([*command, "decoupled"])
+    assert '"measurement": "decoupled"' in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "runs")  # as in a fresh checkout, which has the curves alone
+    algorithms.main([*command, "decoupled"])
+    assert '"measurement"' not in capsys.readouterr().out
+    algorithms.main([*command, "GRPO"])  # keeps what is there
+    with (tmp_path / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["algorithm"], row["seed"], row["iteration"]) for row in rows] == [
+        ("GRPO", "0", "1"),
+        ("GRPO", "0", "2"),
+        ("decoupled", "0", "1"),
+        ("decoupled", "0", "2"),
+    ]
+    assert (tmp_path / "curves.png").stat().st_size > 5000

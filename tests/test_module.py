@@ -138,11 +138,7 @@ def test_a_turn_end_that_is_no_named_special_token_is_found_too(tmp_path: Path) 
 def test_without_a_chat_template_there_is_no_turn_end() -> None:
     made = module()
     made.configure_model()
-    assert made.stop_token_ids() == {
-        "generation config": [1],
-        "model config": [1],
-        "tokenizer": [1],
-    }
+    assert made.stop_token_ids() == {"generation config": [1], "model config": [1], "tokenizer": [1]}
 
 
 def endless_tokenizer() -> Any:

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,24 +17,6 @@ FACTS = (
     "Always answering `9` is right for 33 % of them",
     "so a change is small against noise where accuracy is 50 %",
 )
-
-
-def make_record(seed: int, curve: dict[str, Any], **values: Any) -> dict[str, Any]:
-    digest = records.settings_digest("quickstart/grpo")
-    machine = {"processor": "AMD EPYC 9B14", "cores": 2, "gpu": None, "load_1min": 0.5}
-    own = {"example": "quickstart/grpo", "seed": seed, "settings": digest, "machine": machine, "threads": 1}
-    took = {"seconds": 90.0, "cpu_seconds": 120.0, "peak_rss_gb": 0.7, "load_at_end": 1.1}
-    return {**own, **took, "curve": curve, **values}
-
-
-def keep(folder: Path, record: dict[str, Any]) -> None:
-    (folder / f"quickstart-grpo-{record['seed']}.json").write_text(json.dumps(record))
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(records, "RECORDS", tmp_path)
-    return tmp_path
 
 
 def claims(text: str) -> list[str]:
@@ -58,26 +39,6 @@ def test_no_result_is_claimed_without_a_record() -> None:
     pages += [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".md", ".yaml", ".py")]
     found = {str(page.relative_to(ROOT)): claims(page.read_text()) for page in pages}
     assert not {page: sentences for page, sentences in found.items() if sentences}
-
-
-def test_a_record_gives_the_line_the_rows_and_the_table(kept: Path) -> None:
-    for seed, end in ((0, 0.97121), (1, 0.5)):
-        held_out = [[0, 0.0], [20, 0.4], [300, end]]
-        sampled = [[iteration, 0.2 if iteration < 290 else 0.9] for iteration in range(300)]
-        curve = {"val/accuracy_fraction": held_out, "rollout/accuracy_fraction": sampled}
-        keep(kept, make_record(seed, curve, cpu_seconds=120.0 + 60 * seed))
-    line = "97.1, 50.0 % of held-out prompts after 300 iterations, seeds 0, 1 (0.0 % before)"
-    empty = "<!-- records: {} -->{}<!-- end -->"
-    assert line in records.page_text(empty.format("line quickstart/grpo", ""))
-    row = "| a | `quickstart/grpo.yaml` | 7 | 99 % | yes |"
-    rows = records.page_text(empty.format("rows", f"\n{row}\n"))
-    assert f"| a | `quickstart/grpo.yaml` | 2.5 | {line} | yes |" in rows
-    table = records.page_text(empty.format("table quickstart/grpo", ""))
-    assert "| right of held-out prompts, greedy, after 300 iterations | 97.1 % | 50.0 % |" in table
-    assert "| right of the last 10 iterations' samples | 90.0 % | 90.0 % |" in table
-    assert "| wall seconds, start to end (load of the 2 cores) | 90 (1.1) | 90 (1.1) |" in table
-    header = records.rewritten()[ROOT / "examples/quickstart/grpo.yaml"]
-    assert f"# Takes: 150 CPU-seconds and 0.7 GB of memory, on an AMD EPYC with 1 thread.\n# Reaches: {line}." in header
 
 
 @pytest.mark.slow

@@ -186,11 +186,7 @@ def slow_distributions(model, experience, *, temperature=1.0, min_new_tokens=0, 
 
 def slow_outputs(model, experience, *, temperature=1.0, min_new_tokens=0, stop_token_ids=(), allowed=None):
     """Logprobs and entropy [B, T] from Hugging Face's logits, one trajectory and one token at a time."""
-    rules: dict[str, Any] = {
-        "min_new_tokens": min_new_tokens,
-        "stop_token_ids": stop_token_ids,
-        "allowed": allowed,
-    }
+    rules: dict[str, Any] = {"min_new_tokens": min_new_tokens, "stop_token_ids": stop_token_ids, "allowed": allowed}
     found = slow_distributions(model, experience, temperature=temperature, **rules)
     logprobs = found.gather(-1, experience.token_ids[..., None])[..., 0]
     return logprobs, -(found.exp() * found.clamp(min=-1e9)).sum(-1)
