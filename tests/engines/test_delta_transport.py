@@ -25,7 +25,7 @@ from transformers import Qwen3Config
 
 from lightrl.engines import SGLangEngine, Timeouts
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.servers.held_port import HeldPort
+from lightrl.engines.sglang.servers.server import HeldPort
 from lightrl.engines.sglang.sync.receiver import PROTOCOL
 from lightrl.engines.sglang.sync.receivers import Receivers
 from lightrl.engines.sglang.sync.report import SyncFailed
