@@ -40,7 +40,7 @@ def computed(model, layout, *, bucket_bytes=3000, dtype=None, shuffled=False):
 
 
 def held(model, layout):
-    """What SGLang's ranks answer, from `fake_server_layout`."""
+    """What SGLang's ranks answer, from `fake_sglang.layout`."""
     parameters = {name: tensor.detach().to(layout.dtype) for name, tensor in model.named_parameters()}
     return checksums(parameters, model.config, layout.num_ranks)
 
