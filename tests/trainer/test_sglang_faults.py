@@ -32,7 +32,7 @@ def test_a_trainer_killed_amid_a_sync_leaves_no_server_and_goes_on_as_if_it_had_
         while not list(tmp_path.glob(f"lightrl-engine-*/weights/version-{sglang_run.KILLED_AT:08d}")):
             time.sleep(0.01)
         children = psutil.Process(trainer.pid).children(recursive=True)
-        assert any("fake_server" in " ".join(child.cmdline()) for child in children)
+        assert any("fake_sglang" in " ".join(child.cmdline()) for child in children)
         trainer.kill()
     _, alive = psutil.wait_procs(children, DEADLINE_S)
     assert not alive
