@@ -30,10 +30,6 @@ print(json.dumps({
 """
 
 
-def is_forked(process: subprocess.Popen[Any]) -> bool:
-    return "forked.serve" in " ".join(psutil.Process(process.pid).cmdline())
-
-
 def test_a_forked_process_sees_what_a_fresh_one_sees(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), "--word", "a b"]
@@ -66,26 +62,6 @@ def test_it_ends_as_a_fresh_one_ends(tmp_path: Path, do: str, code: int) -> None
     assert (fork.returncode, fork.stderr[-40:]) == (fresh.returncode, fresh.stderr[-40:])
     assert fork.returncode == code
     assert ("at the end" in fork.stdout) == ("atexit" in do)
-
-
-def test_no_two_have_the_same_random_numbers(tmp_path: Path) -> None:
-    (tmp_path / "draws.py").write_text(
-        "import numpy, random, torch, uuid\n"
-        "print(random.random(), numpy.random.rand(), float(torch.rand(1)), uuid.uuid4())"
-    )
-    runs = [forked.run([sys.executable, str(tmp_path / "draws.py")], capture_output=True, text=True) for _ in "ab"]
-    first, second = (run.stdout.split() for run in runs)
-    assert len(first) == 4
-    assert not set(first) & set(second)
-
-
-def test_a_module_runs_as_main_and_pickles_what_it_defines(tmp_path: Path) -> None:
-    (tmp_path / "as_main.py").write_text(
-        "import pickle, sys\nclass Thing: pass\n"
-        "if __name__ == '__main__': print(type(pickle.loads(pickle.dumps(Thing()))) is Thing, sys.argv[1:])"
-    )
-    done = forked.run([sys.executable, "-m", "as_main", "x"], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("True ['x']\n", "")
 
 
 def test_children_of_its_children_are_forked_and_end_with_them(
@@ -121,23 +97,6 @@ def test_what_a_fork_cannot_do_is_done_by_a_fresh_process(
     assert reason in caplog.text
 
 
-def test_without_its_fork_server_the_process_is_a_fresh_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(forked, "server", forked.ForkServer(forked.server.environment))
-    command = [sys.executable, "-m", "http.server", "0"]
-    quiet: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    processes = [forked.Popen(command, **quiet)]
-    forked.server._process.kill()
-    processes.append(forked.Popen(command, **quiet))
-    are_forked = [is_forked(process) for process in processes]
-    for process in processes:
-        process.kill()
-        process.wait()
-    assert are_forked == [True, False]
-    assert "The fork server of the tests failed" in caplog.text
-
-
 def test_the_fork_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import forked, os, psutil, sys, time; forked.server.environment = dict(os.environ)\n"
@@ -151,9 +110,3 @@ def test_the_fork_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> N
         server = psutil.Process(int(asker.stdout.readline()))
         asker.send_signal(signal.SIGKILL)
     asyncio.run(until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE))
-
-
-def test_a_signal_reaches_the_group_of_a_new_session_at_once() -> None:
-    with forked.Popen([sys.executable, "-m", "asyncio"], stdin=subprocess.PIPE, start_new_session=True) as process:
-        os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL

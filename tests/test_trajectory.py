@@ -37,11 +37,6 @@ def test_a_group_survives_a_checkpoint_and_shares_its_prompt_again() -> None:
     assert [item.prompt is restored.prompt for item in restored.trajectories[:3]] == [True, True, False]
 
 
-def test_a_trajectory_survives_json() -> None:
-    trajectory = random_trajectories()[0]
-    assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory
-
-
 def test_versions_are_those_of_the_tokens_that_the_policy_wrote() -> None:
     trajectory = random_trajectories(completion_tokens=(3, 3), prompt_tokens=(2, 2))[0]
     trajectory.weight_versions = [-1, -1, 4, 4, 6]

@@ -10,7 +10,7 @@ import pytest
 class Row:
     """One bad input."""
 
-    what: str  # in the page, and the test's id
+    what: str  # also the test's id
     given: Any
     says: tuple[str, ...]  # file, line or setting; what was expected; how to fix it
 

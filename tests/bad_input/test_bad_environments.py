@@ -5,7 +5,6 @@ import os
 import threading
 import time
 
-import numpy as np
 import pytest
 from bad_input_rows import each, row
 from chat_texts import END, Scripted, chat_prompt, chat_tokenizer, play, played, writes
@@ -59,22 +58,16 @@ ENVIRONMENTS = [
     row("environment: reset gives messages without role", {"reset": [{"content": "a"}]}, "Odd.reset", "with role and content"),
     row("environment: a very long observation", {"step": (LONG, 0.0, False)}, "Odd.step has 4,000,001 characters", "at most 4,000,000"),
     row("environment: step gives one number", {"step": 1.0}, "Odd.step must return (observation, reward, done), got 1.0"),
-    row("environment: step gives five values", {"step": (1, 2, 3, 4, 5)}, "Odd.step must return (observation, reward, done)"),
     row("environment: a reward of NaN", {"step": (None, float("nan"), True)}, "a finite number", "reward=nan"),
     row("environment: a reward of 1e300", {"step": (None, 1e300, True)}, "up to 1e15", "reward=1e+300"),
-    row("environment: a reward of 400 digits", {"step": (None, 10**400, True)}, "Odd.step", "up to 1e15"),
-    row("environment: a text as reward", {"step": (None, "1", True)}, "a finite number", "reward='1'"),
-    row("environment: several rewards", {"step": (None, np.ones(3), True)}, "a finite number", "array"),
     row("environment: a text for done", {"step": (None, 1.0, "no")}, "True or False", "done='no'"),
     row("environment: nothing to read and not done", {"step": (None, 1.0, False)}, "Odd.step returned no observation and done=False"),
     row("environment: metrics that are a list", {"metrics": [1.0]}, "Odd.metrics must return", "by name, got [1.0]"),
     row("environment: metrics with a text", {"metrics": {"a": "1"}}, "Odd.metrics must return", "{'a': '1'}"),
-    row("environment: metrics with NaN", {"metrics": {"a": float("nan")}}, "Odd.metrics must return", "nan"),
     row("environment: metrics of 10^5 names", {"metrics": NAMES}, "Odd.metrics must return at most 1,000 numbers"),
     row("environment: it exits", {"step": exits}, "Odd.step raised SystemExit: 3"),
     row("environment: it calls itself", {"step": recurses}, "Odd.step raised RecursionError"),
     row("environment: it hangs", {"step": lambda: HANG.wait(60)}, "Odd.step did not finish within 0.3 s"),
-    row("environment: it hangs at the start", {"reset": lambda: HANG.wait(60)}, "Odd.reset did not finish within 0.3 s"),
     row("environment: it hangs in metrics", {"metrics": lambda: HANG.wait(60)}, "Odd.metrics did not finish within 0.3 s"),
     row("environment: it awaits without end", {"step": sleeps}, "Odd.step did not finish within 0.3 s"),
 ]  # fmt: skip

@@ -60,38 +60,24 @@ def norm_of(value, size=8):
     return weights_with(lambda tensors: tensors | {"model.norm.weight": torch.full((size,), value)})
 
 
-# What is done to the folder of an intact model.
+# What is done to the folder of an intact model and its tokenizer.
 FOLDERS = [
     row("missing tensors", weights_with(lambda all: {k: v for k, v in all.items() if "1.mlp" not in k}), "lacks 3 weights", "layers.1.mlp", "would be random"),
     row("a config with more layers than the weights", config_with(num_hidden_layers=3), "lacks 9 weights", "layers.2"),
     row("a tensor of another shape", norm_of(1.0, size=9), "cannot be loaded", "config.json"),
     row("a weight with NaN", norm_of(float("nan")), "NaN or infinity in weight 'model.norm.weight'", "intact checkpoint"),
-    row("a weight with infinity", norm_of(float("inf")), "NaN or infinity in weight 'model.norm.weight'"),
     row("weights cut short", cut, "cannot be loaded", "file not fully covered", "again"),
-    row("weights of zero bytes", written(WEIGHTS, b""), "cannot be loaded", "header too small", "again"),
     row("weights that are a pointer of Git LFS", written(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\n"), WEIGHTS, "git lfs pull"),
     row("no weights", lambda folder: (folder / WEIGHTS).unlink(), "no file named model.safetensors"),
     row("no config.json", lambda folder: (folder / "config.json").unlink(), "config.json"),
     row("a config.json that is not JSON", written("config.json", b"{"), "config.json' is not a valid JSON file"),
-    row("an empty config.json", written("config.json", b""), "config.json' is not a valid JSON file"),
-    row("a config.json that is a list", written("config.json", b"[]"), "config.json"),
     row("an empty folder", emptied, "cannot be loaded", "a folder with a complete config.json"),
     row("a config without vocab_size", config_with(vocab_size=None), "cannot be loaded", "config.json"),
-    row("a config without hidden_size", config_with(hidden_size=None), "cannot be loaded", "config.json"),
-    row("heads that do not divide", config_with(num_attention_heads=3), "(8) is not a multiple of the number of attention heads (3)"),
-    row("a word for a size", config_with(hidden_size="x"), "hidden_size", "expected int, got str"),
     row("an unknown family", config_with(model_type="lama"), "model type `lama`"),
     row("no family", config_with(model_type=None), "`model_type` key in its config.json"),
     row("BERT", config_with(model_type="bert"), "is a bert", "left to right", "Qwen3"),
-    row("T5", config_with(model_type="t5"), "is a t5", "left to right", "Qwen3"),
-]  # fmt: skip
-
-# What is done to the folder of a tokenizer.
-TOKENIZERS = [
     row("no tokenizer", lambda folder: emptied(folder, "tok*"), "The tokenizer of './model' cannot be loaded", "Set tokenizer"),
     row("a tokenizer.json that is not JSON", written("tokenizer.json", b"{"), "The tokenizer of './model' cannot be loaded"),
-    row("a tokenizer.json without content", written("tokenizer.json", b"{}"), "The tokenizer of './model' cannot be loaded"),
-    row("an empty tokenizer.json", written("tokenizer.json", b""), "The tokenizer of './model' cannot be loaded"),
 ]  # fmt: skip
 
 # Configs for random weights.
@@ -99,24 +85,18 @@ CONFIGS = [
     row("config: a size with a typing error", {"hiden_size": 64, "hidden_size": None}, "config has 'hiden_size'", "Did you mean hidden_size"),
     row("config: heads that do not divide", {"num_attention_heads": 3}, "(8) is not a multiple of the number of attention heads (3)"),
     row("config: a word for a size", {"hidden_size": "x"}, "hidden_size", "expected int, got str"),
-    row("config: a fraction for a size", {"hidden_size": 8.5}, "hidden_size", "expected int, got float"),
-    row("config: a negative size", {"hidden_size": -8}, "hidden_size >= 1, got -8"),
     row("config: no tokens", {"vocab_size": 0}, "vocab_size >= 1, got 0"),
-    row("config: a negative number of layers", {"num_hidden_layers": -1}, "num_hidden_layers >= 1, got -1"),
     row("config: an unknown family", {"model_type": "lama"}, "Unrecognized model identifier: lama", "Fix the config"),
-    row("config: BERT", {"model_type": "bert"}, "is a bert", "left to right", "Qwen3"),
 ]  # fmt: skip
 
 # Settings of a ModelSpec.
 SPECS = [
     row("a folder that is not there", {"path": "./nowhere"}, "Model folder './nowhere' does not exist", "Set path"),
     row("a hub name offline", {"path": "org/nothing"}, "Model 'org/nothing' cannot be loaded", "internet", "hub name, or a folder"),
-    row("neither path nor config", {}, "exactly one of path", "config", "url"),
     row("an unknown dtype", {"path": "./model", "dtype": "float7"}, "dtype must be a torch dtype", "'float7'"),
     row("an unknown attention", {"path": "./model", "attn_implementation": "flsh"}, "Model './model' cannot be loaded", "flsh"),
     row("a tokenizer function with arguments", {"path": "./model", "tokenizer": "json.loads"}, "tokenizer='json.loads'", "without arguments"),
     row("a tokenizer function that is not there", {"path": "./model", "tokenizer": "json.nothing"}, "tokenizer='json.nothing'", "has no 'nothing'"),
-    row("a tokenizer in a module that is not there", {"path": "./model", "tokenizer": "nowhere.tok"}, "tokenizer='nowhere.tok'", "no module 'nowhere'"),
     row("a function that makes no tokenizer", {"path": "./model", "tokenizer": "time.time"}, "tokenizer='time.time' must return a Hugging Face tokenizer"),
 ]  # fmt: skip
 
@@ -147,12 +127,6 @@ def test_the_intact_folder_is_loaded():
 
 @each(FOLDERS)
 def test_a_model_folder_is_refused(case):
-    case.given(Path("model"))
-    refused(case, {"path": "./model"})
-
-
-@each(TOKENIZERS)
-def test_a_tokenizers_folder_is_refused(case):
     case.given(Path("model"))
     refused(case, {"path": "./model"})
 

@@ -41,12 +41,9 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
 
 PICTURES = [
     row("picture: a file that is not there", None, "Picture 'a.png' cannot be read", "No such file", "path of a picture"),
-    row("picture: a text", b"a picture", "Picture 'a.png' cannot be read", "cannot identify", "PNG, JPEG"),
     row("picture: an empty file", b"", "Picture 'a.png' cannot be read", "cannot identify"),
-    row("picture: a pointer of Git LFS", b"version https://git-lfs.github.com/spec/v1\n", "Picture 'a.png' cannot be read"),
     row("picture: cut short", png(64, 64, bytes(range(256)) * 17)[:-40], "Picture 'a.png' cannot be read"),
     row("picture: fewer pixels than its header says", png(64, 64, b"\0"), "Picture 'a.png' cannot be read", "truncated"),
-    row("picture: a wrong checksum", png()[:30] + b"\0\0" + png()[32:], "Picture 'a.png' cannot be read"),
     row("picture: a header of 100,000 x 100,000 pixels", png(10**5, 10**5, b"\0"), "Picture 'a.png' cannot be read", "10000000000 pixels"),
     row("picture: 1 GB of pixels in 1 MB", "pixels", "Picture 'a.png' cannot be read", "1073741824 pixels"),
     row("picture: 1 GB of text in 1 MB", png(2, 2, None, BOMB), "Picture 'a.png' cannot be read", "too large"),
@@ -57,7 +54,6 @@ PICTURES = [
 URLS = [
     row("picture: a data URL without base64", "data:image/png,abc", "no ;base64", "data: URL with base64"),
     row("picture: base64 with an error", "data:image/png;base64,a", "Picture 'data:image/png;base64,a' cannot be read"),
-    row("picture: an empty data URL", "data:image/png;base64,", "cannot be read", "cannot identify"),
     row("picture: a web address", "https://example.com/a.png", "Picture 'https://example.com/a.png' cannot be read", "path"),
 ]  # fmt: skip
 

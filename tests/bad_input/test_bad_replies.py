@@ -34,15 +34,12 @@ def span(start, end, version="5"):
 
 REPLIES = [
     row("reply: a list", [], "instead of tokens, logprobs and a numbered weight version"),
-    row("reply: nothing in it", {}, "meta_info", "instead of tokens"),
     row("reply: a logprob of NaN", reply(logprobs=(-1.0, math.nan)), "a logprob of nan"),
-    row("reply: a logprob of -infinity", reply(logprobs=(-1.0, -math.inf)), "a logprob of -inf"),
     row("reply: a logprob of null", reply(logprobs=(-1.0, None)), "instead of tokens, logprobs"),
     row("reply: a logprob above 0", reply(logprobs=(-1.0, 5.0)), "a logprob of 5"),
     row("reply: a negative token", reply(token_ids=(3, -1)), "a token id of -1"),
     row("reply: a token of 100 bits", reply(token_ids=(3, 2**100)), "instead of tokens"),
     row("reply: a token outside the vocabulary", reply(token_ids=(3, 8)), "token id 8", "outside the trainer's vocabulary (0 to 7)"),
-    row("reply: a text for a token", reply(token_ids=(3, "x")), "instead of tokens"),
     row("reply: more tokens than requested", reply(token_ids=[3] * 5, logprobs=[-1.0] * 5), "wrote 5 tokens", "max_new_tokens=4"),
     row("reply: other tokens than logprobs", {**reply(), "output_ids": [3]}, "1 tokens, 2 logprobs"),
     row("reply: a version that is no number", reply(weight_version="default"), "a numbered weight version"),

@@ -61,6 +61,7 @@ def test_two_ranks_and_a_server_train_and_leave_their_logs_in_one_place(launched
     assert re.search(r"trainer-1 +127.0.0.1  exit code 0  \S+/launch-0/127.0.0.1/trainer-1.log", shown)
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ctrl_c_at_the_command_saves_a_checkpoint_and_leaves_no_process(launched, config):

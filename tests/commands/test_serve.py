@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import forked
@@ -70,6 +69,7 @@ def test_policy_and_engine_come_from_the_runs_configuration_and_flags_win(tmp_pa
     engine["init_args"]["timeouts"] = {"startup_s": 7}
     fleet = write(tmp_path / "fleet.yaml", json.dumps({"trainer": {"engine": engine}}))
     flags = ["--tp", "1", "--server_args.dtype", "float32", "--server_args.enable_metrics", "--server_args.a-b=0.5"]
+    assert parse(["--config", run, "--model", "m/m"])["model"].path == "m/m"
     found = parse(["--config", run, "--config", fleet, *flags, "--devices", "0,3"])
     assert found["model"] == ModelSpec(**POLICY)
     assert (found["servers"], found["tp"], found["devices"]) == (2, 1, "0,3")
@@ -77,19 +77,11 @@ def test_policy_and_engine_come_from_the_runs_configuration_and_flags_win(tmp_pa
     assert found["server_args"] == {"dtype": "float32", "x": 1, "enable_metrics": True, "a-b": 0.5}
 
 
-def test_a_model_on_the_command_line_wins(tmp_path, tiny_folder):
-    run = write(tmp_path / "run.yaml", json.dumps({"model": {"init_args": {"policy": POLICY}}}))
-    assert parse(["--config", run, "--model", str(tiny_folder)])["model"].path == str(tiny_folder)
-
-
-def test_no_model_an_unreadable_file_and_another_engine_are_refused(tmp_path):
+def test_no_model_and_a_missing_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match="needs a model"):
         parse([])
     with pytest.raises(UsageError, match=r"none\.yaml does not exist\. .* has no \.yaml or \.yml file\.$"):
         parse(["--config", str(tmp_path / "none.yaml")])
-    local = write(tmp_path / "local.yaml", '{"trainer": {"engine": {"class_path": "LocalEngine"}}}')
-    with pytest.raises(ValueError, match=r"must be SGLangEngine, but .* has LocalEngine"):
-        parse(["--config", local])
 
 
 def test_an_unknown_flag_and_a_wrong_value_are_named():
@@ -159,13 +151,6 @@ def test_a_server_that_does_not_start_ends_the_command_with_its_last_words(fake_
         serve(ModelSpec.of(str(tiny_folder)), sglang_python=str(fake_python), register=register)
 
 
-def is_gone(process):
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_ctrl_c_and_sigterm_end_the_servers(fake_python, tiny_folder, number):
     command = [sys.executable, "-m", "lightrl", "serve", "--model", str(tiny_folder)]
@@ -188,11 +173,8 @@ def test_ctrl_c_and_sigterm_end_the_servers(fake_python, tiny_folder, number):
         process.kill()
         process.wait()
         process.stdout.close()
-    deadline = time.monotonic() + 30
-    while not all(is_gone(child) for child in family):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
     assert len(family) >= 2
+    assert not psutil.wait_procs(family, 30)[1]
 
 
 def test_without_sglang_it_says_how_to_get_it(tiny_folder, tmp_path):

@@ -1,4 +1,4 @@
-"""The one real SGLang server, see real_sglang.py."""
+"""Fake servers and engines on them (sync_cases.py), and the one real SGLang server (real_sglang.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 from real_sglang import shared_server, stop_servers
+from sync_cases import EngineOn, Start, engines_on_servers, started_servers
+
+start = pytest.fixture(started_servers, name="start")
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +26,9 @@ def real_server(tmp_path_factory: pytest.TempPathFactory, _ends_real_servers: No
         folder = folder.parent
     with shared_server(folder) as found:
         yield found
+
+
+@pytest.fixture
+def engine_on(start: Start) -> Iterator[EngineOn]:
+    """Its engines are closed before the servers of `start` end."""
+    yield from engines_on_servers()

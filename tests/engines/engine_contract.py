@@ -149,7 +149,6 @@ def a_prompt_that_cannot_be_served_is_refused_at_once(case: EngineCase) -> None:
 
 def support_sets(completion: Completion, vocab_size: int) -> list[set[int]]:
     """Of each token, decoded by hand."""
-    assert completion.supports is not None
     sets: list[set[int]] = []
     support: set[int] = set()
     number, shift, last = 0, 0, -1
@@ -288,28 +287,6 @@ def a_paused_engine_waits_and_any_number_of_pauses_ends_with_one_resume(case: En
         assert [len(completion.token_ids) for completion in await running] == [100, 100]
 
     run(scenario())
-
-
-def a_wave_sent_while_paused_gives_the_same_completions_again(case: EngineCase) -> None:
-    case.load(0)
-
-    async def wave() -> list[list[Completion]]:
-        await case.engine.pause()
-        tasks = [
-            asyncio.create_task(case.generate(prompt, Sampling(max_new_tokens=9, seed=index), n=3))
-            for index, prompt in enumerate(PROMPTS)
-        ]
-        await asyncio.sleep(0)
-        await case.engine.resume()
-        return await asyncio.gather(*tasks)
-
-    first, second = run(wave()), run(wave())
-    if case.is_exact:
-        assert first == second
-    for one, other in zip(first, second, strict=True):
-        assert [completion.token_ids for completion in one] == [completion.token_ids for completion in other]
-        for a, b in zip(one, other, strict=True):
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 
 def tokens_carry_the_version_that_sampled_them(case: EngineCase) -> None:
@@ -488,7 +465,6 @@ CONTRACT = [
     top_k_of_one_is_the_greedy_completion,
     short_completions_leave_before_a_long_one_and_free_their_slots,
     a_paused_engine_waits_and_any_number_of_pauses_ends_with_one_resume,
-    a_wave_sent_while_paused_gives_the_same_completions_again,
     tokens_carry_the_version_that_sampled_them,
     a_load_leaves_a_paused_engine_paused,
     after_a_sync_amid_a_generation_each_token_is_that_of_its_version,

@@ -84,7 +84,6 @@ def main() -> None:
         engine.load_weights(buckets, weight_version=1)
     except EngineError as error:
         tell(failed=str(error))
-    assert engine.last_sync is not None
     tell(versions=engine.last_sync.versions, lost=engine.last_sync.lost, seconds=round(time.monotonic() - since, 1))
     engine.close()
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from sync_cases import config_of
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from lightrl.engines.sglang.servers.server import SGLangServer, write_model_folder
@@ -29,19 +30,7 @@ NOT_BUILT = f"SGLang for this machine's CPU is not built. Build it: {sys.executa
 
 
 def tiny_config() -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    return config_of(head_dim=16, tie_word_embeddings=True, eos_token_id=1)
 
 
 def tiny_models(count: int = 3) -> list[PreTrainedModel]:
@@ -60,8 +49,6 @@ def tiny_models(count: int = 3) -> list[PreTrainedModel]:
 
 def build_script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("build_sglang_cpu", BUILD)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -39,7 +39,6 @@ class Proxy:
 
     async def post(self, path: str, body: Body) -> Answer:
         """Asks the server."""
-        assert self._session is not None
         headers = {"Authorization": f"Bearer {self.server['token']}"}
         async with self._session.post(self.server["url"] + path, json=body, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
@@ -59,7 +58,6 @@ class Proxy:
                     return web.json_response(answer)
                 content = json.dumps(changed).encode()
         kept = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
-        assert self._session is not None
         async with self._session.request(
             request.method, self.server["url"] + request.path_qs, data=content, headers=kept
         ) as answer:

@@ -1,22 +1,69 @@
-"""Servers, versions and one sync, for tests of the load protocol."""
+"""Fake servers, engines on them, versions and one sync: what tests of engines and of the load protocol share."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from fake_sglang.process import FakeServerProcess
 from torch import Tensor
+from transformers import Qwen3Config
 
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.sync.report import SyncReport
 from lightrl.engines.sglang.sync.server_sync import ServerSync
 from lightrl.engines.sglang.sync.transports import WeightTransport
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.weights import Bucket, bucketed
+
+LARGE = Qwen3Config(vocab_size=1000, max_position_embeddings=100_000)  # of servers without a model, which hash
+Start = Callable[..., FakeServerProcess]
+EngineOn = Callable[..., SGLangEngine]
+
+
+def config_of(**changes: Any) -> Qwen3Config:
+    """A model that a fake server computes within milliseconds."""
+    values = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+              "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": None}  # fmt: skip
+    return Qwen3Config(**{**values, **changes})
+
+
+def started_servers() -> Iterator[Start]:
+    """The fixture `start`: starts a fake server, which ends with the test."""
+    servers: list[FakeServerProcess] = []
+
+    def start(*arguments: Any, **named: Any) -> FakeServerProcess:
+        servers.append(FakeServerProcess(*arguments, **named).start())
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def engines_on_servers() -> Iterator[EngineOn]:
+    """The fixture `engine_on`: starts an engine that has loaded version 0, and is closed with the test."""
+    engines: list[SGLangEngine] = []
+
+    def engine_on(*servers: FakeServerProcess, size: int = 64, **arguments: Any) -> SGLangEngine:
+        settings: dict[str, Any] = {"urls": [server.url for server in servers], "probe_interval_s": 0.1}
+        engines.append(SGLangEngine(**(settings | arguments)))
+        engines[-1].start(LARGE)
+        engines[-1].load_weights(one_weight(0, size), weight_version=0)
+        return engines[-1]
+
+    yield engine_on
+    for engine in engines:
+        engine.close()
+
+
+def one_weight(version: int, size: int = 64) -> list[Bucket]:
+    return [Bucket({"weight": torch.full((size,), float(version))}, is_last=True)]
 
 
 def weights(version: int, like: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import CONTRACT, EngineCase, run
-from transformers import AutoModelForCausalLM, Qwen3Config
+from sync_cases import config_of
+from transformers import AutoModelForCausalLM
 
 from lightrl.engines.engine import RolloutEngine
 from lightrl.engines.fake_engine import FakeEngine
@@ -19,18 +20,7 @@ from lightrl.trajectory import Sampling
 
 
 def make_case(**arguments: Any) -> EngineCase:
-    config = Qwen3Config(
-        vocab_size=61,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    config = config_of()
     engine = FakeEngine(**arguments)
     engine.start(config)
     with torch.random.fork_rng():
@@ -121,7 +111,6 @@ def test_requests_are_recorded() -> None:
     case = make_case()
     case.load(0)
     run(case.generate([1, 2], Sampling(seed=4), n=2))
-    assert isinstance(case.engine, FakeEngine)
     (request,) = case.engine.requests
     assert (request.number, request.token_ids, request.sampling.seed, request.n) == (0, [1, 2], 4, 2)
     assert case.engine.loaded_versions == [0]

@@ -1,28 +1,23 @@
-"""The fake server: what it does as SGLang was measured to do, its faults, its end. Each in a process of its own."""
+"""The fake server: what it does as SGLang was measured to do, and what its wrong loads leave."""
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from fake_sglang.faults import KINDS, Fault
+from fake_sglang.faults import Fault
 from fake_sglang.process import FakeServerProcess
+from fake_sglang.wrong_loads import LoadHistory
 from safetensors.torch import save_file
 from waits import NUM_TOKENS, SLOWLY, until, until_written
 
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
-from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-
-TESTS = str(Path(__file__).parents[1])
+from lightrl.errors import EngineUnreachable
 
 UPDATE = "/update_weights_from_disk"
 
@@ -55,18 +50,6 @@ def ask(server: FakeServerProcess, question: Callable[[SGLangClient], Awaitable[
 def body(rid: str = "r", prompt: tuple[int, ...] = (1, 2), **params: Any) -> dict[str, Any]:
     params = {"max_new_tokens": 100, **params}
     return {"rid": rid, "input_ids": list(prompt), "sampling_params": params, "return_logprob": True}
-
-
-def test_a_script_starts_without_torch() -> None:
-    code = f"import sys; sys.path.append({TESTS!r}); import fake_sglang.server; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-
-
-def test_the_fake_server_is_asked_past_any_proxy(server: FakeServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("http_proxy", "http://127.0.0.1:9"), ("no_proxy", ""), ("NO_PROXY", "")):
-        monkeypatch.setenv(name, value)
-    assert "requests" in server.stats()
-    assert "model_path" in ask(server, lambda client: client.model_info())
 
 
 def test_an_abort_returns_what_was_written_and_hits_every_rid_that_begins_so(slow_server: FakeServerProcess) -> None:
@@ -117,38 +100,6 @@ def test_an_update_that_is_not_paused_waits_for_running_requests(
     ask(slow_server, scenario)
 
 
-def test_spans_tell_versions_apart_after_a_paused_update(slow_server: FakeServerProcess, tmp_path: Path) -> None:
-    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
-
-    async def scenario(client: SGLangClient) -> Any:
-        task = asyncio.create_task(client.generate(body(max_new_tokens=NUM_TOKENS)))
-        await until_written(slow_server)
-        await client.pause()
-        await client.update_weights_from_disk(str(tmp_path), weight_version="2")
-        await client.resume()
-        await client.set_weight_version("2")
-        slow_server.pace(0)
-        return await task
-
-    meta = ask(slow_server, scenario)["meta_info"]
-    first, second = meta["weight_versions"]
-    assert (first["version"], first["start"], second["version"], second["end"]) == ("default", 0, "2", NUM_TOKENS)
-    assert first["end"] == second["start"] > 0
-    assert meta["num_retractions"] == 1
-
-
-def test_a_weight_file_that_is_cut_short_is_refused_and_the_version_stays(
-    server: FakeServerProcess, tmp_path: Path
-) -> None:
-    save_file({"weight": torch.ones(100)}, tmp_path / "model.safetensors")
-    content = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(content[:-50])
-    before = ask(server, lambda client: client.model_info())["weight_version"]
-    with pytest.raises(ServerRefused, match="ends within"):
-        ask(server, lambda client: client.update_weights_from_disk(str(tmp_path), weight_version="9"))
-    assert ask(server, lambda client: client.model_info())["weight_version"] == before
-
-
 @pytest.mark.parametrize(
     "question",
     [
@@ -164,63 +115,35 @@ def test_what_kills_the_real_server_kills_the_fake_one(question: Callable[[SGLan
         server._process.wait(60)  # type: ignore[union-attr]
 
 
-def test_released_memory_can_be_resumed_once(server: FakeServerProcess) -> None:
-    async def scenario(client: SGLangClient) -> None:
-        await client.release_memory(["kv_cache", "weights"])
-        assert set(server.stats()["released"]) == {"kv_cache", "weights"}
-        await client.resume_memory(["weights"])
-        await client.resume_memory(["kv_cache"])
-
-    ask(server, scenario)
-
-
-def test_the_key_is_asked_for_except_for_health(server: FakeServerProcess) -> None:
-    with FakeServerProcess(api_key="secret") as locked:
-        with pytest.raises(ServerRefused, match="401"):
-            ask(locked, lambda client: client.model_info())
-        assert ask(locked, lambda client: client.is_ready())
-        assert ask(locked, lambda client: client.model_info(), token="secret")
+def history() -> tuple[LoadHistory, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """After versions 0 and 1, whose value is the version's number; also what is sent as version 2, and is held."""
+    versions = [{"a": torch.full((2, 2), float(number)), "b": torch.arange(4.0) + number} for number in range(3)]
+    made = LoadHistory(versions[0])
+    made.load([versions[0]], versions[0], None, is_last=True)
+    made.load([versions[1]], versions[0], None, is_last=True)
+    return made, versions[2], versions[1]
 
 
-def test_a_server_that_dies_mid_request_ends_while_it_writes() -> None:
-    with FakeServerProcess(seconds_per_token=0.01, fault=["die:/generate:1:0.1"]) as server:
-        with pytest.raises(EngineUnreachable):
-            ask(server, lambda client: client.generate(body()))
-        server._process.wait(60)  # type: ignore[union-attr]
-
-
-def test_a_server_that_is_late_misses_its_deadline() -> None:
-    with pytest.raises(EngineTimeout, match="did not listen"):
-        FakeServerProcess(fault=["late::1:30"], start_timeout_s=0.3).start()
-
-
-def test_a_slow_server_answers_in_the_end(server: FakeServerProcess) -> None:
-    server.fault("slow", "/model_info", seconds=0.2)
-    with pytest.raises(EngineError, match="within"):
-        ask(server, lambda client: client.model_info(timeout_s=0.05))
-    assert ask(server, lambda client: client.model_info())
-
-
-def test_the_server_ends_with_its_parent() -> None:
-    code = (
-        f"import sys\nsys.path.append({TESTS!r})\nfrom fake_sglang.process import FakeServerProcess\n"
-        "import time\nprint(FakeServerProcess().start().pid, flush=True)\ntime.sleep(60)"
+@pytest.mark.parametrize(
+    ("fault", "a", "b"),
+    [
+        (Fault("keep", names="a"), [1, 1, 1, 1], [2, 3, 4, 5]),
+        (Fault("zero", names="b"), [2, 2, 2, 2], [0, 0, 0, 0]),
+        (Fault("old_version", versions_back=1), [1, 1, 1, 1], [1, 2, 3, 4]),
+        (Fault("old_version", versions_back=2), [0, 0, 0, 0], [0, 1, 2, 3]),
+        (Fault("delta_twice"), [3, 3, 3, 3], [3, 4, 5, 6]),
+        (Fault("delta_on_wrong_base"), [1, 1, 1, 1], [1, 2, 3, 4]),
+        (Fault("torn_file"), [2, 2, 2, 2], [2, 3, 0, 0]),
+        (Fault("old_rank"), [2, 2, 1, 1], [2, 3, 4, 5]),
+        (Fault("swap_halves", names="b"), [2, 2, 2, 2], [4, 5, 2, 3]),
+    ],
+    ids=lambda value: f"{value.kind}{value.versions_back}" if isinstance(value, Fault) else "",
+)
+def test_a_wrong_load_is_what_its_name_says(fault: Fault, a: list[float], b: list[float]) -> None:
+    made, sent, held = history()
+    loaded = held | made.load([sent], held, fault, is_last=True)
+    assert loaded["a"].flatten().tolist() == a
+    assert loaded["b"].tolist() == b
+    assert made.num_wrong(loaded) == sum(
+        int((loaded[name].flatten() != sent[name].flatten()).sum()) for name in ("a", "b")
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(pid)
-
-
-def test_faults_are_read_from_their_short_form() -> None:
-    assert Fault.parse("drop:/model_info:3:0.5") == Fault("drop", "/model_info", 3, 0.5)
-    assert Fault.parse("lose_update") == Fault("lose_update", "/update_weights")
-    assert {Fault.parse(kind).kind for kind in KINDS} == set(KINDS)
-    with pytest.raises(ValueError, match="must be one of"):
-        Fault.parse("sulk")

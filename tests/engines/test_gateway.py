@@ -17,10 +17,9 @@ import pytest
 from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version
 from fake_gateway import FakeGateway
 from fake_sglang.process import FakeServerProcess
+from sync_cases import LARGE, Start, one_weight
 from test_registry import NUM_TOKENS, announced, is_whole, often
-from test_server_faults import start, weights
-from test_sglang_engine import contract_case, model_servers, models
-from transformers import PreTrainedModel, Qwen3Config
+from test_sglang_engine import ContractCase, contract_case, model_servers, models
 from waits import until
 
 from lightrl.engines import Timeouts
@@ -29,17 +28,14 @@ from lightrl.engines.sglang.servers.registry import ServerEntry
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 
-__all__ = ["announced", "model_servers", "models", "often", "start"]  # fixtures
+__all__ = ["announced", "contract_case", "model_servers", "models", "often"]  # fixtures
 
-REAL = pytest.param(
-    "smg", marks=pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="smg is not installed")
-)
+NEEDS_SMG = pytest.mark.skipif(importlib.util.find_spec("smg") is None, reason="smg is not installed")
+REAL = pytest.param("smg", marks=[NEEDS_SMG, pytest.mark.extra])
 BOTH = pytest.mark.parametrize("router", ["fake", REAL], indirect=True)
-SMG = pytest.mark.parametrize("router", [REAL], indirect=True)
-CONFIG = Qwen3Config(vocab_size=1000, max_position_embeddings=100_000)
+SMG = pytest.mark.parametrize("router", [pytest.param("smg", marks=NEEDS_SMG)], indirect=True)
 SLOWLY = {"seconds_per_token": 0.05}
 PATIENT = Timeouts(hang_s=20.0, request_s=20.0, sync_s=20.0, server_wait_s=60.0)  # a busy machine loses no server
-Start = Callable[..., FakeServerProcess]
 
 
 @pytest.fixture
@@ -49,10 +45,10 @@ def fake() -> Iterator[FakeGateway]:
 
 
 @pytest.fixture
-def router(request: pytest.FixtureRequest) -> Iterator[str]:
-    """`smg`, or the address of a fake gateway."""
-    if request.param == "smg":
-        yield "smg"
+def router(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """`smg`, the address of a fake gateway, or none: the engine sends requests to the servers itself."""
+    if request.param != "fake":
+        yield request.param
         assert gateways() == []
     else:
         with FakeGateway().serving() as gateway:
@@ -67,9 +63,9 @@ def engine_through(router: str, servers: list[FakeServerProcess], **arguments: A
         "probe_interval_s": 0.1,
     }
     engine = SGLangEngine(router=router, **(settings | arguments))
-    engine.start(CONFIG)
+    engine.start(LARGE)
     try:
-        engine.load_weights(weights(0), weight_version=0)
+        engine.load_weights(one_weight(0), weight_version=0)
         yield engine
     finally:
         engine.close()
@@ -98,9 +94,9 @@ def requests(engine: SGLangEngine, num: int, num_tokens: int = NUM_TOKENS) -> li
 
 
 def serving(engine: SGLangEngine) -> set[str]:
-    assert engine._members is not None
-    assert engine._members.gateway is not None
-    return set(engine._members.gateway.state.serving)
+    """The servers that get requests, by the engine or by its gateway."""
+    gateway = engine._members.gateway
+    return set(engine.pool.urls("routable") if gateway is None else gateway.state.serving)
 
 
 def num_running(*servers: FakeServerProcess) -> list[int]:
@@ -127,7 +123,7 @@ def test_a_server_that_does_not_prove_the_new_weights_gets_no_request(router: st
         assert serving(engine) == {liar.url, honest.url}
         assert num_generated(liar) > 0
         liar.fault("wrong_version", "/update_weights_from_disk")
-        engine.load_weights(weights(1), weight_version=1)
+        engine.load_weights(one_weight(1), weight_version=1)
         assert engine.pool.servers[liar.url].state == "lost"
         before = num_generated(liar)
         asyncio.run(answers(1))
@@ -149,7 +145,7 @@ def test_whenever_the_gateway_gets_a_request_all_that_it_may_choose_have_proven_
             for version in range(1, 7):
                 await until(lambda: sum(num_running(*servers)) == 12)
                 servers[version % 3].fault("wrong_version", "/update_weights_from_disk")
-                await asyncio.to_thread(engine.load_weights, weights(version), weight_version=version)
+                await asyncio.to_thread(engine.load_weights, one_weight(version), weight_version=version)
                 await until(lambda: engine.pool.urls("routable") == [server.url for server in servers])  # it is back
                 await until(lambda: len(serving(engine)) == 3)
             for server in servers:
@@ -213,9 +209,9 @@ def test_requests_of_a_server_that_hangs_continue_elsewhere_and_the_others_lose_
         hanging.thaw()
 
 
-@BOTH
+@pytest.mark.parametrize("router", [None, "fake", REAL], indirect=True)
 def test_servers_join_and_leave_amid_a_run_and_no_token_is_lost(
-    router: str, tmp_path: Path, announced: Any, often: None
+    router: str | None, tmp_path: Path, announced: Any, often: None
 ) -> None:
     first, second = FakeServerProcess(**SLOWLY), FakeServerProcess(**SLOWLY)
     with first, second:
@@ -235,6 +231,8 @@ def test_servers_join_and_leave_amid_a_run_and_no_token_is_lost(
                 return await asyncio.gather(*writing)
 
             assert all(is_whole(completion.token_ids) for completion in asyncio.run(scenario()))
+            engine.load_weights(one_weight(1), weight_version=1)
+            assert engine.last_sync.versions == {second.url: 1}
 
 
 def test_a_server_that_leaves_as_requests_come_returns_what_it_has_written(fake: FakeGateway, start: Start) -> None:
@@ -245,7 +243,6 @@ def test_a_server_that_leaves_as_requests_come_returns_what_it_has_written(fake:
             await until(lambda: serving(engine) == {leaving.url, left.url})
             writing = requests(engine, 8)
             await until(lambda: sum(num_running(leaving, left)) == 8)
-            assert engine._loading is not None
             await asyncio.to_thread(
                 engine._loading.let_go, leaving.url
             )  # the last count of its requests is from before
@@ -270,15 +267,6 @@ def test_a_cancelled_request_is_aborted_whichever_server_has_it(router: str, sta
             await until(lambda: not any(server.stats()["running"] for server in servers))
 
         asyncio.run(scenario())
-
-
-@BOTH
-def test_a_request_that_takes_too_long_returns_what_is_written_and_goes_on(router: str, start: Start) -> None:
-    server = start(seconds_per_token=0.02)
-    timeouts = Timeouts(generate_s=0.5, hang_s=20.0, request_s=20.0, sync_s=20.0)
-    with engine_through(router, [server], timeouts=timeouts) as engine:
-        assert len(asyncio.run(request(engine, num_tokens=60)).token_ids) == 60
-        assert num_generated(server) >= 2
 
 
 def test_an_answer_of_a_server_without_the_weights_is_not_used(fake: FakeGateway, start: Start) -> None:
@@ -367,8 +355,6 @@ def test_smg_takes_requests_with_the_token_alone_and_learns_no_other_secret(
     monkeypatch.setenv("WANDB_API_KEY", "another-secret")
     server = start(api_key="a-secret")
     with engine_through(router, [server], token="a-secret") as engine:
-        assert engine._members is not None
-        assert engine._members.gateway is not None
         url = engine._members.gateway.url
 
         async def statuses() -> list[int]:
@@ -400,53 +386,45 @@ def test_a_router_that_cannot_work_is_refused_at_once(arguments: dict[str, Any],
 def test_a_gateway_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
     monkeypatch.setitem(sys.modules, "smg", None)
     with pytest.raises(ValueError, match="pip install smg"):
-        SGLangEngine(urls=[start().url], router="smg").start(CONFIG)
+        SGLangEngine(urls=[start().url], router="smg").start(LARGE)
 
 
 def test_a_gateway_with_workers_of_others_is_refused(fake: FakeGateway, start: Start) -> None:
     other = {"id": "7", "url": "http://127.0.0.1:9", "status": "ready", "load": 0}
     fake.workers[other["url"]] = other
     with pytest.raises(EngineError, match=f"has a worker {other['url']}.*curl -X DELETE {fake.url}/workers/7"):
-        SGLangEngine(urls=[start().url], router=fake.url).start(CONFIG)
+        SGLangEngine(urls=[start().url], router=fake.url).start(LARGE)
 
 
 def test_a_server_is_no_gateway_and_a_gateway_no_server(fake: FakeGateway, start: Start) -> None:
     server = start()
     with pytest.raises(EngineError, match="Check that router is the address of a gateway"):
-        SGLangEngine(urls=[server.url], router=server.url).start(CONFIG)
+        SGLangEngine(urls=[server.url], router=server.url).start(LARGE)
     with pytest.raises(EngineError, match="If it is a gateway, set router to it, and urls to the servers"):
-        SGLangEngine(urls=[fake.url]).start(CONFIG)
+        SGLangEngine(urls=[fake.url]).start(LARGE)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nothing = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(EngineError, match=f"Gateway {nothing} gave no answer to /workers"):
-        SGLangEngine(urls=[server.url], router=nothing).start(CONFIG)
+        SGLangEngine(urls=[server.url], router=nothing).start(LARGE)
 
 
 # ---------------------------------------------------------------------- the contract of an engine
 
 
+@pytest.mark.extra
 @SMG
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 def test_the_engine_through_smg_keeps_the_contract(
-    check: Callable[[EngineCase], None],
-    router: str,
-    model_servers: list[FakeServerProcess],
-    models: list[PreTrainedModel],
+    check: Callable[[EngineCase], None], router: str, contract_case: ContractCase
 ) -> None:
-    case = contract_case(model_servers[:1], models, router=router)
-    try:
-        check(case)
-    finally:
-        case.engine.close()
+    check(contract_case(1, router=router))
 
 
 @BOTH
 @pytest.mark.parametrize("interrupt", ["retract", "abort"])
 def test_each_token_is_that_of_its_version_on_two_servers(
-    interrupt: str, router: str, model_servers: list[FakeServerProcess], models: list[PreTrainedModel]
+    interrupt: str, router: str, contract_case: ContractCase
 ) -> None:
-    case = contract_case(model_servers, models, interrupt=interrupt, router=router)
-    try:
-        after_a_sync_amid_a_generation_each_token_is_that_of_its_version(case)
-    finally:
-        case.engine.close()
+    after_a_sync_amid_a_generation_each_token_is_that_of_its_version(
+        contract_case(2, interrupt=interrupt, router=router)
+    )

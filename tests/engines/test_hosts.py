@@ -6,6 +6,7 @@ Needs root; where there is none, the reason is in pytest's summary of skipped te
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ import pytest
 import torch
 from fake_sglang import COMMAND
 from hosts import Hosts, why_not
-from transformers import AutoModelForCausalLM, Qwen3Config
+from sync_cases import config_of
+from transformers import AutoModelForCausalLM
 
 from lightrl.engines.sglang.routes import interface_of, remote_servers, trainer_address
 from lightrl.errors import EngineUnreachable
@@ -25,7 +27,9 @@ WHY_NOT = why_not()
 IN_A_BOX = pytest.mark.skipif(WHY_NOT is not None, reason=f"hosts in a box: {WHY_NOT}")
 RUN = str(Path(__file__).with_name("hosts_run.py"))
 PORT = 30000
-TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "distributed", "delta"])
+TRANSPORTS = pytest.mark.parametrize(
+    "transport", ["distributed", *(pytest.param(name, marks=pytest.mark.extra) for name in ("disk", "delta"))]
+)
 TOKEN = {"LIGHTRL_SERVER_TOKEN": "a-token"}
 CONNECT = """
 import socket, sys, time
@@ -44,12 +48,8 @@ ENDS = {"cut": Hosts.cut, "kill": Hosts.kill}
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    config = Qwen3Config(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=0, eos_token_id=None,
-    )  # fmt: skip
     with torch.random.fork_rng():
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config_of()).save_pretrained(folder)
     return str(folder)
 
 
@@ -64,7 +64,6 @@ def serve(hosts: Hosts, number: int, model_folder: str) -> str:
     address = hosts.address(number)
     command = [*COMMAND, "--host", address, "--port", str(PORT)]
     process = hosts.popen(number, [*command, "--model-path", model_folder], stdout=subprocess.PIPE)
-    assert process.stdout is not None
     assert json.loads(process.stdout.readline())["port"] == PORT
     return f"http://{address}:{PORT}"
 
@@ -88,7 +87,6 @@ class Trainer:
         self.process = hosts.popen(1, command, stdout=subprocess.PIPE, text=True, env=env)
 
     def line(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
 
@@ -112,7 +110,7 @@ def test_a_server_on_another_host_gets_the_weights(
 @pytest.mark.parametrize(
     ("transport", "end"),
     [
-        pytest.param(transport, end, marks=[pytest.mark.extra] if (transport == "disk") == (end == "cut") else [])
+        pytest.param(transport, end, marks=[] if (transport, end) == ("distributed", "kill") else [pytest.mark.extra])
         for transport in ("disk", "distributed", "delta")
         for end in ENDS
     ],
@@ -154,27 +152,36 @@ def test_an_address_without_a_route_fails_within_seconds(hosts: Hosts, model_fol
     assert trainer.process.wait(60) == 0
 
 
-def test_a_loopback_address_for_a_server_elsewhere_is_refused() -> None:
+def test_the_trainers_address_is_by_default_that_of_the_route() -> None:
     here = own_address()
-    assert trainer_address([f"http://{here}:1"]) == "127.0.0.1"  # it is this machine's own
-    with pytest.raises(ValueError, match=r"trainer_host='localhost' is 127\.0\.0\.1, which leads http.* to itself"):
-        trainer_address(["http://198.51.100.7:30000"], "localhost")
-
-
-def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"trainer_host='198\.51\.100\.7' .*is not an address of this machine"):
-        trainer_address(["http://127.0.0.1:30000"], "198.51.100.7")
-
-
-def test_the_address_is_by_default_that_of_the_route() -> None:
-    assert trainer_address(["http://127.0.0.1:1", "http://localhost:2"]) == "127.0.0.1"
-    assert trainer_address(["http://127.0.0.1:1", "http://198.51.100.7:2"]) == own_address()
+    assert trainer_address(["http://127.0.0.1:1", "http://localhost:2", f"http://{here}:1"]) == "127.0.0.1"
+    assert trainer_address(["http://127.0.0.1:1", "http://198.51.100.7:2"]) == here
     assert remote_servers(["http://127.0.0.1:1", "http://198.51.100.7:2"]) == ["http://198.51.100.7:2"]
 
 
-def test_an_unknown_server_is_named() -> None:
-    with pytest.raises(EngineUnreachable, match=r"There is no route to http://no-such-host\.invalid:1"):
-        trainer_address(["http://no-such-host.invalid:1"])
+@pytest.mark.parametrize(
+    ("url", "given", "error", "message"),
+    [
+        (
+            "http://198.51.100.7:30000",
+            "localhost",
+            ValueError,
+            r"trainer_host='localhost' is 127\.0\.0\.1, which leads http.* to itself",
+        ),
+        (
+            "http://127.0.0.1:30000",
+            "198.51.100.7",
+            ValueError,
+            r"trainer_host='198\.51\.100\.7' .*is not an address of this machine",
+        ),
+        ("http://no-such-host.invalid:1", None, EngineUnreachable, r"no route to http://no-such-host\.invalid:1"),
+    ],
+    ids=["loopback", "of another machine", "an unknown server"],
+)
+def test_an_address_that_servers_cannot_reach_is_refused(url: str, given: Any, error: Any, message: str) -> None:
+    own_address()  # skips where there is no network
+    with pytest.raises(error, match=message):
+        trainer_address([url], given)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
@@ -185,8 +192,6 @@ def test_an_interface_is_found_by_its_address() -> None:
 
 def own_address() -> str:
     """Of the route to an address that is elsewhere; a machine without a network has none."""
-    import socket
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("198.51.100.7", 9))

@@ -107,7 +107,6 @@ def test_a_step_is_as_exact_as_torchs_and_independent_of_other_rows(
 
 def make_decoder(config: PretrainedConfig, dtype: torch.dtype) -> LlamaDecoder:
     family = find_family(config)
-    assert family is not None
     decoder = LlamaDecoder(config, family, dtype=dtype, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for name, shape in decoder.shapes.items():

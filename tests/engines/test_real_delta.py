@@ -19,7 +19,7 @@ from lightrl.engines.sglang.sync.server_sync import ServerSync
 from lightrl.engines.sglang.sync.transports import DeltaTransport, DiskTransport, WeightTransport
 from lightrl.weights import ServerForm, WeightFolder, bucketed
 
-pytestmark = pytest.mark.real_sglang
+pytestmark = [pytest.mark.real_sglang, pytest.mark.extra]
 
 
 def test_deltas_give_the_real_server_the_weights_that_it_loads_from_the_disk(real_server, tmp_path):

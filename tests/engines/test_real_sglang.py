@@ -6,27 +6,23 @@ import asyncio
 import itertools
 import stat
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, recomputed_logprobs, run
+from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, run
 from real_sglang import tiny_config, tiny_models
-from torch.utils.data import DataLoader
 
-import lightrl
-from lightrl import GRPO, ModelSpec, Prompt, StalenessControl, Trajectory
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.errors import EngineError, WeightSyncError
+from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 from lightrl.weights import bucketed
 from lightrl.weights.disk import WeightFolder
 
-pytestmark = pytest.mark.real_sglang
+pytestmark = [pytest.mark.real_sglang, pytest.mark.extra]  # of test_real_sglang_runs.py one always runs
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.replace("_", " "))
@@ -71,84 +67,6 @@ def body(token_ids: list[int], **sampling: Any) -> dict[str, Any]:
     return {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 12, **sampling}}
 
 
-class LikesLowTokens(GRPO):
-    """Learns to write tokens below 20 of 61; judged in this process."""
-
-    def reward(self, trajectory: Trajectory) -> float:
-        return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
-
-
-@pytest.mark.parametrize(
-    ("transport", "placement", "max_staleness"),
-    [("disk", "separate", 2), ("distributed", "separate", 2), ("disk", "colocated", 0)],
-    ids=["through disk", "through gloo", "colocated"],
-)
-def test_a_run_trains_against_it_and_every_sync_is_verified(
-    transport: str, placement: str, max_staleness: int, real_server: dict[str, Any], tmp_path: Path
-) -> None:
-    engine = SGLangEngine(
-        urls=[real_server["url"]], token=real_server["token"], transport=transport, placement=placement,
-        timeouts=Timeouts(sync_s=60),
-    )  # fmt: skip
-    config = tiny_config().to_dict()
-    module = LikesLowTokens(
-        ModelSpec(config=config, tokenizer="tiny.char_tokenizer", seed=1), lr=2e-2, group_size=8,
-        sampling=Sampling(max_new_tokens=8),
-    )  # fmt: skip
-    prompts = [Prompt(f"p{number}", token_ids=[number + 3, 5, 8]) for number in range(8)]
-    trainer = lightrl.Trainer(
-        engine=engine, callbacks=[StalenessControl(max_staleness)], max_steps=6, accelerator="cpu", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    rewards: list[float] = []
-    module.on_rollout_end = lambda groups: rewards.append(  # type: ignore[method-assign]
-        mean(trajectory.reward for group in groups for trajectory in group.trajectories)
-    )
-    trainer.fit(module, DataLoader(prompts, batch_size=4, collate_fn=list))
-    metrics = trainer.callback_metrics
-    assert trainer.weight_version == engine.weight_version == 6
-    assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
-    assert float(metrics["sync/verified_fraction"]) == 1.0
-    assert float(metrics["staleness/max_versions"]) <= max_staleness
-    assert rewards[-1] > rewards[0]
-    assert sorted(engine.last_sync.versions.values()) == [6]  # type: ignore[union-attr]
-    assert list(engine.last_sync.proofs.values()) == ["digests"]  # type: ignore[union-attr]
-    if max_staleness == 0:
-        assert float(metrics["sync/max_mismatch_abs_dlogp_nats"]) < 1e-4
-
-
-def test_an_update_that_it_acknowledges_and_does_not_load_is_named(real_server):
-    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], timeouts=Timeouts(sync_s=60))
-    engine.start(tiny_config())
-    model = tiny_models(1)[0]
-    try:
-        engine.load_weights(bucketed(model.named_parameters(), BUCKET_BYTES), weight_version=0)
-        assert engine.proofs() == {real_server["url"]: "digests"}
-        transport = engine._loading._sync.transport  # type: ignore[union-attr]
-        with torch.no_grad():
-            model.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-6
-
-        async def acknowledge(fleet: Any, weight_version: int) -> int:
-            await fleet.ask(lambda client: client.set_weight_version(str(weight_version)))
-            return 0
-
-        transport.load_held = acknowledge
-        with pytest.raises(WeightSyncError, match=r"1 of its .*version 1: model\.layers\.1\.mlp\.gate_up_proj\.weight"):
-            engine.load_weights(bucketed(model.named_parameters(), BUCKET_BYTES), weight_version=1)
-    finally:
-        engine.close()
-
-
-def test_logprobs_are_those_of_the_weights_that_were_loaded(real_server, tmp_path):
-    for version, model in enumerate(tiny_models(2)):
-        load(real_server, tmp_path, version, model)
-        (answer,) = asked(real_server, body([3, 1, 4, 1, 5], temperature=0.7, sampling_seed=5))
-        expected = recomputed_logprobs(model, [3, 1, 4, 1, 5], answer["output_ids"], Sampling(temperature=0.7))
-        found = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
-        assert found == pytest.approx(expected.tolist(), abs=1e-5)
-        assert answer["meta_info"]["weight_version"] == str(version)
-
-
 def test_it_stops_at_the_tokens_a_request_names_and_at_no_others(real_server, tmp_path):
     load(real_server, tmp_path, 0, tiny_models(1)[0])
     always = {"logit_bias": {"1": 1e4}}  # token 1 is the end token of the trainer's config
@@ -161,14 +79,6 @@ def test_it_stops_at_the_tokens_a_request_names_and_at_no_others(real_server, tm
     assert free["output_ids"] == [1] * 12
     assert (stopped["output_ids"], stopped["meta_info"]["finish_reason"]["type"]) == ([1], "stop")
     assert len(delayed["output_ids"]) == 5
-
-
-def test_the_seed_of_a_request_decides_its_tokens(real_server, tmp_path):
-    load(real_server, tmp_path, 0, tiny_models(1)[0])
-    bodies = [body([2, 3], sampling_seed=seed, **more) for more in ({}, {"top_k": 5}) for seed in (1, 1, 2)]
-    answers = [answer["output_ids"] for answer in asked(real_server, *bodies)]
-    assert answers[0] == answers[1] != answers[2]
-    assert answers[3] == answers[4] != answers[5]
 
 
 def test_a_seed_draws_the_same_tokens_wherever_a_completion_is_interrupted_and_beside_others(real_server, tmp_path):

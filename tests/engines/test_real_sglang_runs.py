@@ -6,12 +6,14 @@ import asyncio
 import random
 import time
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from real_sglang import tiny_config
+from torch.utils.data import DataLoader
 
 import lightrl
 from lightrl import GRPO, ModelSpec, Prompt, PromptDataModule, RLCallback, SGLangEngine, StalenessControl, Trajectory
@@ -25,6 +27,55 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
 ]
 CHANCE = random.SystemRandom()
+
+
+class LikesLowTokens(GRPO):
+    """Learns to write tokens below 20 of 61; judged in this process."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
+
+
+@pytest.mark.parametrize(
+    ("transport", "placement", "max_staleness"),
+    [
+        pytest.param("disk", "separate", 2, id="through disk"),
+        pytest.param("distributed", "separate", 2, id="through gloo", marks=pytest.mark.extra),
+        pytest.param("disk", "colocated", 0, id="colocated", marks=pytest.mark.extra),
+    ],
+)
+def test_a_run_trains_against_it_and_every_sync_is_verified(
+    transport: str, placement: str, max_staleness: int, real_server: dict[str, Any], tmp_path: Path
+) -> None:
+    engine = SGLangEngine(
+        urls=[real_server["url"]], token=real_server["token"], transport=transport, placement=placement,
+        timeouts=Timeouts(sync_s=60),
+    )  # fmt: skip
+    config = tiny_config().to_dict()
+    module = LikesLowTokens(
+        ModelSpec(config=config, tokenizer="tiny.char_tokenizer", seed=1), lr=2e-2, group_size=8,
+        sampling=Sampling(max_new_tokens=8),
+    )  # fmt: skip
+    prompts = [Prompt(f"p{number}", token_ids=[number + 3, 5, 8]) for number in range(8)]
+    trainer = lightrl.Trainer(
+        engine=engine, callbacks=[StalenessControl(max_staleness)], max_steps=6, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    rewards: list[float] = []
+    module.on_rollout_end = lambda groups: rewards.append(  # type: ignore[method-assign]
+        mean(trajectory.reward for group in groups for trajectory in group.trajectories)
+    )
+    trainer.fit(module, DataLoader(prompts, batch_size=4, collate_fn=list))
+    metrics = trainer.callback_metrics
+    assert trainer.weight_version == engine.weight_version == 6
+    assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
+    assert float(metrics["sync/verified_fraction"]) == 1.0
+    assert float(metrics["staleness/max_versions"]) <= max_staleness
+    assert rewards[-1] > rewards[0]
+    assert sorted(engine.last_sync.versions.values()) == [6]  # type: ignore[union-attr]
+    assert list(engine.last_sync.proofs.values()) == ["digests"]  # type: ignore[union-attr]
+    if max_staleness == 0:
+        assert float(metrics["sync/max_mismatch_abs_dlogp_nats"]) < 1e-4
 
 
 class Jittery(GRPO):

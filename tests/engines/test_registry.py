@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 from fake_sglang.process import FakeServerProcess
 from fake_sglang.script import ScriptedModel
-from test_server_faults import DEADLINES, weights
-from transformers import Qwen3Config
+from sync_cases import LARGE, one_weight
+from test_server_faults import DEADLINES
 from waits import until
 
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.servers import registry
 from lightrl.engines.sglang.servers.registry import Announcement, Registry, ServerEntry, registry_at
 from lightrl.errors import EngineTimeout
-from lightrl.trajectory import Sampling
 
 NUM_TOKENS = 400
 A, B = ServerEntry("http://a:1", "http://a:9"), ServerEntry("http://b:2")
@@ -76,7 +75,6 @@ def test_a_run_waits_for_as_many_servers_as_its_address_says(
     tmp_path: Path, announced: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = registry_at([f"file://{tmp_path}?servers=2"])
-    assert reader is not None
     assert reader.num_expected == 2
     assert reader.read() == {}
     announced(A)
@@ -147,34 +145,6 @@ def is_whole(token_ids: list[int]) -> bool:
     return token_ids == [ScriptedModel()._token([1], 1, place, False) for place in range(1, NUM_TOKENS + 1)]
 
 
-def test_servers_join_and_leave_amid_a_run_and_no_token_is_lost(tmp_path: Path, announced: Any) -> None:
-    first, second = FakeServerProcess(seconds_per_token=0.01), FakeServerProcess(seconds_per_token=0.01)
-    with first, second:
-        leaving = announced(ServerEntry(first.url))
-        engine = SGLangEngine(urls=[f"file://{tmp_path}"], **DEADLINES)
-        engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=100_000))
-        engine.load_weights(weights(0), weight_version=0)
-
-        async def scenario() -> list[Any]:
-            sampling = Sampling(max_new_tokens=NUM_TOKENS, seed=1)
-            writing = [asyncio.create_task(engine.generate([1], sampling, session=str(n))) for n in range(4)]
-            await until(lambda: first.stats()["running"] == 4)
-            announced(ServerEntry(second.url))
-            await until(lambda: engine.pool.urls("routable") == [first.url, second.url])
-            assert await asyncio.to_thread(leaving.leave)
-            assert not first.stats()["running"]
-            assert engine.pool.urls() == [second.url]
-            second.pace(0)
-            return [answer for (answer,) in await asyncio.gather(*writing)]
-
-        answers = asyncio.run(scenario())
-        engine.load_weights(weights(1), weight_version=1)
-        assert engine.last_sync is not None
-        assert engine.last_sync.versions == {second.url: 1}
-        assert all(is_whole(answer.token_ids) for answer in answers)
-        engine.close()
-
-
 def test_a_server_that_dies_without_a_word_is_forgotten_and_joins_again(
     tmp_path: Path, announced: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,8 +154,8 @@ def test_a_server_that_dies_without_a_word_is_forgotten_and_joins_again(
         announced(ServerEntry(first.url))
         doomed = announced(ServerEntry(second.url))
         engine = SGLangEngine(urls=[f"file://{tmp_path}"], **DEADLINES)
-        engine.start(Qwen3Config(vocab_size=1000))
-        engine.load_weights(weights(0), weight_version=0)
+        engine.start(LARGE)
+        engine.load_weights(one_weight(0), weight_version=0)
         doomed.end()
         second.kill()
 

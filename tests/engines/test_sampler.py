@@ -118,7 +118,6 @@ def test_logprobs_are_those_within_the_support() -> None:
     token_ids, logprobs, supports = draw_tokens(logits, uniform, top_k=torch.tensor([2, 5]), top_p=torch.ones(2))
     assert token_ids.tolist() == [3, 4]
     assert logprobs.exp().tolist() == pytest.approx([0.25 / 0.65, 0.05])
-    assert supports is not None
     assert supports.tolist() == [[False, True, False, True, False], [False] * 5]  # nothing is left out of the second
 
 
@@ -162,7 +161,6 @@ def test_engine_and_trainer_round_the_logprob_of_a_truncated_draw_and_not_its_lo
     uniform = torch.rand(1000, dtype=torch.float64, generator=generator)
     temperature, top_k, top_p = torch.full((1000,), 0.9), torch.full((1000,), 20), torch.full((1000,), 0.95)
     token_ids, logprobs, supports = draw_tokens(logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p)
-    assert supports is not None
     rows, ids = supports.nonzero(as_tuple=True)
     counts = supports.sum(1)
     order = (2 * rows + (ids == token_ids[rows])).argsort(stable=True)  # the drawn token is the last

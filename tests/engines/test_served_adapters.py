@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import until
 
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.servers import command, server
 from lightrl.engines.sglang.servers.command import flags
-from lightrl.errors import EngineError, WeightSyncError
-from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge, peft_name
+from lightrl.errors import WeightSyncError
+from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
-from lightrl.weights.shared_memory import payload_of
 
 CONFIG = tiny_config()
 CONFIG.intermediate_size = 64  # on a CPU SGLang pads others, and then no adapter fits down_proj
@@ -99,10 +96,25 @@ def servers(folder: Path) -> Iterator[list[FakeServerProcess]]:
 
 
 @pytest.fixture
-def case(servers: list[FakeServerProcess]) -> Iterator[AdapterCase]:
-    made = started(SGLangEngine(urls=[one.url for one in servers], adapters="served", timeouts=Timeouts(sync_s=30)))
-    yield made
-    made.engine.close()
+def serving(servers: list[FakeServerProcess]) -> Iterator[Callable[..., AdapterCase]]:
+    """Starts an engine, on the two servers if nothing else is given; it is closed with the test."""
+    cases: list[AdapterCase] = []
+
+    def start(**settings: Any) -> AdapterCase:
+        where = {} if "servers" in settings else {"urls": [one.url for one in servers]}
+        cases.append(
+            started(SGLangEngine(**{"adapters": "served", "timeouts": Timeouts(sync_s=30), **where, **settings}))
+        )
+        return cases[-1]
+
+    yield start
+    for case in cases:
+        case.engine.close()
+
+
+@pytest.fixture
+def case(serving: Callable[..., AdapterCase]) -> AdapterCase:
+    return serving()
 
 
 def check_tokens(case: AdapterCase, version: int) -> None:
@@ -134,17 +146,13 @@ def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case)
         check_scores(case, version)
 
 
-def test_the_digests_of_the_base_do_not_prove_the_adapters(case, servers):
-    case.load(0)
-    assert case.engine.proofs() == dict.fromkeys([one.url for one in servers], "version")
-
-
 def test_the_base_is_loaded_once_and_then_only_adapters_travel_without_a_pause(case, servers):
     before = [one.stats()["requests"] for one in servers]
     for version in range(3):
         case.load(version)
     adapters = sum(value.numel() * 4 for name, value in MODELS[0].named_parameters() if ".lora_" in name)
     assert case.engine.last_sync.num_bytes == 2 * adapters
+    assert case.engine.proofs() == dict.fromkeys([one.url for one in servers], "version")  # digests: of the base alone
     for one, old in zip(servers, before, strict=True):
         requests = one.stats()["requests"]
         made = {path: requests[path] - old.get(path, 0) for path in requests}
@@ -180,21 +188,9 @@ def test_a_completion_finishes_under_the_version_that_it_began_with(case):
     check_tokens(case, 1)
 
 
-def test_with_abort_completions_in_flight_continue_under_the_new_version(servers):
-    case = started(SGLangEngine(urls=[one.url for one in servers], adapters="served", interrupt="abort"))
-    try:
-        after_a_sync_amid_a_generation_each_token_is_that_of_its_version(case)
-        assert any(set(versions) == {0, 1} for versions in in_flight_over_a_load_of(servers))
-    finally:
-        case.engine.close()
-
-
-def in_flight_over_a_load_of(servers: list[FakeServerProcess]) -> list[list[int]]:
-    case = started(SGLangEngine(urls=[one.url for one in servers], adapters="served", interrupt="abort"))
-    try:
-        return in_flight_over_a_load(case)
-    finally:
-        case.engine.close()
+def test_with_abort_completions_in_flight_continue_under_the_new_version(serving):
+    after_a_sync_amid_a_generation_each_token_is_that_of_its_version(serving(interrupt="abort"))
+    assert any(set(versions) == {0, 1} for versions in in_flight_over_a_load(serving(interrupt="abort")))
 
 
 def test_servers_keep_as_many_versions_as_the_staleness_allows(case):
@@ -228,16 +224,10 @@ def test_a_server_that_acknowledges_an_adapter_and_does_not_load_it_is_lost(case
     check_tokens(case, 1)
 
 
-def test_without_enable_lora_the_error_names_the_arguments(folder):
-    with FakeServerProcess(str(folder)) as one:
-        case = started(SGLangEngine(urls=[one.url], adapters="served"))
-        try:
-            with pytest.raises(
-                WeightSyncError, match="--enable-lora --max-lora-rank 4 --lora-target-modules down_proj"
-            ):
-                case.load(0)
-        finally:
-            case.engine.close()
+def test_without_enable_lora_the_error_names_the_arguments(folder, serving):
+    words = "--enable-lora --max-lora-rank 4 --lora-target-modules down_proj"
+    with FakeServerProcess(str(folder)) as one, pytest.raises(WeightSyncError, match=words):
+        serving(urls=[one.url]).load(0)
 
 
 def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
@@ -248,84 +238,25 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
     check_tokens(case, 0)
 
 
-def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder):
+def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder, serving):
     words = [*COMMAND, "--port", "{port}", "--model-path", str(folder)]
-    case = started(SGLangEngine(servers=1, command=[*words, *flags(LORA)], adapters="served", probe_interval_s=0.1))
-    try:
-        for version in range(3):
-            case.load(version)
-        engine: Any = case.engine
-        old = engine.fleet.urls
-        engine.fleet.report(old[0], "on purpose")
-        run(until(lambda: engine.fleet.urls != old and engine.pool.urls("routable") == engine.fleet.urls))
-        assert listed(case) == [["policy-v1", "policy-v2"]]
-        check_tokens(case, 2)
-    finally:
-        case.engine.close()
+    case = serving(servers=1, command=[*words, *flags(LORA)], probe_interval_s=0.1)
+    for version in range(3):
+        case.load(version)
+    engine = case.engine
+    old = engine.fleet.urls
+    engine.fleet.report(old[0], "on purpose")
+    run(until(lambda: engine.fleet.urls != old and engine.pool.urls("routable") == engine.fleet.urls))
+    assert listed(case) == [["policy-v1", "policy-v2"]]
+    check_tokens(case, 2)
 
 
-def test_a_name_that_an_earlier_run_left_is_replaced(case, servers):
+def test_a_name_that_an_earlier_run_left_is_replaced(case, serving):
     case.load(0)
-    later = started(SGLangEngine(urls=[one.url for one in servers], adapters="served"))
-    try:
-        later.models = [MODELS[3]]
-        later.load(0)
-        check_tokens(later, 0)
-    finally:
-        later.engine.close()
-
-
-def load_into(server: FakeServerProcess, tensors: dict[str, torch.Tensor], **config: Any) -> None:
-    shape = AdapterShape.of(MODELS[0])
-
-    async def scenario() -> None:
-        client = SGLangClient(server.url, num_retries=0)
-        try:
-            await client.load_adapter("policy-v5", {**shape.config, **config}, [payload_of(tensors)], CHECKSUMS)
-        finally:
-            await client.close()
-
-    run(scenario())
-
-
-TENSORS = {peft_name(name): value.detach() for name, value in MODELS[1].named_parameters() if ".lora_" in name}
-CHECKSUMS = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in TENSORS.items()}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [({"r": 2 * RANK}, "incompatible"), ({"target_modules": ["lm_head"]}, "incompatible")],
-    ids=["a larger rank", "another layer"],
-)
-def test_the_fake_server_refuses_the_adapters_that_sglang_refuses(config, message, servers):
-    with pytest.raises(EngineError, match=message):
-        load_into(servers[0], TENSORS, **config)
-
-
-def test_the_fake_server_refuses_a_second_adapter_of_a_name(case, servers):
-    case.load(5)
-    with pytest.raises(EngineError, match="already loaded"):
-        load_into(servers[0], TENSORS)
-
-
-def test_the_fake_server_refuses_a_request_for_an_adapter_that_it_does_not_have(servers):
-    async def scenario() -> None:
-        client = SGLangClient(servers[0].url, num_retries=0)
-        try:
-            await client.generate({"input_ids": PROMPT, "sampling_params": {}, "lora_path": "policy-v9"})
-        finally:
-            await client.close()
-
-    with pytest.raises(EngineError, match="LoRA adapter that has never been loaded: policy-v9"):
-        run(scenario())
-
-
-def test_a_tensor_that_differs_from_its_checksum_ends_the_server(folder):
-    changed = TENSORS | {name: value + 1e-7 for name, value in list(TENSORS.items())[:1]}
-    with FakeServerProcess(str(folder), **LORA) as one:
-        with pytest.raises(EngineError):
-            load_into(one, changed)
-        run(until(lambda: not one.is_alive()))
+    later = serving()
+    later.models = [MODELS[3]]
+    later.load(0)
+    check_tokens(later, 0)
 
 
 def test_colocated_servers_cannot_serve_adapters():
@@ -333,8 +264,9 @@ def test_colocated_servers_cannot_serve_adapters():
         SGLangEngine(adapters="served", placement="colocated")
 
 
+@pytest.mark.extra
 @pytest.mark.real_sglang
-def test_the_real_sglang_serves_each_version_within_rounding(tmp_path, monkeypatch):
+def test_the_real_sglang_serves_each_version_within_rounding(serving, monkeypatch):
     """SGLang 0.5.23 pins memory for adapters, which a CPU build of torch cannot: sglang_without_pinned_memory.py."""
     sglang_python()
     launcher = str(Path(__file__).with_name("sglang_without_pinned_memory.py"))
@@ -345,13 +277,10 @@ def test_the_real_sglang_serves_each_version_within_rounding(tmp_path, monkeypat
         return [*words[:place], launcher, *words[place + 2 :]]
 
     monkeypatch.setattr(server, "command_line", with_launcher)
-    case = started(SGLangEngine(servers=1, adapters="served", timeouts=Timeouts(startup_s=170)))
-    try:
-        for version in range(3):
-            case.load(version)
-            check_tokens(case, version)
-            check_scores(case, version)
-        run(until(lambda: listed(case) == [["policy-v1", "policy-v2"]]))
-        assert case.engine.last_sync.seconds["load"] < case.engine.timeouts.sync_s
-    finally:
-        case.engine.close()
+    case = serving(servers=1, timeouts=Timeouts(startup_s=170))
+    for version in range(3):
+        case.load(version)
+        check_tokens(case, version)
+        check_scores(case, version)
+    run(until(lambda: listed(case) == [["policy-v1", "policy-v2"]]))
+    assert case.engine.last_sync.seconds["load"] < case.engine.timeouts.sync_s

@@ -47,25 +47,17 @@ def scored(teacher: ModelSpec, experience: Experience, **settings: Any) -> Exper
     return score(module, experience)
 
 
-def teacher_logprobs(teacher: ModelSpec, experience: Experience) -> Tensor:
-    return scored(teacher, experience)["teacher_logprobs"]
-
-
-def test_a_teacher_behind_a_server_says_what_it_says_here(server: FakeServerProcess) -> None:
-    experience = random_experience()
-    found = teacher_logprobs(ModelSpec(url=server.url), experience)
-    expected = teacher_logprobs(tiny_spec(seed=1), experience)
-    assert bool(found[experience.loss_mask].all())
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def test_the_likeliest_tokens_of_a_served_teacher_are_those_it_has_here(server: FakeServerProcess) -> None:
+@pytest.mark.parametrize("topk", [None, 5], ids=["sampled tokens", "likeliest tokens"])
+def test_a_teacher_behind_a_server_says_what_it_says_here(topk: int | None, server: FakeServerProcess) -> None:
     experience = random_experience(num_turns=2)
-    found = scored(ModelSpec(url=server.url), experience, teacher_topk=5)
-    expected = scored(tiny_spec(seed=1), experience, teacher_topk=5)
-    assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
-    assert found["teacher_topk_ids"].shape == (*experience.token_ids.shape, 5)
-    for name in ("teacher_logprobs", "teacher_topk_logprobs"):
+    found = scored(ModelSpec(url=server.url), experience, teacher_topk=topk)
+    expected = scored(tiny_spec(seed=1), experience, teacher_topk=topk)
+    assert bool(found["teacher_logprobs"][experience.loss_mask].all())
+    torch.testing.assert_close(found["teacher_logprobs"], expected["teacher_logprobs"], rtol=0, atol=1e-5)
+    if topk is not None:
+        assert found["teacher_topk_ids"].shape == (*experience.token_ids.shape, topk)
+        assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
+        name = "teacher_topk_logprobs"
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
 
 
@@ -131,15 +123,6 @@ def test_a_head_of_several_numbers_is_no_reward_model(tmp_path: Path) -> None:
         ServedRewards(server.url)(random_experience(), [])
 
 
-def test_a_served_reward_model_runs_beside_the_trainers_calls() -> None:
-    module = GRPO(tiny_spec(), reward_model=ModelSpec(url="http://judge:30000"), num_minibatches=2)
-    module.configure_model()
-    text = plan_text(module, module.data_flow())
-    assert "http://judge:30000: frozen, one number per position" in text
-    assert next(line for line in text.splitlines() if line.startswith("  reward_model  ") and "server" in line)
-    assert not hasattr(module, "reward_model")
-
-
 @contextmanager
 def real_server(folder: str | Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Iterator[SGLangServer]:
     given = {"skip_tokenizer_init": True, "max_total_tokens": 2048, **args}
@@ -153,6 +136,7 @@ def real_server(folder: str | Path, monkeypatch: pytest.MonkeyPatch, **args: Any
         server.stop(grace_s=0)
 
 
+@pytest.mark.extra
 @pytest.mark.real_sglang
 def test_a_real_server_says_what_a_teacher_says_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_spec(seed=1).load_model().save_pretrained(tmp_path / "model")
@@ -169,6 +153,7 @@ def test_a_real_server_says_what_a_teacher_says_here(tmp_path: Path, monkeypatch
     torch.testing.assert_close(plain["teacher_logprobs"], expected["teacher_logprobs"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.extra
 @pytest.mark.real_sglang
 def test_a_real_server_says_what_a_reward_model_says_here(reward_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experience = random_experience(is_scored=False, num_groups=7)
@@ -186,16 +171,23 @@ def test_the_token_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch, t
         assert bool(ServedScores(server.url)(random_experience(), []).any())
 
 
-def test_the_plan_names_the_server_and_a_checkpoint_leaves_its_model_out() -> None:
-    module = Distillation(tiny_spec(), teacher=ModelSpec(url="http://teacher:30000"))
+@pytest.mark.parametrize(
+    ("make", "name", "line"),
+    [
+        (lambda served: Distillation(tiny_spec(), teacher=served), "teacher", "teacher_logprobs"),
+        (lambda served: GRPO(tiny_spec(), reward_model=served, num_minibatches=2), "reward_model", "reward_model"),
+    ],
+    ids=["teacher", "reward model"],
+)
+def test_the_plan_names_the_server_whose_model_the_run_does_not_have(make: Any, name: str, line: str) -> None:
+    module = make(ModelSpec(url="http://judge:30000"))
     module.configure_model()
     text = plan_text(module, module.data_flow())
-    assert "http://teacher:30000" in text
-    assert next(line for line in text.splitlines() if line.startswith("  teacher_logprobs")).split()[1] == "server"
+    assert "http://judge:30000" in text
+    assert any(found.startswith(f"  {line}  ") and "server" in found.split() for found in text.splitlines())
     assert "teacher_topk" not in text
-    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
-    module.on_save_checkpoint(checkpoint)
-    assert not hasattr(module, "teacher")
+    module.on_save_checkpoint({"state_dict": module.state_dict()})
+    assert not hasattr(module, name)
 
 
 @pytest.mark.parametrize(

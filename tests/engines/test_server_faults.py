@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import torch
 from engine_contract import run
 from fake_sglang import COMMAND
 from fake_sglang.process import FakeServerProcess
-from sync_cases import asked, version_of
+from sync_cases import EngineOn, Start, asked, config_of, one_weight, version_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 from waits import until
 
@@ -48,31 +49,10 @@ LONGEST_S = 30.0  # of anything here; a machine that is busy is no fault
 BY_NAME = {"kill": FakeServerProcess.kill, "freeze": FakeServerProcess.freeze}
 ENDS = pytest.mark.parametrize("end", BY_NAME, ids=["kill -9", "SIGSTOP"])
 
-Start = Callable[..., FakeServerProcess]
-
-
-def weights(version: int, size: int = 64) -> list[Bucket]:
-    return [Bucket({"weight": torch.full((size,), float(version))}, is_last=True)]
-
-
-def engine_on(servers: list[FakeServerProcess], size: int = 64, **arguments: Any) -> SGLangEngine:
-    engine = SGLangEngine(urls=[server.url for server in servers], **(DEADLINES | arguments))
-    engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=100_000))
-    engine.load_weights(weights(0, size), weight_version=0)
-    return engine
-
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    servers: list[FakeServerProcess] = []
-
-    def make(*arguments: Any, **named: Any) -> FakeServerProcess:
-        servers.append(FakeServerProcess(*arguments, **named).start())
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.stop()
+def engine_on(engine_on: EngineOn) -> EngineOn:
+    return functools.partial(engine_on, **DEADLINES)
 
 
 @pytest.fixture
@@ -111,9 +91,9 @@ def state(engine: SGLangEngine, server: FakeServerProcess) -> str:
     return engine.pool.servers[server.url].state
 
 
-def written(start: Start) -> list[list[int]]:
+def written(start: Start, engine_on: EngineOn) -> list[list[int]]:
     """What the requests give where nothing fails."""
-    engine = engine_on([start()])
+    engine = engine_on(start())
     completions = run(requests(engine))
     engine.close()
     return [completion.token_ids for completion in completions]
@@ -132,9 +112,9 @@ def assert_whole(completions: list[Any], expected: list[list[int]], versions: se
 
 
 @ENDS
-def test_a_server_that_ends_while_idle_is_noticed_and_gets_no_request(end: str, start: Start, measured: Any) -> None:
+def test_a_server_that_ends_while_idle_is_noticed_and_gets_no_request(end, start, engine_on, measured):
     doomed, left = start(), start()
-    engine = engine_on([doomed, left])
+    engine = engine_on(doomed, left)
     BY_NAME[end](doomed)
     with measured("noticed_s"):
         run(until(lambda: state(engine, doomed) == "lost"))
@@ -142,14 +122,13 @@ def test_a_server_that_ends_while_idle_is_noticed_and_gets_no_request(end: str, 
     assert "last answered" in engine.pool.servers[doomed.url].reason
     assert len(run(requests(engine))) == NUM_REQUESTS
     assert left.stats()["requests"]["/generate"] == NUM_REQUESTS
-    engine.close()
 
 
 @ENDS
-def test_requests_of_a_server_that_ends_go_on_elsewhere(end: str, start: Start, measured: Any) -> None:
-    expected = written(start)
+def test_requests_of_a_server_that_ends_go_on_elsewhere(end, start, engine_on, measured):
+    expected = written(start, engine_on)
     doomed, left = start(**SLOWLY), start(**SLOWLY)
-    engine = engine_on([doomed, left])
+    engine = engine_on(doomed, left)
 
     async def scenario() -> list[Any]:
         task = asyncio.create_task(requests(engine))
@@ -164,20 +143,19 @@ def test_requests_of_a_server_that_ends_go_on_elsewhere(end: str, start: Start, 
     assert "last answered" in engine.pool.servers[doomed.url].reason
     assert engine.queue_depths() == {"running": 0, "waiting": 0}
     assert engine.pool.servers[left.url].outstanding_tokens == 0
-    engine.close()
 
 
 @ENDS
-def test_a_sync_goes_on_without_the_server_that_ends(end: str, start: Start, measured: Any) -> None:
-    expected = written(start)
+def test_a_sync_goes_on_without_the_server_that_ends(end, start, engine_on, measured):
+    expected = written(start, engine_on)
     doomed, left = start(**PACE), start(**PACE)
-    engine = engine_on([doomed, left])
+    engine = engine_on(doomed, left)
     doomed.fault("slow", UPDATE, seconds=60)
 
     async def scenario() -> list[Any]:
         task = asyncio.create_task(requests(engine))
         await until(lambda: doomed.stats()["running"] == left.stats()["running"] == NUM_REQUESTS // 2)
-        loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, weights(1), weight_version=1))
+        loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, one_weight(1), weight_version=1))
         await until(lambda: doomed.stats()["requests"].get(UPDATE, 0) == 2)
         BY_NAME[end](doomed)
         with measured("synced_s"):
@@ -186,21 +164,19 @@ def test_a_sync_goes_on_without_the_server_that_ends(end: str, start: Start, mea
 
     assert_whole(run(scenario()), expected, {0, 1})
     assert engine.weight_version == 1
-    assert engine.last_sync is not None
     assert engine.last_sync.versions == {left.url: 1}
     assert doomed.url in engine.last_sync.lost[doomed.url]
     assert "last answered" in engine.last_sync.lost[doomed.url]
     before = left.stats()["requests"]["/generate"]
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {1}
     assert left.stats()["requests"]["/generate"] == before + NUM_REQUESTS
-    engine.close()
 
 
-def test_a_server_that_hung_in_a_sync_comes_back_with_the_new_version(start: Start, measured: Any) -> None:
+def test_a_server_that_hung_in_a_sync_comes_back_with_the_new_version(start, engine_on, measured):
     hanging, left = start(), start()
-    engine = engine_on([hanging, left])
+    engine = engine_on(hanging, left)
     hanging.freeze()
-    engine.load_weights(weights(1), weight_version=1)
+    engine.load_weights(one_weight(1), weight_version=1)
     assert state(engine, hanging) == "lost"
     hanging.thaw()
     with measured("back_s"):
@@ -209,19 +185,13 @@ def test_a_server_that_hung_in_a_sync_comes_back_with_the_new_version(start: Sta
     assert asked(hanging, "checksum")["per_engine_checksum"] == asked(left, "checksum")["per_engine_checksum"]
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {1}
     assert hanging.stats()["requests"]["/generate"] > 0
-    engine.close()
 
 
-CONFIG = Qwen3Config(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=0, eos_token_id=None,
-)  # fmt: skip
+CONFIG = config_of()
 
 
 @ENDS
-def test_a_broadcast_that_a_server_leaves_reaches_the_other_whole(
-    end: str, start: Start, tmp_path: Path, measured: Any
-) -> None:
+def test_a_broadcast_that_a_server_leaves_reaches_the_other_whole(end, start, tmp_path, measured):
     models = [AutoModelForCausalLM.from_config(CONFIG) for _ in range(2)]
     models[0].save_pretrained(tmp_path)
     left, doomed = start(str(tmp_path)), start(str(tmp_path))
@@ -241,7 +211,6 @@ def test_a_broadcast_that_a_server_leaves_reaches_the_other_whole(
         with measured("synced_s"):
             engine.load_weights([Bucket(dict(models[1].named_parameters()), is_last=True)], weight_version=1)
         ending.join()
-        assert engine.last_sync is not None
         assert engine.last_sync.versions == {left.url: 1}
         assert doomed.url in engine.last_sync.lost[doomed.url]
         (completion,) = run(engine.generate([5, 6], Sampling(max_new_tokens=4, temperature=0), session="s"))
@@ -256,9 +225,9 @@ def test_a_broadcast_that_a_server_leaves_reaches_the_other_whole(
 
 
 @ENDS
-def test_when_all_servers_end_requests_say_what_became_of_each(end: str, start: Start, measured: Any) -> None:
+def test_when_all_servers_end_requests_say_what_became_of_each(end, start, engine_on, measured):
     servers = [start(**SLOWLY), start(**SLOWLY)]
-    engine = engine_on(servers)
+    engine = engine_on(*servers)
 
     async def scenario() -> None:
         task = asyncio.create_task(requests(engine))
@@ -273,43 +242,39 @@ def test_when_all_servers_end_requests_say_what_became_of_each(end: str, start: 
     for server in servers:
         assert f"{server.url} is lost with version 0" in str(caught.value)
         assert f"{server.url} last answered" in str(caught.value)
-    engine.close()
 
 
+@pytest.mark.extra
 @ENDS
-def test_when_all_servers_end_before_a_sync_it_says_so(end: str, start: Start, measured: Any) -> None:
+def test_when_all_servers_end_before_a_sync_it_says_so(end, start, engine_on, measured):
     servers = [start(), start()]
-    engine = engine_on(servers)
+    engine = engine_on(*servers)
     for server in servers:
         BY_NAME[end](server)
     with measured("raised_s"), pytest.raises(EngineError) as caught:
-        engine.load_weights(weights(1), weight_version=1)
+        engine.load_weights(one_weight(1), weight_version=1)
     assert all(f"{server.url} last answered" in str(caught.value) for server in servers)
     assert engine.weight_version == 0
     with pytest.raises(EngineError, match="No server is left"):
         run(request(engine, 0))
-    engine.close()
 
 
-def test_a_sync_that_fails_names_the_server_too_that_was_lost_before(start: Start) -> None:
+def test_a_sync_that_fails_names_the_server_too_that_was_lost_before(start, engine_on):
     servers = [start(), start()]
-    engine = engine_on(servers)
+    engine = engine_on(*servers)
     servers[1].fault("error", "/pause_generation", count=-1)
     servers[0].kill()
     run(until(lambda: state(engine, servers[0]) == "lost"))
     with pytest.raises(WeightSyncError, match="Weight version 1 reached no server") as caught:
-        engine.load_weights(weights(1), weight_version=1)
+        engine.load_weights(one_weight(1), weight_version=1)
     assert f"{servers[0].url}: took no part: {servers[0].url} gave no answer" in str(caught.value)
     assert f"{servers[1].url}: {servers[1].url} answered" in str(caught.value)
-    engine.close()
 
 
 @ENDS
-def test_when_all_servers_end_amid_a_sync_it_names_the_version_and_each_server(
-    end: str, start: Start, measured: Any
-) -> None:
+def test_when_all_servers_end_amid_a_sync_it_names_the_version_and_each_server(end, start, engine_on, measured):
     servers = [start(), start()]
-    engine = engine_on(servers)
+    engine = engine_on(*servers)
 
     def end_them() -> None:
         for server in servers:
@@ -322,29 +287,25 @@ def test_when_all_servers_end_amid_a_sync_it_names_the_version_and_each_server(
     ending = threading.Thread(target=end_them)
     ending.start()
     with measured("raised_s"), pytest.raises(WeightSyncError, match="Weight version 1 reached no server") as caught:
-        engine.load_weights(weights(1), weight_version=1)
+        engine.load_weights(one_weight(1), weight_version=1)
     ending.join()
     assert all(f"{server.url} last answered" in str(caught.value) for server in servers)
     assert engine.weight_version == 0
     with pytest.raises(EngineError, match="No server is left"):
         run(request(engine, 0))
-    engine.close()
 
 
 # ---------------------------------------------------------------------- servers that the engine starts
 
 
 @pytest.mark.parametrize("moment", ["mid-generation", "mid-sync"])
-def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(
-    moment: str, start: Start, measured: Any
-) -> None:
-    expected = written(start)
+def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(moment, start, engine_on, measured):
+    expected = written(start, engine_on)
     command = [*COMMAND, "--port", "{port}"]
     engine = SGLangEngine(servers=2, command=[*command, "--seconds-per-token", "0.02"], **DEADLINES)
     engine.start(Qwen3Config(vocab_size=1000))
-    engine.load_weights(weights(0), weight_version=0)
+    engine.load_weights(one_weight(0), weight_version=0)
     fleet = engine.fleet
-    assert fleet is not None
     doomed = fleet.servers[0].url
 
     async def scenario() -> list[Any]:
@@ -357,9 +318,6 @@ def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(
         with measured("back_s"):
             await until(lambda: len(engine.pool.urls("routable")) == 2 and doomed not in engine.pool.servers)
         members, loading = engine._members, engine._loading
-        assert members is not None
-        assert loading is not None
-        assert loading._sync.proofs is not None
         for by_address in (members.clients, members.processes, loading._proofs, loading._sync.proofs._known):
             assert doomed not in by_address  # else a long run grows with each restart
         await until(lambda: doomed not in fleet._reports)
@@ -382,7 +340,7 @@ def killed_amid(engine: SGLangEngine, server: Any) -> None:
     fake.fault("slow", UPDATE, seconds=60)
     ending = threading.Thread(target=lambda: (wait_for_update(fake), kill(server)))
     ending.start()
-    engine.load_weights(weights(1), weight_version=1)
+    engine.load_weights(one_weight(1), weight_version=1)
     ending.join()
 
 
@@ -395,57 +353,49 @@ def kill(server: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1], ids=["before the answer", "amid the generation"])
-def test_a_request_whose_connection_is_cut_is_asked_again(seconds: float, start: Start) -> None:
-    expected = written(start)
+def test_a_request_whose_connection_is_cut_is_asked_again(seconds, start, engine_on):
+    expected = written(start, engine_on)
     server = start(**PACE)
-    engine = engine_on([server])
+    engine = engine_on(server)
     server.fault("drop", "/generate", count=NUM_REQUESTS, seconds=seconds)
     assert_whole(run(requests(engine)), expected, {0})
     assert server.stats()["requests"]["/generate"] == 2 * NUM_REQUESTS
     assert state(engine, server) == "routable"
-    engine.close()
 
 
-def test_a_server_whose_connection_is_cut_in_a_sync_gets_the_weights_again(start: Start, measured: Any) -> None:
+def test_a_server_whose_connection_is_cut_in_a_sync_gets_the_weights_again(start, engine_on, measured):
     cut, left = start(), start()
-    engine = engine_on([cut, left])
+    engine = engine_on(cut, left)
     cut.fault("drop", UPDATE)
-    engine.load_weights(weights(1), weight_version=1)
-    assert engine.last_sync is not None
+    engine.load_weights(one_weight(1), weight_version=1)
     assert "last answered" in engine.last_sync.lost[cut.url]
     with measured("back_s"):
         run(until(lambda: state(engine, cut) == "routable"))
     assert version_of(cut) == "1"
-    engine.close()
 
 
 @pytest.mark.parametrize("kind", ["lose_update", "wrong_version"])
-def test_a_server_that_acknowledges_another_version_serves_no_token_of_it(
-    kind: str, start: Start, measured: Any
-) -> None:
+def test_a_server_that_acknowledges_another_version_serves_no_token_of_it(kind, start, engine_on, measured):
     liar, left = start(), start()
-    engine = engine_on([liar, left])
+    engine = engine_on(liar, left)
     liar.fault(kind, UPDATE)
-    engine.load_weights(weights(1), weight_version=1)
-    assert engine.last_sync is not None
+    engine.load_weights(one_weight(1), weight_version=1)
     assert "instead of 1" in engine.last_sync.lost[liar.url]
     with measured("back_s"):
         run(until(lambda: state(engine, liar) == "routable"))
     assert version_of(liar) == "1"
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {1}
-    engine.close()
 
 
-def test_the_only_server_that_acknowledges_another_version_goes_back_to_the_old_one(start: Start) -> None:
+def test_the_only_server_that_acknowledges_another_version_goes_back_to_the_old_one(start, engine_on):
     server = start()
-    engine = engine_on([server])
+    engine = engine_on(server)
     server.fault("lose_update", UPDATE)
     with pytest.raises(WeightSyncError, match="reports version '0' instead of 1"):
-        engine.load_weights(weights(1), weight_version=1)
+        engine.load_weights(one_weight(1), weight_version=1)
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {0}
-    engine.load_weights(weights(2), weight_version=2)
+    engine.load_weights(one_weight(2), weight_version=2)
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {2}
-    engine.close()
 
 
 # ---------------------------------------------------------------------- weight files
@@ -456,9 +406,9 @@ def cut_short(place: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
 
 
-def test_a_weight_file_that_is_cut_short_under_way_leaves_the_old_weights(start: Start, tmp_path: Path) -> None:
+def test_a_weight_file_that_is_cut_short_under_way_leaves_the_old_weights(start, engine_on, tmp_path):
     servers = [start(), start()]
-    engine = engine_on(servers, weight_folder=str(tmp_path))
+    engine = engine_on(*servers, weight_folder=str(tmp_path))
     for server in servers:
         server.fault("slow", UPDATE, seconds=0.5)
 
@@ -470,18 +420,17 @@ def test_a_weight_file_that_is_cut_short_under_way_leaves_the_old_weights(start:
     cutting = threading.Thread(target=cut)
     cutting.start()
     with pytest.raises(WeightSyncError, match="ends within weight") as caught:
-        engine.load_weights(weights(1), weight_version=1)
+        engine.load_weights(one_weight(1), weight_version=1)
     cutting.join()
     assert all(f"{server.url} serves version 0" in str(caught.value) for server in servers)
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {0}
-    engine.load_weights(weights(2), weight_version=2)
+    engine.load_weights(one_weight(2), weight_version=2)
     assert [version_of(server) for server in servers] == ["2", "2"]
-    engine.close()
 
 
-def test_a_weight_file_that_is_cut_short_later_is_given_to_no_server(start: Start, tmp_path: Path) -> None:
+def test_a_weight_file_that_is_cut_short_later_is_given_to_no_server(start, engine_on, tmp_path):
     back, left = start(), start()
-    engine = engine_on([back, left], weight_folder=str(tmp_path))
+    engine = engine_on(back, left, weight_folder=str(tmp_path))
     cut_short(tmp_path / "version-00000000")
     back.kill()
     run(until(lambda: state(engine, back) == "lost"))
@@ -490,9 +439,8 @@ def test_a_weight_file_that_is_cut_short_later_is_given_to_no_server(start: Star
     assert len(run(requests(engine))) == NUM_REQUESTS
     assert back.stats()["requests"].get("/generate", 0) == 0
     assert back.stats()["requests"].get(UPDATE, 0) == 0
-    engine.load_weights(weights(1), weight_version=1)  # the next sync takes it in
+    engine.load_weights(one_weight(1), weight_version=1)  # the next sync takes it in
     assert state(engine, back) == "routable"
-    engine.close()
 
 
 WRITER = """
@@ -506,17 +454,16 @@ time.sleep(60)
 """
 
 
-def test_a_writer_that_is_killed_leaves_no_version_and_its_remains_go_with_the_next_write(tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_leaves_no_version_and_its_remains_go_with_the_next_write(tmp_path):
     folder = WeightFolder(tmp_path, Qwen3Config())
-    folder.write(weights(0), 0)
+    folder.write(one_weight(0), 0)
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     with process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "half\n"
         process.kill()
     assert folder.versions() == [0]
     assert len(list(tmp_path.glob(".unfinished-*"))) == 1
-    folder.write(weights(1), 1)
+    folder.write(one_weight(1), 1)
     assert folder.versions() == [0, 1]
     assert not list(tmp_path.glob(".unfinished-*"))
 
@@ -528,21 +475,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("this user may mount no file system; test_sglang_sync.py has the fault without one")
+        pytest.skip("this user may mount no file system; tests/weights/test_disk.py has the fault without one")
     yield place
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_disk_that_is_full_pauses_no_server_and_room_mends_it(start: Start, small_disk: Path) -> None:
+def test_a_disk_that_is_full_pauses_no_server_and_room_mends_it(start, engine_on, small_disk):
     servers = [start(), start()]
-    engine = engine_on(servers, 7000, weight_folder=str(small_disk))
+    engine = engine_on(*servers, size=7000, weight_folder=str(small_disk))
     with pytest.raises(WeightSyncError, match="is full") as caught:
-        engine.load_weights(weights(1, 7000), weight_version=1)
+        engine.load_weights(one_weight(1, 7000), weight_version=1)
     assert str(small_disk) in str(caught.value)
     assert not list(small_disk.glob(".unfinished-*"))
     assert [server.stats()["requests"]["/pause_generation"] for server in servers] == [1, 1]  # of the first sync
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {0}
     subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
-    engine.load_weights(weights(1, 7000), weight_version=1)
+    engine.load_weights(one_weight(1, 7000), weight_version=1)
     assert [version_of(server) for server in servers] == ["1", "1"]
-    engine.close()

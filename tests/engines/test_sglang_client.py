@@ -14,7 +14,6 @@ from fake_sglang.process import FakeServerProcess
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.servers.held_port import HeldPort
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
@@ -76,15 +75,6 @@ def test_a_generation_that_is_asked_again_has_a_new_rid(server: FakeServerProces
     assert answer["meta_info"]["id"] == request["rid"] != "r" * 32
 
 
-def test_a_refused_question_is_not_asked_again(server: FakeServerProcess) -> None:
-    before = server.stats()["requests"].get("/generate", 0)
-    with pytest.raises(ServerRefused, match=r"HTTP 400.*surprise") as caught:
-        ask(server.url, lambda client: client.generate(body(surprise=1)))
-    assert caught.value.status == 400
-    assert server.url in str(caught.value)
-    assert server.stats()["requests"]["/generate"] == before + 1
-
-
 def test_a_server_that_hangs_is_named_at_the_deadline_with_what_it_last_answered(server: FakeServerProcess) -> None:
     async def hang(client: SGLangClient) -> None:
         await client.model_info()
@@ -95,21 +85,11 @@ def test_a_server_that_hangs_is_named_at_the_deadline_with_what_it_last_answered
         ask(server.url, hang)
 
 
-def test_nobody_there_is_said_after_the_retries(silent_port: int) -> None:
-    with pytest.raises(EngineUnreachable, match="has never answered"):
-        ask(f"http://127.0.0.1:{silent_port}", lambda client: client.model_info(), num_retries=1)
-
-
-@pytest.mark.parametrize(
-    ("host", "reason"),
-    [
-        pytest.param("127.0.0.1", r"127\.0\.0\.1 port \d+ refused the connection, nothing listens there", id="refused"),
-        pytest.param("nobody.invalid", r"no machine named 'nobody\.invalid' is known", id="no such name"),
-    ],
-)
-def test_an_address_that_does_not_work_is_said_in_words(host: str, reason: str, silent_port: int) -> None:
+def test_an_address_where_nothing_listens_is_said_in_words(silent_port: int) -> None:
+    reason = r"127\.0\.0\.1 port \d+ refused the connection, nothing listens there"
     with pytest.raises(EngineUnreachable, match=reason) as caught:
-        ask(f"http://{host}:{silent_port}", lambda client: client.model_info(), num_retries=0)
+        ask(f"http://127.0.0.1:{silent_port}", lambda client: client.model_info(), num_retries=1)
+    assert "has never answered" in str(caught.value)
     assert "Connector" not in str(caught.value)
 
 
@@ -148,45 +128,6 @@ def test_a_request_that_waits_for_a_connection_fails_when_the_client_closes(serv
     answers = ask(server.url, two, max_connections=1)
     assert [type(answer) for answer in answers] == [EngineUnreachable] * 2
     assert any("was closed before it took /generate" in str(answer) for answer in answers)
-
-
-def test_pause_holds_new_requests_until_resume(server: FakeServerProcess) -> None:
-    async def scenario(client: SGLangClient) -> None:
-        await client.pause()
-        assert not await client.is_ready()
-        task = asyncio.create_task(client.generate(body()))
-        await asyncio.sleep(0.1)
-        assert not task.done()
-        await client.resume()
-        assert await client.is_ready()
-        assert len((await task)["output_ids"]) == 3
-
-    ask(server.url, scenario)
-
-
-def test_an_update_needs_its_bracket_and_a_bracket_only_once(server: FakeServerProcess) -> None:
-    async def scenario(client: SGLangClient) -> None:
-        with pytest.raises(ServerRefused, match="begin_weight_update"):
-            await client.update_weights_from_tensor(["x"])
-        assert await client.begin_weight_update()
-        with pytest.raises(ServerRefused, match="twice"):
-            await client.begin_weight_update()
-        await client.end_weight_update()
-        with pytest.raises(ServerRefused, match="without"):
-            await client.end_weight_update()
-
-    ask(server.url, scenario)
-
-
-def test_a_client_can_move_to_another_event_loop_after_close(server: FakeServerProcess) -> None:
-    client = SGLangClient(server.url)
-
-    async def once() -> None:
-        await client.model_info()
-        await client.close()
-
-    asyncio.run(once())
-    asyncio.run(once())
 
 
 @pytest.mark.bad_input

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fake_sglang import COMMAND
 from fake_sglang.process import FakeServerProcess
-from transformers import Qwen3Config
+from sync_cases import LARGE, EngineOn, Start, one_weight
 from waits import NUM_TOKENS, SLOWLY, until
 
 from lightrl import StalenessControl
@@ -25,32 +24,25 @@ from lightrl.engines.sglang import members, writer
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
-from lightrl.weights import Bucket
-
-CONFIG = Qwen3Config(vocab_size=1000, max_position_embeddings=100_000)
-WEIGHTS = [Bucket({"weight": torch.zeros(3)}, is_last=True)]
-
 
 # ---------------------------------------------------------------------- the end
 
 
-def test_a_close_amid_a_thousand_requests_is_orderly() -> None:
+def test_a_close_amid_a_thousand_requests_is_orderly(start: Start, engine_on: EngineOn) -> None:
     num = 1024
-    with FakeServerProcess(**SLOWLY) as server:
-        engine = SGLangEngine(urls=[server.url])
-        engine.start(CONFIG)
-        engine.load_weights(iter(WEIGHTS), weight_version=0)
-        sampling = Sampling(max_new_tokens=NUM_TOKENS)
+    server = start(**SLOWLY)
+    engine = engine_on(server)
+    sampling = Sampling(max_new_tokens=NUM_TOKENS)
 
-        async def scenario() -> set[str]:
-            tasks = [asyncio.create_task(engine.generate([1], sampling, session=str(one))) for one in range(num)]
-            await until(lambda: server.stats()["running"] == num)
-            await asyncio.to_thread(engine.close)
-            errors = await asyncio.gather(*tasks, return_exceptions=True)
-            await until(lambda: not server.stats()["running"])
-            return {repr(error) for error in errors}
+    async def scenario() -> set[str]:
+        tasks = [asyncio.create_task(engine.generate([1], sampling, session=str(one))) for one in range(num)]
+        await until(lambda: server.stats()["running"] == num)
+        await asyncio.to_thread(engine.close)
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: not server.stats()["running"])
+        return {repr(error) for error in errors}
 
-        errors = asyncio.run(scenario())
+    errors = asyncio.run(scenario())
     assert errors == {"EngineError('SGLangEngine was closed before the completion was finished.')"}
 
 
@@ -59,10 +51,8 @@ def test_a_close_while_the_loop_ends_all_its_tasks_ends_servers_and_scratch_too(
     engine = SGLangEngine(servers=1, command=[*COMMAND, "--port", "{port}"])
     thread = LoopThread(loop_timeout_s=60, on_exit=print)
     thread.start()
-    engine.start(CONFIG)
+    engine.start(LARGE)
     thread.call(engine.attach())
-    assert engine.fleet is not None
-    assert engine._scratch is not None
     is_over = threading.Event()
     tasks: list[asyncio.Task[None]] = []
 
@@ -94,21 +84,19 @@ def test_a_close_while_the_loop_ends_all_its_tasks_ends_servers_and_scratch_too(
 def test_a_supervising_thread_that_is_late_gets_no_event_loop_from_a_closed_engine() -> None:
     with FakeServerProcess() as server:
         engine = SGLangEngine(urls=[server.url])
-        engine.start(CONFIG)
+        engine.start(LARGE)
         home = engine._home
         engine.close()
         with pytest.raises(EngineError, match="closed"):
             home.call(asyncio.sleep(0), 5)
-        engine.start(CONFIG)
+        engine.start(LARGE)
         home.call(asyncio.sleep(0), 5)
         engine.close()
 
 
 def test_a_step_of_the_close_that_raises_skips_no_other_and_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SGLangEngine(servers=1, command=[*COMMAND, "--port", "{port}"])
-    engine.start(CONFIG)
-    assert engine.fleet is not None
-    assert engine._scratch is not None
+    engine.start(LARGE)
     servers = engine.fleet.servers
 
     def fail(*_: object) -> None:
@@ -132,13 +120,6 @@ def test_a_step_of_the_close_that_raises_skips_no_other_and_hides_no_error(monke
 # ---------------------------------------------------------------------- a request that is lost, a server that returns
 
 
-def engine_on(server: FakeServerProcess, **arguments: Any) -> SGLangEngine:
-    engine = SGLangEngine(urls=[server.url], **{"probe_interval_s": 0.1, **arguments})
-    engine.start(CONFIG)
-    engine.load_weights(iter(WEIGHTS), weight_version=0)
-    return engine
-
-
 def generate(engine: SGLangEngine, num_tokens: int) -> Any:
     sampling = Sampling(max_new_tokens=num_tokens, seed=3)
     return asyncio.run(engine.generate([1], sampling, session="s"))[0]
@@ -148,46 +129,45 @@ def test_by_default_a_lost_request_is_repeated_before_the_run_ends() -> None:
     assert Timeouts().generate_s <= StalenessControl(0).rollout_timeout_s / 2
 
 
-def test_a_request_that_the_server_lost_is_sent_again_and_the_server_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_server_lost_is_sent_again_and_the_server_stays(
+    monkeypatch: pytest.MonkeyPatch, start: Start, engine_on: EngineOn
+) -> None:
     monkeypatch.setattr(writer, "ABORT_TIMEOUT_S", 0.2)
-    with FakeServerProcess() as server:
-        engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
-        server.fault("hang", "/generate")
-        assert len(generate(engine, 5).token_ids) == 5
-        assert server.stats()["requests"]["/generate"] == 2
-        assert engine.pool.servers[server.url].state == "routable"
-        engine.close()
+    server = start()
+    engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
+    server.fault("hang", "/generate")
+    assert len(generate(engine, 5).token_ids) == 5
+    assert server.stats()["requests"]["/generate"] == 2
+    assert engine.pool.servers[server.url].state == "routable"
 
 
-def test_a_generation_longer_than_its_deadline_keeps_its_tokens() -> None:
-    with FakeServerProcess(seconds_per_token=0.02) as server:
-        engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
-        completion = generate(engine, 40)
-        assert len(completion.token_ids) == 40
-        requests = server.stats()["requests"]
-        assert requests["/generate"] == requests["/abort_request"] + 1 > 1
-        engine.close()
+def test_a_generation_longer_than_its_deadline_keeps_its_tokens(start: Start, engine_on: EngineOn) -> None:
+    server = start(seconds_per_token=0.02)
+    engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
+    completion = generate(engine, 40)
+    assert len(completion.token_ids) == 40
+    requests = server.stats()["requests"]
+    assert requests["/generate"] == requests["/abort_request"] + 1 > 1
 
 
-def test_the_only_server_returns_when_it_answers_again() -> None:
-    with FakeServerProcess() as server:
-        engine = engine_on(server, timeouts=Timeouts(hang_s=0.3))
+def test_the_only_server_returns_when_it_answers_again(start: Start, engine_on: EngineOn) -> None:
+    server = start()
+    engine = engine_on(server, timeouts=Timeouts(hang_s=0.3))
 
-        async def scenario() -> Any:
-            server.kill()
-            await until(lambda: engine.pool.servers[server.url].state == "lost")
-            request = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
-            loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1))
-            await asyncio.sleep(0.1)
-            assert not request.done()
-            server.start(server.port)  # as `lightrl serve` does
-            await loading
-            return (await request)[0]
+    async def scenario() -> Any:
+        server.kill()
+        await until(lambda: engine.pool.servers[server.url].state == "lost")
+        request = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
+        loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, one_weight(0), weight_version=1))
+        await asyncio.sleep(0.1)
+        assert not request.done()
+        server.start(server.port)  # as `lightrl serve` does
+        await loading
+        return (await request)[0]
 
-        assert asyncio.run(asyncio.wait_for(scenario(), 60)).token_ids
-        assert engine.weight_version == 1
-        assert engine.pool.servers[server.url].state == "routable"
-        engine.close()
+    assert asyncio.run(asyncio.wait_for(scenario(), 60)).token_ids
+    assert engine.weight_version == 1
+    assert engine.pool.servers[server.url].state == "routable"
 
 
 # ---------------------------------------------------------------------- an address that is wrong
@@ -232,7 +212,7 @@ def speaking_another_protocol() -> Iterator[str]:
 
 def start_error(url: str, **arguments: Any) -> str:
     with pytest.raises(EngineError) as caught:
-        SGLangEngine(urls=[url], **arguments).start(CONFIG)
+        SGLangEngine(urls=[url], **arguments).start(LARGE)
     return str(caught.value)
 
 
@@ -257,9 +237,11 @@ def test_another_protocol_at_the_address_is_an_error_at_once() -> None:
         assert url in start_error(url)
 
 
-def test_a_wrong_token_names_the_variable() -> None:
-    with FakeServerProcess(api_key="right") as server:
-        assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url, token="wrong")
+def test_a_wrong_token_names_the_variable_and_requests_have_the_right_one(start: Start, engine_on: EngineOn) -> None:
+    server = start(api_key="right")
+    assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url, token="wrong")
+    engine = engine_on(server, token="right")
+    assert len(generate(engine, 3).token_ids) == 3
 
 
 def test_an_unknown_name_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,3 +249,22 @@ def test_an_unknown_name_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(members, "_WARN_AFTER_S", 0.1)
     message = start_error("http://no-such-host.invalid:30000", timeouts=Timeouts(startup_s=3600))
     assert "no machine named 'no-such-host.invalid' is known" in message
+
+
+@pytest.mark.parametrize("answers", ["refuses the connection", "is silent"])
+def test_a_server_that_has_never_answered_is_waited_for_and_not_lost_too(
+    answers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(members, "_WARN_AFTER_S", 0.1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if answers == "is silent":
+            listener.listen()
+        engine = SGLangEngine(
+            urls=[f"http://127.0.0.1:{listener.getsockname()[1]}"],
+            timeouts=Timeouts(startup_s=1.0, request_s=0.5, hang_s=0.2),
+            probe_interval_s=0.1,
+        )
+        with pytest.raises(EngineError), caplog.at_level("WARNING", logger="lightrl"):
+            engine.start(LARGE)
+    assert [message.partition(";")[0] for message in caplog.messages] == ["No answer yet"]

@@ -65,6 +65,12 @@ def small_server(tmp_path: Path) -> Iterator[Callable[..., SGLangServer]]:
         server.stop(grace_s=0)
 
 
+def ready(server: SGLangServer) -> SGLangServer:
+    server.start()
+    server.wait_ready()
+    return server
+
+
 def ask(server: SGLangServer) -> dict[str, Any]:
     connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
     connection.request("GET", "/", headers={"Authorization": f"Bearer {server.token}"})
@@ -90,50 +96,39 @@ def is_gone(pid: int) -> bool:
 # ---------------------------------------------------------------------- one server
 
 
-def test_a_server_is_ready_after_the_wait_and_gone_after_the_stop(small_server):
+def test_a_server_is_ready_after_the_wait_gone_after_the_stop_and_may_start_again(small_server):
     server = small_server()
     assert not server.is_alive()
-    server.start()
-    server.wait_ready()
-    pid = ask(server)["pid"]
-    assert server.is_alive()
-    server.stop()
-    server.stop()
-    assert is_gone(pid)
-    assert not server.is_ready()
-
-
-def test_a_stopped_server_may_be_started_again(small_server):
-    server = small_server()
     for _ in range(2):
-        server.start()
-        server.wait_ready()
+        pid = ask(ready(server))["pid"]
+        assert server.is_alive()
         with pytest.raises(RuntimeError, match="is already running"):
             server.start()
         server.stop()
+        server.stop()
+        assert is_gone(pid)
+        assert not server.is_ready()
 
 
-@pytest.mark.parametrize(("words", "grace_s"), [(("stubborn",), 0.3), (("child",), 5), (("stubborn", "child"), 0)])
-def test_nothing_outlives_a_stop(small_server, words, grace_s):
-    server = small_server(*words)
-    server.start()
-    server.wait_ready()
+@pytest.mark.parametrize(
+    ("words", "is_hanging", "grace_s"),
+    [
+        pytest.param(("stubborn",), False, 0.3, id="ignores SIGTERM"),
+        pytest.param(("child",), False, 5, id="has a child that ignores it"),
+        pytest.param((), True, 0.3, id="hangs"),
+        pytest.param(("stubborn", "child"), False, 0, id="at once"),
+    ],
+)
+def test_nothing_outlives_a_stop(small_server, words, is_hanging, grace_s):
+    server = ready(small_server(*words))
     answer = ask(server)
+    if is_hanging:
+        os.kill(answer["pid"], signal.SIGSTOP)
+        assert server.is_alive()
+        assert not server.answers(within_s=0.3)
     server.stop(grace_s=grace_s)
     assert is_gone(answer["pid"])
     assert answer["child"] is None or is_gone(answer["child"])
-
-
-def test_a_hanging_server_is_ended_too(small_server):
-    server = small_server()
-    server.start()
-    server.wait_ready()
-    pid = ask(server)["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    assert server.is_alive()
-    assert not server.answers(within_s=0.3)
-    server.stop(grace_s=0.3)
-    assert is_gone(pid)
 
 
 def test_a_server_that_dies_says_command_log_and_last_words_but_not_the_token(small_server):
@@ -186,9 +181,7 @@ def test_nobody_else_gets_the_port_of_a_server_that_is_starting(small_server):
 
 
 def test_a_port_at_which_another_server_answers_is_refused_at_once(small_server):
-    other = small_server()
-    other.start()
-    other.wait_ready()
+    other = ready(small_server())
     server = small_server(port=other.port)
     with pytest.raises(EngineError, match=rf"No server can listen at 127.0.0.1:{other.port}: .*Set host to"):
         server.start()
@@ -200,8 +193,7 @@ def test_a_port_is_kept_from_the_first_start_on_where_zero_was_given(small_serve
     urls = []
     for _ in range(2):
         for server in (kept, new):
-            server.start()
-            server.wait_ready()
+            ready(server)
             urls.append(server.url)
             os.kill(ask(server)["pid"], signal.SIGKILL)
             wait_until(lambda server=server: not server.is_alive())
@@ -234,7 +226,14 @@ time.sleep(60)
 _ENDS = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT, "forked": signal.SIGKILL}
 
 
-@pytest.mark.parametrize("how", ["kill -9", "SIGTERM", "Ctrl-C", "forked", "raises", "exits"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "kill -9",
+        "raises",
+        *(pytest.param(how, marks=pytest.mark.extra) for how in ("SIGTERM", "Ctrl-C", "forked", "exits")),
+    ],
+)
 def test_no_process_of_a_server_outlives_its_trainer(how, tmp_path):
     command = [sys.executable, SMALL_SERVER, "{port}", "stubborn", "child"]
     trainer = subprocess.Popen(
@@ -245,7 +244,6 @@ def test_no_process_of_a_server_outlives_its_trainer(how, tmp_path):
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
     )
-    assert trainer.stdout is not None
     url, token, watch = trainer.stdout.readline().split()
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
     connection.request("GET", "/", headers={"Authorization": f"Bearer {token}"})
@@ -263,9 +261,7 @@ def test_no_process_of_a_server_outlives_its_trainer(how, tmp_path):
 
 
 def test_a_server_dies_with_the_process_that_watches_it(small_server):
-    server = small_server()
-    server.start()
-    server.wait_ready()
+    server = ready(small_server())
     pid = ask(server)["pid"]
     os.kill(server.pid, signal.SIGKILL)
     wait_until(lambda: is_gone(pid))
@@ -276,9 +272,7 @@ def test_a_server_dies_with_the_process_that_watches_it(small_server):
 
 
 def test_servers_listen_on_the_loopback_and_refuse_requests_without_the_token(small_server):
-    server = small_server()
-    server.start()
-    server.wait_ready()
+    server = ready(small_server())
     listening = psutil.Process(ask(server)["pid"]).net_connections("tcp")
     assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
     connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
@@ -319,9 +313,7 @@ def test_killed_with_its_guard_a_server_leaves_no_token_behind(tmp_path, monkeyp
     server = small_server()
     tokens = []
     for _ in range(2):
-        server.start()
-        server.wait_ready()
-        kill_group(server.pid)
+        kill_group(ready(server).pid)
         wait_until(lambda: not server.is_alive())
         tokens.append(list(tmp_path.glob("lightrl-secrets-*")))
     server.stop()
@@ -404,9 +396,7 @@ def test_each_server_gets_its_own_devices():
 
 def test_a_server_sees_its_devices_and_variables_but_not_the_trainers_packages(small_server, monkeypatch):
     monkeypatch.setenv("SGLANG_ANYTHING", "1")
-    server = small_server(devices=[4, 5])
-    server.start()
-    server.wait_ready()
+    server = ready(small_server(devices=[4, 5]))
     found = ask(server)["environment"]
     assert (found["CUDA_VISIBLE_DEVICES"], found["SGLANG_ANYTHING"]) == ("4,5", "1")
     monkeypatch.setenv("PYTHONPATH", "/trainers/own")
@@ -506,40 +496,34 @@ def fleet(small_server) -> Iterator[Callable[..., tuple[ServerFleet, Seen]]]:
         one.stop(grace_s=0)
 
 
-def test_a_killed_server_is_replaced_and_the_others_stay(small_server, fleet):
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("kill -9", r"its process ended \(signal 9\)"),
+        ("SIGSTOP", "it has not answered for"),
+        ("report", "a generation is overdue"),
+    ],
+)
+def test_a_server_that_is_lost_is_replaced_and_the_others_stay(how, reason, small_server, fleet):
     servers = [small_server(), small_server()]
-    running, seen = fleet(servers)
+    running, seen = fleet(servers, **({"hang_timeout_s": 2.0, "probe_interval_s": 0.1} if how == "SIGSTOP" else {}))
     urls = running.start()
     pids = [ask(server)["pid"] for server in servers]
-    os.kill(pids[1], signal.SIGKILL)
+    if how == "report":
+        running.report("http://nobody:1", "unknown")
+        running.report(servers[1].url, "a generation is overdue")
+    else:
+        os.kill(pids[1], signal.SIGKILL if how == "kill -9" else signal.SIGSTOP)
     assert seen.is_there.wait(30)
-    assert seen.events == [("lost", "its process ended (signal 9)"), ("started", servers[1].url)]
+    (lost, why), started = seen.events
+    assert lost == "lost"
+    assert re.match(reason, why)
+    assert started == ("started", servers[1].url)
     assert running.urls[0] == urls[0]
     assert running.urls[1] != urls[1]
     assert ask(servers[0])["pid"] == pids[0]
     assert ask(servers[1])["pid"] != pids[1]
-
-
-def test_a_hanging_server_is_killed_and_replaced(small_server, fleet):
-    servers = [small_server()]
-    running, seen = fleet(servers, hang_timeout_s=0.5, probe_interval_s=0.1)
-    running.start()
-    pid = ask(servers[0])["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    assert seen.is_there.wait(30)
-    assert seen.events[0][1].startswith("it has not answered for")
-    assert is_gone(pid)
-    assert ask(servers[0])["pid"] != pid
-
-
-def test_a_reported_server_is_replaced(small_server, fleet):
-    servers = [small_server()]
-    running, seen = fleet(servers)
-    running.start()
-    running.report("http://nobody:1", "unknown")
-    running.report(servers[0].url, "a generation is overdue")
-    assert seen.is_there.wait(30)
-    assert seen.events[0] == ("lost", "a generation is overdue")
+    assert is_gone(pids[1])
 
 
 def test_a_server_that_does_not_take_the_weights_is_tried_again(small_server, fleet):

@@ -24,8 +24,11 @@ from benchmarks.sync_faults import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+# The first of each kind through each transport, with as few servers as it needs, is in the default run.
+FIRST = {(fault.fault.get("kind"), fault.transport, fault.adapters, fault.damage): fault for fault in reversed(FAULTS)}
+DEFAULT = [(fault.name, min(fault.servers)) for fault in FIRST.values()]
 CASES = [
-    pytest.param(fault, num, id=f"{fault.name}-{num}", marks=[pytest.mark.extra] if num > min(fault.servers) else [])
+    pytest.param(fault, num, id=f"{fault.name}-{num}", marks=[pytest.mark.extra] * ((fault.name, num) not in DEFAULT))
     for fault in FAULTS
     for num in fault.servers
 ]
@@ -44,7 +47,6 @@ def test_a_fault_fires_and_is_noticed_within_one_iteration(
     result = run_fault(fault, num_servers, servers)
     assert result.num_fired == (num_servers if fault.on_all else 1)
     assert result.num_wrong_values > 0 or not fault.is_silent
-    assert result.iterations is not None
     assert result.iterations <= 1
 
 

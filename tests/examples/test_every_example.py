@@ -23,11 +23,7 @@ TWO += ["--trainer.num_sanity_val_steps=0", "--trainer.enable_checkpointing=fals
 DIGITS = ["--data.batch_size=4", "--data.num_validation=20", "--trainer.accelerator=cpu"]
 
 
-@pytest.fixture(autouse=True)
-def _as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's, as the command sets it
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so that what a test seeds is undone with it
+pytestmark = pytest.mark.usefixtures("as_a_command")
 
 
 def configs_of(name: str) -> list[str]:
@@ -85,7 +81,9 @@ def has_run(folder: Path) -> None:
     assert iterations >= {"0", "1"}
 
 
-@pytest.mark.parametrize("name", ["quickstart/grpo.yaml", "ppo/sync.yaml", "ppo/async.yaml"])
+@pytest.mark.parametrize(
+    "name", ["quickstart/grpo.yaml", "ppo/async.yaml", pytest.param("ppo/sync.yaml", marks=pytest.mark.extra)]
+)
 def test_the_digit_examples_start(name: str, tmp_path: Path) -> None:
     fit(tmp_path, ["--config", f"examples/{name}"], *DIGITS)
 
@@ -100,12 +98,7 @@ def test_the_servers_example_starts_with_servers_of_its_kind(tmp_path: Path, for
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "fsdp2",
-        "ppo_meshes",
-        pytest.param("3d_4", marks=pytest.mark.extra),
-        pytest.param("3d_8", marks=pytest.mark.extra),
-    ],
+    ["fsdp2", *(pytest.param(name, marks=pytest.mark.extra) for name in ("ppo_meshes", "3d_4", "3d_8"))],
 )
 def test_the_examples_of_several_processes_start(name: str, tmp_path: Path) -> None:
     configs = configs_of(f"examples/parallel/{name}.yaml")
@@ -133,6 +126,7 @@ def test_gsm8k_starts_on_rows_of_its_form(tmp_path: Path) -> None:
     gsm8k(tmp_path, tmp_path / "train.jsonl")
 
 
+@pytest.mark.extra
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at hand: {GSM8K} does not exist")
 def test_gsm8k_starts_on_its_own_rows(tmp_path: Path) -> None:
     sizes = ["--vocab-size", "1000", "--hidden-size", "32", "--num-layers", "1"]

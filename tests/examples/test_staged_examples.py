@@ -56,34 +56,22 @@ def assert_same(found: dict[str, Tensor], folder: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("stage", "role", "from_stage"),
-    [
-        pytest.param("sft_grpo", "policy", "sft", id="GRPO from SFT"),
-        pytest.param("ppo_from_export", "policy", "sft_grpo", id="PPO from GRPO"),
-        pytest.param("ppo_from_export", "reference", "sft_grpo", id="PPO's reference from GRPO"),
-        pytest.param("ppo_from_export", "critic", "reward_model", id="PPO's critic from the reward model"),
-    ],
-)
-def test_each_stage_begins_with_the_weights_that_the_one_before_ended_with(
-    runs: Path, stage: str, role: str, from_stage: str
-) -> None:
-    assert_same(begun_with(runs / stage, role), runs / from_stage / "export")
+def test_each_stage_begins_with_the_weights_that_the_one_before_ended_with(runs: Path) -> None:
+    for stage, role, from_stage in (
+        ("sft_grpo", "policy", "sft"),
+        ("ppo_from_export", "policy", "sft_grpo"),
+        ("ppo_from_export", "reference", "sft_grpo"),
+        ("ppo_from_export", "critic", "reward_model"),
+    ):
+        assert_same(begun_with(runs / stage, role), runs / from_stage / "export")
 
 
-@pytest.mark.parametrize(
-    ("stage", "role", "folder"),
-    [
-        ("sft", "policy", "export"),
-        ("sft_grpo", "policy", "export"),
-        ("reward_model", "reward_model", "export"),
-        ("ppo_from_export", "policy", "export"),
-        ("ppo_from_export", "critic", "critic"),
-    ],
-)
-def test_no_stage_ends_with_the_weights_that_it_began_with(runs: Path, stage: str, role: str, folder: str) -> None:
-    before, after = begun_with(runs / stage, role), load_file(runs / stage / folder / "model.safetensors")
-    assert not all(torch.equal(before[name], value) for name, value in after.items())
+def test_no_stage_ends_with_the_weights_that_it_began_with(runs: Path) -> None:
+    roles = {"sft": "policy", "sft_grpo": "policy", "reward_model": "reward_model", "ppo_from_export": "policy"}
+    ends = [(runs / stage, role, "export") for stage, role in roles.items()]
+    for run, role, folder in [*ends, (runs / "ppo_from_export", "critic", "critic")]:
+        before, after = begun_with(run, role), load_file(run / folder / "model.safetensors")
+        assert not all(torch.equal(before[name], value) for name, value in after.items()), (run, role)
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])

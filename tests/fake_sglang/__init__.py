@@ -2,10 +2,9 @@
 
 Reading order:
     process.py    FakeServerProcess starts a server and ends it; __main__.py is the program it starts
-    server.py     routes of generation, pause and memory; weights.py  of weights; lora.py  of adapters
+    server.py     routes of generation, pause and memory; weights.py  of weights and adapters, and the prefix cache
     faults.py     what goes wrong with which requests; wrong_loads.py  with weights, in silence
-    cache.py      which prompts it has seen; draft.py  its draft model
-    script.py     completions by rule, without torch; model.py  with a LocalEngine
+    script.py     completions by rule, without torch; model.py  with a LocalEngine, and a draft model
     layout.py     the names and shards under which SGLang holds parameters
 """
 

@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
-from fake_sglang.draft import DraftModel
 from fake_sglang.faults import Fault
 from fake_sglang.layout import checksums
 from fake_sglang.script import Refused, Run, ScriptedModel
@@ -36,8 +35,24 @@ from lightrl.errors import EngineError
 from lightrl.functional.supports import decode_supports
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
+from lightrl.weights.server_form import OUTPUT_HEAD
 
 ALL_TOKENS = 2**30  # SGLang's top_k without a bound
+_SHARED_WITH_DRAFT = ("model.embed_tokens.weight", OUTPUT_HEAD)
+
+
+class DraftModel:
+    """A draft model as EAGLE's in SGLang 0.5.23: the target's own embedding and head, and a layer that no load reaches.
+
+    It has checksums and drafts nothing.
+    """
+
+    def __init__(self) -> None:
+        self.own = {"model.fc.weight": torch.ones(4, 8)}
+        self.target: Callable[[], dict[str, Tensor]] = dict  # the target's parameters
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.target().items() if name in _SHARED_WITH_DRAFT} | self.own
 
 
 class EmbeddedModel(ScriptedModel):

@@ -30,11 +30,9 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from fake_sglang.cache import PromptCache
 from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS, Fault, Faults, faulty_answer
-from fake_sglang.lora import LoraRoutes
 from fake_sglang.script import Refused, Run, ScriptedModel
-from fake_sglang.weights import Route, WeightRoutes
+from fake_sglang.weights import LoraRoutes, PromptCache, Route, WeightRoutes
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.open_files import raise_open_files
 
@@ -59,7 +57,6 @@ class FakeServer:
             self._arm(fault)
         self.counts: Counter[str] = Counter()
         self.started_at = time.time()
-        self.most_running = 0
         self._runs: dict[str, Run] = {}
         self._released: Counter[str] = Counter()
         self._lora = LoraRoutes(
@@ -213,7 +210,6 @@ class FakeServer:
                 if run.is_aborted:
                     break
             look_up()
-            self.most_running = max(self.most_running, len(self._runs))
             writing = asyncio.ensure_future(self.model.write(run))
             aborting = asyncio.ensure_future(run.aborted.wait())
             try:
@@ -326,7 +322,7 @@ class FakeServer:
     async def _stats(self, request: web.Request) -> web.Response:
         return web.json_response({
             "requests": dict(self.counts), "running": len(self._runs),
-            "written": [len(run.token_ids) for run in self._runs.values()], "most_running": self.most_running,
+            "written": [len(run.token_ids) for run in self._runs.values()],
             "processor_s": time.process_time(), "is_paused": not self._unpaused.is_set(),
             "is_bracketed": self._weights.is_bracketed,
             "released": [tag for tag, count in self._released.items() if count],
@@ -438,8 +434,7 @@ async def _serve(options: argparse.Namespace) -> None:
             version=options.weight_version,
         )
     else:
-        from fake_sglang.draft import DraftModel
-        from fake_sglang.model import EmbeddedModel, JudgingModel
+        from fake_sglang.model import DraftModel, EmbeddedModel, JudgingModel
 
         model = (
             JudgingModel(options.model_path, version=options.weight_version)

@@ -104,6 +104,7 @@ def ray() -> Iterator[Ray]:
         yield made
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 class TestOnOneNode:
     def launched(self, ray: Ray, folder: Path, programs: dict[str, str], **settings) -> RayLauncher:
@@ -163,6 +164,7 @@ class TestOnOneNode:
             time.sleep(0.1)
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
@@ -288,6 +290,7 @@ class TestNumbers:
             assert run.finish() == 0, run.output()
         assert_same_numbers(run.folder, expected, 5)
 
+    @pytest.mark.extra
     def test_a_server_of_the_cluster_gives_the_run_of_a_server_of_its_own(self, ray, tmp_path):
         own = engine(tmp_path, servers=1)
         expected = one_process(tmp_path / "reference", 3, engine=own)
@@ -297,6 +300,7 @@ class TestNumbers:
         assert_same_numbers(run.folder, expected, 3)
         assert "routable  version 3" in status_text(run.folder / "runs")
 
+    @pytest.mark.extra
     @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
     def test_two_hosts_with_two_ranks_each_learn_what_one_process_learns(self, expected, tmp_path):
         with Hosts(2, are_named=True) as hosts, Ray(hosts, paths=(str(HERE), str(ROOT))) as cluster:

@@ -132,6 +132,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 class TestOnSlurm:
     pytestmark = ON_SLURM
 
+    @pytest.mark.extra
     @pytest.mark.timeout(300)
     def test_both_steps_run_at_once_and_the_warning_before_the_time_limit_saves_and_requeues(self, slurm, tmp_path):
         plan = plan_in(tmp_path, recover=Recover(retries=1), time_limit="1", warning_s=40)
@@ -161,6 +162,7 @@ class TestOnSlurm:
         assert "The time limit is near" in log
         assert "Requeued after 0 restarts." in log
 
+    @pytest.mark.extra
     def test_a_canceled_job_asks_the_trainer_to_end_and_is_not_requeued(self, slurm, tmp_path):
         plan = plan_in(tmp_path, recover=Recover(retries=1))
         write_files(plan, "", SlurmLauncher(plan).files())
@@ -170,6 +172,7 @@ class TestOnSlurm:
         slurm.wait_for(job, "COMPLETED", timeout_s=LONGEST_S)
         assert [one["role"] for one in notes(tmp_path)[3:]] == ["trainer", "trainer", "servers"]
 
+    @pytest.mark.extra
     @pytest.mark.timeout(300)
     def test_a_heterogeneous_job_starts_again_as_a_whole(self, slurm, tmp_path):
         plan = plan_in(tmp_path, recover=Recover(retries=1), server_options={"nodelist": "node1"})
@@ -190,6 +193,7 @@ class TestOnSlurm:
         assert ended == ["servers", "trainer", "trainer", "servers"]
         assert "Job step aborted" not in (Path(plan.folder) / "job.log").read_text()  # servers were asked to end
 
+    @pytest.mark.extra
     @pytest.mark.timeout(300)
     @pytest.mark.parametrize("retries", [1, 0])
     def test_a_lost_host_ends_the_job_which_goes_on_elsewhere_if_it_may(self, retries, tmp_path):

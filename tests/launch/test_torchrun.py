@@ -59,6 +59,7 @@ def iteration(runs: Path) -> int:
     return int(json.loads(files[-1].read_text())["iteration"]) if files else -1
 
 
+@pytest.mark.extra
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.timeout(900)

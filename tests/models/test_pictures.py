@@ -23,7 +23,6 @@ from lightrl.weights import bucketed
 
 def pictures() -> Pictures:
     found = Pictures.of(picture_spec().load_config())
-    assert found is not None
     return found
 
 

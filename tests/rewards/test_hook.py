@@ -6,8 +6,8 @@ import threading
 
 import pytest
 from reward_functions import obey, obey_async, trajectory_that
+from test_pool import reasons
 
-from lightrl.errors import RewardError
 from lightrl.rewards import Judgment, RewardHook
 
 
@@ -20,10 +20,6 @@ def outcomes(hook: RewardHook, *trajectories: object) -> list[object]:
         return asyncio.run(gathered())
     finally:
         hook.close()
-
-
-def reasons(results: list[object]) -> list[object]:
-    return [result.reason if isinstance(result, RewardError) else result.reward for result in results]
 
 
 class Scale:

@@ -58,35 +58,22 @@ def test_nothing_earns_nothing(completion):
     assert judged(completion, "5") == {"reward": 0.0, "accuracy": 0.0, "lenient_accuracy": 0.0, "format": 0.0}
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "#### " + "9" * 100_000,
-        r"\boxed{" * 20_000,
-        r"\boxed{" + "{" * 50_000 + "}" * 50_000 + "}",
-        "9," * 50_000,
-        "١٢٣" * 9,
-        r"\boxed{" + "+1" * 50_000 + "}",
-        r"\boxed{𝟜𝟚 \u202e ４１ \ud800}",
-        "#### 1e99",
-        "the answer is " * 20_000,
-        "the answer is" + " " * 100_000,
-        r"\boxed{" + r"\text{" * 20_000 + "}" * 20_001,
-    ],
-    ids=[
-        "digits",
-        "open boxes",
-        "nested braces",
-        "commas",
-        "other digits",
-        "long sum",
-        "unicode",
-        "exponent",
-        "phrases",
-        "spaces",
-        "texts",
-    ],
-)
+ADVERSARIAL = {
+    "digits": "#### " + "9" * 100_000,
+    "open boxes": r"\boxed{" * 20_000,
+    "nested braces": r"\boxed{" + "{" * 50_000 + "}" * 50_000 + "}",
+    "commas": "9," * 50_000,
+    "other digits": "١٢٣" * 9,
+    "long sum": r"\boxed{" + "+1" * 50_000 + "}",
+    "unicode": r"\boxed{𝟜𝟚 \u202e ４１ \ud800}",
+    "exponent": "#### 1e99",
+    "phrases": "the answer is " * 20_000,
+    "spaces": "the answer is" + " " * 100_000,
+    "texts": r"\boxed{" + r"\text{" * 20_000 + "}" * 20_001,
+}
+
+
+@pytest.mark.parametrize("completion", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_adversarial_texts_return(completion):
     assert judged(completion, "42")["accuracy"] == 0.0
 
@@ -121,7 +108,7 @@ def test_a_prompt_without_a_reference_is_refused(fields):
         math_answer(trajectory_that("#### 4", **fields))
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.extra), "test"])
 def test_each_gsm8k_solution_earns_1_for_its_own_problem_and_no_accuracy_for_another(split):
     if not GSM8K.is_dir():
         pytest.skip(f"{GSM8K} is not here")

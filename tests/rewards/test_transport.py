@@ -56,28 +56,3 @@ def test_what_a_reward_function_got_can_be_copied() -> None:
     assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == judged()
     with pytest.raises(AttributeError, match=r"Trajectory has no 'tokens'; it has .*'token_ids'"):
         seen.tokens  # noqa: B018
-
-
-def test_a_group_shares_its_prompts_json() -> None:
-    class Counted(dict):
-        num_read = 0
-
-        def items(self):
-            Counted.num_read += 1
-            return super().items()
-
-    first = trajectory_that(answer="7")
-    object.__setattr__(first.prompt, "fields", Counted(first.prompt.fields))
-    pool = RewardPool("reward_functions.length", search_paths=[str(Path(__file__).parent)])
-    pool.start()
-    try:
-
-        async def scores() -> list[object]:
-            return await asyncio.gather(*(pool.score(replace(first, sample=sample)) for sample in range(4)))
-
-        assert len(asyncio.run(scores())) == 4
-    finally:
-        pool.close()
-    num_together, Counted.num_read = Counted.num_read, 0
-    prompt_to_bytes(first.prompt)
-    assert num_together == Counted.num_read > 0

@@ -188,6 +188,7 @@ def finish_in_a_process(root, version, parts, base):
     send(DeltaFolder(root), version, parts, base)
 
 
+@pytest.mark.extra
 def test_bit_equal_after_1000_versions_with_crashes_repetitions_gaps_and_torn_files(tmp_path, trainer):
     """Each version arrives by whatever way works; a fault never leaves anything but the trainer's version or none."""
     chance = random.Random(0)

@@ -13,7 +13,6 @@ from weight_cases import buckets, parameters
 from lightrl.errors import WeightSyncError
 from lightrl.weights import ServerForm, WeightFolder, bucketed
 from lightrl.weights import disk as disk_module
-from lightrl.weights.disk import is_whole
 
 CONFIG = Qwen3Config()
 
@@ -71,24 +70,6 @@ def test_a_version_may_be_written_again_after_a_resume(tmp_path):
     folder.write(buckets(parameters(seed=0)), 5)
     place = folder.write(buckets(parameters(seed=1)), 5)
     assert torch.equal(contents(place)["a.weight"], parameters(seed=1)["a.weight"])
-
-
-def test_what_a_killed_writer_left_is_no_version_and_goes_with_the_next_write(tmp_path):
-    folder = WeightFolder(tmp_path, CONFIG)
-    writer = folder.begin(1)
-    writer.add(next(buckets(parameters())))
-    assert folder.versions() == []
-    folder.write(buckets(parameters()), 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["version-00000002"]
-
-
-def test_a_shortened_file_makes_a_version_not_whole(tmp_path):
-    folder = WeightFolder(tmp_path, CONFIG)
-    place = folder.write(buckets(parameters()), 2)
-    assert is_whole(place)
-    file = place / "model-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    assert folder.versions() == []
 
 
 def test_an_older_number_than_those_kept_stays_when_it_was_just_written(tmp_path):

@@ -1,61 +1,27 @@
-"""A tokenizer of characters with ChatML, scripted policies, and how to play one agent: what tests of agents share."""
+"""Scripted policies, and how to play one agent with the openai client: what tests of agents share."""
 
 from __future__ import annotations
 
 import asyncio
-import string
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+from chat_texts import CHATML, END, chat_tokenizer, started
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.trajectory import Prompt, Sampling, Trajectory
-from lightrl.weights import Bucket
 from lightrl.workflows.agent_workflow import AgentWorkflow
 from lightrl.workflows.workflow import Generate
 
-# `ab` is one token that no text is encoded to: the policy can write it, and encoding its text again gives two others.
-LETTERS = ["<|im_start|>", "<|im_end|>", "ab", *string.printable]
-END = 1
-UNUSUAL = 2
-CONFIG = Qwen3Config(
-    vocab_size=len(LETTERS),
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    max_position_embeddings=512,
-    initializer_range=0.4,
-    eos_token_id=END,
-)
-TEMPLATE = (
-    "{% if tools %}{{ '<|im_start|>tools\n' }}{{ tools | tojson }}{{ '<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+TEMPLATE = "{% if tools %}{{ '<|im_start|>tools\n' }}{{ tools | tojson }}{{ '<|im_end|>\n' }}{% endif %}" + CHATML
 SAMPLING = Sampling(max_new_tokens=200, stop_token_ids=(END,), seed=3)
 PROMPT = Prompt(id="a", token_ids=[5], fields={"number": 7})
 
 
-def chat_tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(LETTERS)}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
-TOKENIZER = chat_tokenizer()
+TOKENIZER = chat_tokenizer(TEMPLATE)
 
 
 def encode(text: str) -> list[int]:
@@ -79,13 +45,7 @@ def user(text: str) -> dict[str, Any]:
 def scripted(*texts: str, **settings: Any) -> FakeEngine:
     """A policy that says these, request by request, each with its end token."""
     said = iter(texts)
-    return loaded(FakeEngine(script=lambda prompt, sampling, sample: [*encode(next(said)), END], **settings))
-
-
-def loaded(engine: FakeEngine, version: int = 0) -> FakeEngine:
-    engine.start(CONFIG)
-    engine.load_weights([Bucket({})], weight_version=version)
-    return engine
+    return started(FakeEngine(script=lambda prompt, sampling, sample: [*encode(next(said)), END], **settings))
 
 
 def generate_with(engine: RolloutEngine, sampling: Sampling = SAMPLING) -> Generate:

@@ -23,5 +23,4 @@ def test_the_agent_of_the_page_is_trained_on_both_of_its_turns() -> None:
         "41<|im_end|>",
         "42<|im_end|>",
     ]
-    assert trajectory.rewards is not None
     assert trajectory.rewards[-1] == 1.0

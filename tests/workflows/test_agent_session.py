@@ -11,24 +11,21 @@ import openai
 import pytest
 import torch
 from agent_cases import (
-    CONFIG,
-    END,
     PROMPT,
     SAMPLING,
     TOKENIZER,
-    UNUSUAL,
     ask,
     client_of,
     decode,
     encode,
     generate_with,
-    loaded,
     play,
     scripted,
     user,
     with_client,
     workflow_of,
 )
+from chat_texts import CONFIG, END, letters, started
 from engine_contract import recomputed_logprobs
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -94,7 +91,6 @@ def test_the_trajectory_keeps_the_prompt_of_the_data_and_the_tokens_that_the_age
 
 def test_an_agent_that_changes_its_prompt_changes_nobody_elses() -> None:
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
-        assert prompt.messages is not None
         async with client_of(base_url, api_key) as client:
             prompt.messages.append(await ask(client, prompt.messages))
 
@@ -118,12 +114,12 @@ def test_what_the_policy_wrote_is_never_encoded_again(answered: Any) -> None:
         first = await ask(client, [user("hi")])
         await ask(client, [user("hi"), answered(first), user("more")])
 
-    engine = loaded(FakeEngine(script=lambda prompt, sampling, sample: [UNUSUAL, END]))
+    engine = started(FakeEngine(script=lambda prompt, sampling, sample: [*letters("ab"), END]))
     trajectory = play(with_client(talk), engine)
-    assert encode("ab") != [UNUSUAL]
+    assert encode("ab") != letters("ab")
     start = encode(opening("hi"))
-    assert engine.requests[1].token_ids == [*start, UNUSUAL, END, *encode("\n" + opening("more"))]
-    assert trajectory.token_ids == [*engine.requests[1].token_ids, UNUSUAL, END]
+    assert engine.requests[1].token_ids == [*start, *letters("ab"), END, *encode("\n" + opening("more"))]
+    assert trajectory.token_ids == [*engine.requests[1].token_ids, *letters("ab"), END]
     assert trajectory.metrics["dropped_branches"] == 0
 
 
@@ -191,28 +187,27 @@ def test_tools_make_the_round_from_the_policy_to_the_agent_and_back(is_streamed:
     assert between == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert decode(trajectory.token_ids).startswith("<|im_start|>tools\n[{")
     assert trajectory.metrics["dropped_branches"] == 0
-    assert trajectory.rewards is not None
     assert trajectory.rewards[-1] == 1.0
 
 
-def test_a_malformed_tool_call_reaches_the_agent_as_text() -> None:
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        pytest.param("<tool_call>{oh</tool_call>", {"tools": [ADD]}, id="malformed"),
+        pytest.param('<tool_call>{"name": "add", "arguments": {}}</tool_call>', {}, id="no tools in the request"),
+        pytest.param(
+            '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
+            {"tools": [ADD], "tool_choice": "none"},
+            id="none to be called",
+        ),
+    ],
+)
+def test_what_is_no_call_of_a_tool_reaches_the_agent_as_text(text: str, settings: dict[str, Any]) -> None:
     async def talk(client: AsyncOpenAI) -> None:
-        message = await ask(client, [user("2+3?")], tools=[ADD])
-        assert message.tool_calls is None
-        assert message.content == "<tool_call>{oh</tool_call>"
+        message = await ask(client, [user("2+3?")], **settings)
+        assert (message.tool_calls, message.content) == (None, text)
 
-    play(with_client(talk), scripted("<tool_call>{oh</tool_call>"))
-
-
-def test_without_tools_in_the_request_a_tool_call_is_text() -> None:
-    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-
-    async def talk(client: AsyncOpenAI) -> None:
-        for settings in ({}, {"tools": [ADD], "tool_choice": "none"}):
-            message = await ask(client, [user("2+3?")], **settings)
-            assert (message.tool_calls, message.content) == (None, text)
-
-    play(with_client(talk), scripted(text, text))
+    play(with_client(talk), scripted(text))
 
 
 def test_rewritten_history_begins_a_branch_and_the_one_with_most_tokens_of_the_policy_is_trained() -> None:
@@ -237,7 +232,7 @@ def test_a_branch_shares_the_tokens_of_the_turns_before_it() -> None:
         asked = decode(prompt)
         return [*encode("a longer answer" if "y" in asked else "short"), END]
 
-    trajectory = play(with_client(talk), loaded(FakeEngine(script=script)))
+    trajectory = play(with_client(talk), started(FakeEngine(script=script)))
     assert written(trajectory) == ["short<|im_end|>", "a longer answer<|im_end|>"]
     assert trajectory.metrics == {"turns": 2.0, "dropped_branches": 1.0}
 
@@ -268,7 +263,7 @@ def test_fifty_sessions_at_once_never_mix() -> None:
         number = text.rpartition("[")[2].partition("]")[0]
         return [*encode(f"{number}.{text.count('assistant') - 1}"), END]
 
-    engine = loaded(FakeEngine(script=script, seconds_per_token=lambda prompt, sampling: 0.001 * (len(prompt) % 3)))
+    engine = started(FakeEngine(script=script, seconds_per_token=lambda prompt, sampling: 0.001 * (len(prompt) % 3)))
 
     async def scenario() -> list[Trajectory]:
         workflow = workflow_of(agent, max_agents=50)
@@ -278,7 +273,6 @@ def test_fifty_sessions_at_once_never_mix() -> None:
     for number, trajectory in enumerate(asyncio.run(scenario())):
         assert written(trajectory) == [f"{number}.{turn}<|im_end|>" for turn in range(3)]
         assert decode(trajectory.token_ids).count(f"[{number}]") == 3
-        assert trajectory.rewards is not None
         assert trajectory.rewards[-1] == number
         assert trajectory.metrics["dropped_branches"] == 0
 
@@ -295,7 +289,7 @@ def test_max_agents_run_at_a_time_and_the_others_wait() -> None:
 
     async def scenario() -> int:
         workflow = workflow_of(with_client(talk), max_agents=3)
-        generate = generate_with(loaded(FakeEngine()))
+        generate = generate_with(started(FakeEngine()))
         return len(await asyncio.gather(*(workflow.run(Prompt(f"{i}", token_ids=[5]), generate) for i in range(8))))
 
     assert asyncio.run(scenario()) == 8
@@ -309,7 +303,7 @@ def test_a_request_may_ask_for_less_than_the_run_but_not_for_more(name: str) -> 
             answer = await client.chat.completions.create(model="policy", messages=[user("hi")], **{name: asked})
             assert answer.choices[0].finish_reason == "length"
 
-    engine = loaded(FakeEngine(script=lambda prompt, sampling, sample: encode("x" * 500)))
+    engine = started(FakeEngine(script=lambda prompt, sampling, sample: encode("x" * 500)))
     trajectory = play(with_client(talk), engine)
     assert [request.sampling.max_new_tokens for request in engine.requests] == [5, SAMPLING.max_new_tokens]
     assert trajectory.is_truncated
@@ -334,11 +328,10 @@ async def goes_on_forever(client: AsyncOpenAI) -> float:
 
 
 def test_an_agent_that_fails_because_there_is_no_room_has_a_truncated_trajectory() -> None:
-    engine = loaded(FakeEngine(script=lambda prompt, sampling, sample: [*encode("on"), END]))
+    engine = started(FakeEngine(script=lambda prompt, sampling, sample: [*encode("on"), END]))
     trajectory = play(with_client(goes_on_forever), engine, max_tokens=150, truncated_reward=-1.0)
     assert trajectory.is_truncated
     assert 100 < len(trajectory.token_ids) <= 150
-    assert trajectory.rewards is not None
     assert trajectory.rewards[-1] == -1.0
 
 
@@ -354,7 +347,6 @@ def test_no_room_is_an_error_that_the_agent_can_handle() -> None:
 
     trajectory = play(with_client(talk), scripted("fine"), max_tokens=60)
     assert trajectory.is_truncated
-    assert trajectory.rewards is not None
     assert trajectory.rewards[-1] == 0.25
 
 

@@ -159,21 +159,16 @@ def test_each_turn_has_the_weight_version_that_wrote_it():
 # ---------------------------------------------------------------------- chat templates
 
 
-@pytest.mark.parametrize("template", [CHATML, TRIMS], ids=["ChatML", "one that trims white space"])
-def test_a_template_that_only_adds_is_taken(template: str):
-    trajectory = played(workflow(AGAIN, DONE, template=template), writes([*letters(" 3\n"), END], [END]))
+def test_a_template_that_only_adds_is_taken_though_it_trims_white_space():
+    trajectory = played(workflow(AGAIN, DONE, template=TRIMS), writes([*letters(" 3\n"), END], [END]))
     assert trajectory.token_ids[-1 - len(ids(BETWEEN)) : -1] == ids(BETWEEN)
 
 
-def test_a_template_that_takes_thinking_out_is_refused_with_the_fix_named():
+def test_a_template_that_takes_thinking_out_is_refused_and_the_named_fix_works():
     with pytest.raises(ValueError, match=r"rewrites history.*</think>.*Set chat_template="):
         workflow(AGAIN, template=TAKES_THINKING_OUT)
-
-
-def test_the_fix_works():
-    settings = {"template": TAKES_THINKING_OUT, "chat_template": CHATML}
-    trajectory = played(workflow(AGAIN, DONE, **settings), writes([*letters("3"), END], [END]))
-    assert len(trajectory.turns) == 2
+    fixed = workflow(AGAIN, DONE, template=TAKES_THINKING_OUT, chat_template=CHATML)
+    assert len(played(fixed, writes([*letters("3"), END], [END])).turns) == 2
 
 
 def test_history_that_is_rewritten_for_what_the_policy_wrote_drops_the_trajectory():
@@ -257,19 +252,15 @@ def test_a_trajectory_never_has_more_than_max_tokens():
         assert len(trajectory.turns) == 1 + (room - 1) // (3 + len(ids(BETWEEN)))
 
 
-def test_without_max_tokens_a_trajectory_may_fill_the_context():
-    whole = workflow(AGAIN)
-    whole.fit_context(57)
-    assert whole.max_tokens == 57
-    given = workflow(AGAIN, max_tokens=57)
-    given.fit_context(57)
+def test_max_tokens_is_the_models_context_if_it_is_not_given_and_never_more():
+    whole, given = workflow(AGAIN), workflow(AGAIN, max_tokens=57)
+    for flow in (whole, given):
+        flow.fit_context(57)
+        assert flow.max_tokens == 57
     given.fit_context(None)
     assert given.max_tokens == 57
-
-
-def test_more_than_the_context_is_refused():
     with pytest.raises(ValueError, match=r"max_tokens=57 of MultiTurn exceeds the model's context of 56 tokens.*Lower"):
-        workflow(AGAIN, max_tokens=57).fit_context(56)
+        given.fit_context(56)
 
 
 def test_a_prompt_without_room_is_dropped():
@@ -277,15 +268,12 @@ def test_a_prompt_without_room_is_dropped():
         played(workflow(DONE, max_tokens=3), writes([END]))
 
 
-def test_when_the_time_is_over_the_finished_turns_remain():
+def test_when_the_time_is_over_the_finished_turns_remain_and_without_one_the_trajectory_is_dropped():
     engine = writes([END], [END])
     engine.hang_requests = {1}
     trajectory = played(workflow(AGAIN, AGAIN, time_limit_s=0.3), engine)
     assert (len(trajectory.turns), trajectory.is_truncated) == (1, True)
     assert trajectory.loss_mask[-1]
-
-
-def test_without_a_finished_turn_in_time_the_trajectory_is_dropped():
     engine = writes([END])
     engine.hang_requests = {0}
     with pytest.raises(RolloutError, match=r"time_limit_s=0.05"):

@@ -21,13 +21,13 @@ from agent_cases import (
     ask,
     client_of,
     generate_with,
-    loaded,
     play,
     scripted,
     user,
     with_client,
     workflow_of,
 )
+from chat_texts import started
 from openai import AsyncOpenAI, DefaultHttpxClient, OpenAI
 
 from lightrl.engines.fake_engine import FakeEngine
@@ -74,15 +74,11 @@ def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightrl")]
 
 
-def test_a_sync_agent_runs_in_a_thread_and_returns_its_reward() -> None:
-    trajectory = play(talk_once, scripted("hello"))
+@pytest.mark.parametrize("agent", [talk_once, "test_openai_endpoint.talk_once"], ids=["function", "dotted path"])
+def test_a_sync_agent_runs_in_a_thread_and_returns_its_reward(agent: Any) -> None:
+    trajectory = play(agent, scripted("hello"))
     assert trajectory.completion == "hello"
-    assert trajectory.rewards is not None
     assert trajectory.rewards[-1] == 1.0
-
-
-def test_an_agent_may_be_given_by_its_dotted_path() -> None:
-    assert play("test_openai_endpoint.talk_once", scripted("hello")).completion == "hello"
 
 
 @pytest.mark.parametrize(("excepted", "num_warnings"), [("", 1), ("localhost,127.0.0.1", 0)])
@@ -121,19 +117,9 @@ def test_a_stream_gives_the_same_text_finish_and_usage_as_a_whole_answer() -> No
     play(with_client(talk), scripted("one", "one"))
 
 
-def test_the_client_collects_a_stream_with_its_own_helper() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
-        async with client.chat.completions.stream(model="policy", messages=[user("hi")]) as stream:
-            final = await stream.get_final_completion()
-        assert final.choices[0].message.content == "one"
-
-    play(with_client(talk), scripted("one"))
-
-
 def test_usage_and_fingerprint_say_tokens_and_weight_version() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         answer = await client.chat.completions.create(model="policy", messages=[user("hi")])
-        assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (21, 4)
         assert answer.system_fingerprint == "weight-version-0"
         assert [model.id async for model in client.models.list()] == ["policy"]
@@ -244,7 +230,7 @@ def test_an_engine_error_reaches_the_run_at_once_and_is_not_asked_again() -> Non
         except openai.InternalServerError:
             await asyncio.sleep(3600)
 
-    engine = loaded(FakeEngine(fail_requests={0}))
+    engine = started(FakeEngine(fail_requests={0}))
     with pytest.raises(EngineError, match="fails request 0"):
         play(with_client(talk), engine)
     assert len(engine.requests) == 1
@@ -309,7 +295,7 @@ def test_a_request_that_the_agent_gives_up_leaves_the_engine() -> None:
             await asyncio.sleep(0.01)
         await ask(client, [user("hi")])
 
-    engine = loaded(FakeEngine(seconds_per_token=lambda prompt, sampling: 3600.0 if not engine.requests[1:] else 0.0))
+    engine = started(FakeEngine(seconds_per_token=lambda prompt, sampling: 3600.0 if not engine.requests[1:] else 0.0))
     assert len(play(with_client(talk), engine).turns) == 1
 
 
@@ -330,7 +316,7 @@ def test_what_is_still_asked_when_the_agent_returns_is_cancelled() -> None:
 
     clients: list[AsyncOpenAI] = []
     late: list[asyncio.Future[Any]] = []
-    engine = loaded(FakeEngine(seconds_per_token=lambda prompt, sampling: 3600.0 if engine.requests[1:] else 0.0))
+    engine = started(FakeEngine(seconds_per_token=lambda prompt, sampling: 3600.0 if engine.requests[1:] else 0.0))
     asyncio.run(scenario())
 
 
@@ -351,7 +337,7 @@ def test_a_trajectory_cancelled_anywhere_leaves_no_request_port_or_thread(ticks:
         while engine.num_running:
             await asyncio.sleep(0)
 
-    engine = loaded(FakeEngine(seconds_per_token=3600.0))
+    engine = started(FakeEngine(seconds_per_token=3600.0))
     asyncio.run(scenario())
     assert engine.num_running == 0
     assert not any(is_open(base_url) for base_url in seen)
@@ -369,7 +355,7 @@ seen_by_threads: list[str] = []
 
 
 def test_closing_the_controller_ends_agents_requests_threads_and_port() -> None:
-    engine, judge = loaded(FakeEngine(seconds_per_token=3600.0)), RewardHook(lambda trajectory: 1.0)
+    engine, judge = started(FakeEngine(seconds_per_token=3600.0)), RewardHook(lambda trajectory: 1.0)
     judge.start()
     controller = RolloutController(engine, workflow_of(ask_in_a_thread), judge, RolloutSettings(), sampling=SAMPLING)
 
