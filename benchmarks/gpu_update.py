@@ -12,7 +12,7 @@ of a quarter of the longest) and fused AdamW, and take turns. A round is one mic
 `update` is forward, backward and optimizer step, `logprobs` a forward without gradient. MFU counts only what the model
 needs for real tokens: the head at loss tokens, half of causal attention, nothing twice; it is the share of `--tflops`,
 by default an H200's 989 for dense bfloat16 from its data sheet. `state_gib` is parameters, gradients and both moments;
-`activations_gib` is what layers and head need of a microbatch, on paper; `memory_gib` is the measured peak of an update.
+`activations_gib` is what layers and head need, on paper; `memory_gib` is the measured peak of an update.
 """
 
 from __future__ import annotations

@@ -278,7 +278,8 @@ class Misfit:
     def text(self) -> str:
         parts = ", ".join(f"{name} {bytes_text(self.device[name])}" for name in sorted(self.device, key=self._order))
         total, room = bytes_text(sum(self.device.values())), bytes_text(self.usable)
-        return f"{self.where} needs {total} ({parts}), but {room} are usable of {bytes_text(self.given)}; {self.fix}"
+        need = "need" if self.where.startswith("ranks") else "needs"
+        return f"{self.where} {need} {total} ({parts}), but {room} are usable of {bytes_text(self.given)}; {self.fix}"
 
     def _order(self, name: str) -> float:
         return -self.device[name]
@@ -345,10 +346,12 @@ def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedR
         rows = rows_of(run, engine)
         yield "trainer.engine's max_batch", rows, lambda size: replace(run, engine=replace(engine, max_rows=size))
     if run.batches_per_update is not None:
-        each, dp = run.longest * run.group_size, run.roles[0].dp
-        rows = math.ceil((run.prompts or 1) / dp)
-        for_batch = lambda size: replace(run, prompts=size, microbatch_tokens=math.ceil(size / dp) * each)  # noqa: E731
-        yield "data.batch_size", rows * dp, for_batch
+        dp, each = run.roles[0].dp, run.longest * run.group_size
+
+        def of_batch(size: int) -> PlannedRun:
+            return replace(run, prompts=size, microbatch_tokens=math.ceil(size / dp) * each)
+
+        yield "data.batch_size", run.prompts or 1, of_batch
         return
     tokens = min(run.microbatch, math.ceil(run.update_tokens / min(role.dp for role in run.roles)))
     yield "model.microbatch_tokens", tokens, lambda size: replace(run, microbatch_tokens=size)

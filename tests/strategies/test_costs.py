@@ -70,8 +70,9 @@ def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int
         dtype = torch.bfloat16 if work.parameter_bytes == 2 else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         for layer in model.model.layers:
-            if is_mixed and not work.copies_weights:
-                layer.to(torch.bfloat16)
+            for module in layer.modules() if is_mixed and not work.copies_weights else ():
+                for key, value in module.named_parameters(recurse=False):
+                    setattr(module, key, torch.nn.Parameter(value.detach().to(torch.bfloat16)))
             if checkpointed:
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     parallel = SingleModel(model, LogprobSettings(entropy_needs_gradient=False), form="packed")
@@ -157,7 +158,7 @@ def test_tp_divides_state_and_activations() -> None:
 
 
 def test_the_best_split_fits_the_memory_where_one_does() -> None:
-    tight = Machine(memory_bytes=3e6)
+    tight = Machine(memory_bytes=4e6)
     assert parallel_3d_cost(config(), 1, 8, 1, WORK, tight).memory_bytes > tight.memory_bytes
     assert best_3d_cost(config(), 8, WORK, tight).memory_bytes <= tight.memory_bytes
 

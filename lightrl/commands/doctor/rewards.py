@@ -47,7 +47,7 @@ def format_rows(rows: Sequence[ReplayRow], width: int) -> str:
 
     A prompt that is too long loses its start, a completion its middle, where answers are rare.
     """
-    table = [("prompt", "completion", "extracted", "reward", "latency", "same")]
+    table: list[tuple[str, ...]] = [("prompt", "completion", "extracted", "reward", "latency", "same")]
     for row in rows:
         texts = tuple(map(escape_unprintable, (row.prompt, row.completion, row.extracted or "")))
         reward = "failed" if row.reward is None else f"{row.reward:.3g}"
@@ -55,9 +55,7 @@ def format_rows(rows: Sequence[ReplayRow], width: int) -> str:
     room = max(width - len("  reward   latency  same"), 30) - 4
     needed = [max(num_columns(cells[column]) for cells in table) for column in range(3)]
     widths = [0, 0, 0]
-    for place, column in enumerate(
-        sorted(range(3), key=lambda column: needed[column])
-    ):  # narrow ones get what they need
+    for place, column in enumerate(sorted(range(3), key=needed.__getitem__)):  # narrow ones get what they need
         widths[column] = min(needed[column], room // (3 - place))
         room -= widths[column]
     lines = []
