@@ -317,7 +317,7 @@ def _fix(run: PlannedRun, index: int, room: float) -> str:
         if fits(changed):
             return f"set {settings}"
         for text, most, resized in _sizes(changed):
-            number = _largest(most, lambda size, resized=resized: fits(resized(size)))
+            number = _largest(most, resized, fits)
             if number:
                 return f"set {' and '.join(filter(None, (settings, text)))} to at most {number}"
     if all(role.ranks == range(run.world) for role in run.roles):
@@ -357,12 +357,12 @@ def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedR
     yield "model.microbatch_tokens", tokens, lambda size: replace(run, microbatch_tokens=size)
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below `most`, which does not fit, that fits; 0 if there is none."""
+def _largest(most: int, resized: Callable[[int], PlannedRun], fits: Callable[[PlannedRun], bool]) -> int:
+    """The largest size below `most`, which does not fit, that fits; 0 if there is none."""
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if fits(resized(middle)) else (low, middle)
     return low
 
 

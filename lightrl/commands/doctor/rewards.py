@@ -59,15 +59,15 @@ def format_rows(rows: Sequence[ReplayRow], width: int) -> str:
         widths[column] = min(needed[column], room // (3 - place))
         room -= widths[column]
     lines = []
-    for row, (*texts, reward, latency, same) in zip([None, *rows], table, strict=True):
+    for judged, cells in zip([None, *rows], table, strict=True):
         left = [
             pad(shorten(text, size, keep_start=keep), size)
-            for text, size, keep in zip(texts, widths, (0.0, 0.5, 0.5), strict=True)
+            for text, size, keep in zip(cells[:3], widths, (0.0, 0.5, 0.5), strict=True)
         ]
-        lines.append("  ".join([*left, f"{reward:>6}", f"{latency:>8}", f"{same:>4}"]).rstrip())
-        if row is not None and row.message is not None:
-            message = shorten(escape_unprintable(row.message), max(width - 14, 40), keep_start=0.7)
-            lines.append(f"    {row.reason}: {message}".rstrip())
+        lines.append("  ".join([*left, f"{cells[3]:>6}", f"{cells[4]:>8}", f"{cells[5]:>4}"]).rstrip())
+        if judged is not None and judged.message is not None:
+            message = shorten(escape_unprintable(judged.message), max(width - 14, 40), keep_start=0.7)
+            lines.append(f"    {judged.reason}: {message}".rstrip())
     return "\n".join(lines)
 
 
