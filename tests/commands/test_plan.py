@@ -166,13 +166,15 @@ def test_memory_that_is_not_known_is_said_by_plan_launch_and_doctor(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(ROOT)
-    arguments = layer_of(tmp_path, {"path": str(tmp_path / "absent")})
+    folder = tmp_path / "without_config"
+    folder.mkdir()
+    arguments = layer_of(tmp_path, {"path": str(folder)})
     out = printed_plan(capsys, *arguments)
     (line,) = (line for line in out.splitlines() if "Memory was not checked: " in line)
-    assert "absent" in line
+    assert str(folder) in line
     assert launch.run([*arguments, *SECTION, "--launch.ranks=4", "--dry-run"]) == 0
     assert line in capsys.readouterr().out.splitlines()
-    module = GRPO(ModelSpec(path=str(tmp_path / "absent")), reward=len)
+    module = GRPO(ModelSpec(path=str(folder)), reward=len)
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     (finding,) = memory_on_paper(module, trainer, LargestDigit(batch_size=32))
     assert (finding.verdict, finding.text) == ("warning", line)
