@@ -25,6 +25,7 @@ def test_the_policy_writes_and_the_reward_is_shown(settings, config, capsys):
     assert "judged 2 times, with the same results" in said
 
 
+@pytest.mark.extra
 def test_nothing_is_written(settings, config):
     name = config(settings)
     assert main(["doctor", "reward", "--config", name, "--n", "2"]) == 0
@@ -158,6 +159,7 @@ def test_a_table_keeps_its_width_and_the_end_of_a_completion():
         assert lines[1].endswith("no")
 
 
+@pytest.mark.extra
 def test_the_command_works_from_a_shell(settings, config):
     command = [sys.executable, "-m", "lightrl", "doctor", "reward", "--config", config(settings), "--n", "1"]
     assert forked.run(command, capture_output=True, text=True).returncode == 0
