@@ -44,7 +44,7 @@ from benchmarks.report import Report
 from benchmarks.sync_growth import grown
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.servers.held_port import HeldPort
+from lightrl.engines.sglang.servers.server import HeldPort
 from lightrl.engines.sglang.sync.report import Fleet, SyncReport
 from lightrl.engines.sglang.sync.server_sync import ServerSync
 from lightrl.engines.sglang.sync.transports import DeltaTransport

@@ -12,7 +12,7 @@ of a quarter of the longest) and fused AdamW, and take turns. A round is one mic
 `update` is forward, backward and optimizer step, `logprobs` a forward without gradient. MFU counts only what the model
 needs for real tokens: the head at loss tokens, half of causal attention, nothing twice; it is the share of `--tflops`,
 by default an H200's 989 for dense bfloat16 from its data sheet. `state_gib` is parameters, gradients and both moments;
-`activations_gib` is what the layers keep of a microbatch, on paper; `memory_gib` is the measured peak of an update.
+`activations_gib` is what layers and head need, on paper; `memory_gib` is the measured peak of an update.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.report import Report, interleaved, median_ratio
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.costs import activation_bytes
+from lightrl.strategies.costs import Work, peak_bytes
 from lightrl.strategies.packed_attention import kernel_for
 from lightrl.strategies.tensor_plans import layer_parameters
 
@@ -175,7 +175,9 @@ def measure(report: Report, name: str, tokens: int, given: argparse.Namespace, d
     lengths = experience.lengths.tolist()
     gib = 2**30
     state = sum(value.numel() * value.element_size() * 4 for value in contest.model.parameters())
-    activations = activation_bytes(config, sum(lengths), config.num_hidden_layers, checkpointed=False)
+    width = contest.model.dtype.itemsize
+    work = Work(sum(lengths), checkpoint_activations=False, parameter_bytes=width, compute_bytes=width)
+    activations = sum(peak_bytes(config, sum(lengths), config.num_hidden_layers, work))
     ratios: dict[str, float] = {}
     for what, plain, ours, has_backward in (
         ("update", contest.update_plain, contest.update_lightrl, True),

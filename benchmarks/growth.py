@@ -2,7 +2,6 @@
 
     python -m benchmarks.growth [--quick] [--prompts 10000,1000000,5000000] [--trajectories 1024x1000,8192x1000]
                                 [--iterations 10,100,1000,10000] [--ranks 1,2,4,8] [--shared 256x512,1024x8192]
-    python -m benchmarks.growth --plot growth.jsonl       # a picture of the lines of earlier runs: growth.png
 
 Axes (a list that is empty leaves its axis out):
     prompts    a fresh process opens this many rows, in a JSONL and in a Parquet file: seconds until the first prompt is
@@ -34,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import held_trajectories, long_run, spread_rows
-from benchmarks.growth_plot import draw
 from benchmarks.report import Report, peak_rss_mib
 
 BATCH = 100_000  # rows written at once
@@ -117,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", default="1,2,4,8", help="how many processes share an iteration")
     parser.add_argument("--shared", default="256x512,1024x8192", help="its trajectories x most tokens of one")
     parser.add_argument("--iterations", default="10,100,1000,10000", help="of one run, where it is measured")
-    parser.add_argument("--plot", type=Path, help="a file of JSON lines")
     parser.add_argument("--read", help=argparse.SUPPRESS)
     parser.add_argument("--hold", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -126,9 +123,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if options.hold:
         print(json.dumps(held_trajectories.hold(*options.hold)))
-        return
-    if options.plot:
-        draw(options.plot, options.plot.with_suffix(".png"))
         return
     sizes = [20_000] if options.quick else [int(size) for size in options.prompts.split(",") if size]
     held = "" if options.quick else options.trajectories

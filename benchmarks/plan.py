@@ -94,6 +94,7 @@ def row_of(cost: Cost, machine: Machine) -> dict[str, Any]:
         "state_gib": round(cost.state_bytes / gib, 2),
         "gathered_gib": round(cost.gathered_bytes / gib, 2),
         "activations_gib": round(cost.activation_bytes / gib, 2),
+        "logits_gib": round(cost.logit_bytes / gib, 2),
         "fits": cost.memory_bytes <= machine.memory_bytes,
         "sent_gib": round(cost.sent_bytes / gib, 1),
         "bubble_fraction": round(cost.bubble_fraction, 3),

@@ -58,7 +58,7 @@ from lightrl import (
 from lightrl.callbacks import RLCallback
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.servers.held_port import HeldPort
+from lightrl.engines.sglang.servers.server import HeldPort
 from lightrl.errors import LightRLError
 from lightrl.testing import QUIET
 

@@ -38,7 +38,7 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector", "_loaded_checkpoint"): {
         "trainer.py"
     },
-    ("lightning.pytorch.cli:LightningCLI", "_subcommand_parsers"): {"commands/cli.py", "commands/plan.py"},
+    ("lightning.pytorch.cli:LightningCLI", "_subcommand_parsers"): {"commands/cli.py", "commands/launch.py"},
     ("lightning.pytorch.cli:LightningCLI", "_parse_ckpt_path"): {"commands/cli.py"},
     ("lightning.pytorch.loggers.wandb:WandbLogger", "_log_model"): {"callbacks/loggers.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_data_parallel_size"): {"strategies/fsdp2.py"},

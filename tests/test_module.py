@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from lightrl import FakeEngine, Prompt, PromptDataModule, Role, Sampling, Trainer, Trajectory
 from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.experience import Experience
-from lightrl.models import ModelSpec, Outputs, vocabulary
+from lightrl.models import ModelSpec, Outputs, load_role
 from lightrl.module import RLModule
 
 CHATML = (
@@ -176,7 +176,7 @@ def test_a_role_that_reads_other_tokens_is_refused(monkeypatch, caplog):
         ValueError, match=r"tokenizer of the reference .* other tokens at 2 of .* '4' at \d+ instead of"
     ):
         GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
-    monkeypatch.setattr(vocabulary, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
+    monkeypatch.setattr(load_role, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
     GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
     assert "tokenizer of the reference" in caplog.text
 

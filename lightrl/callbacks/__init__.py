@@ -5,7 +5,6 @@ Reading order:
     weight_sync.py      the trainer's weights to the engine, with a version; rank_shares.py  which ranks write them
       probe.py          a few sequences that both score after a load: within a bound?
       lag_probe.py      how far the policy moves in η versions
-      colocation.py     who has the memory, where both are on the same devices
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced, and how many are started
     curriculum.py       which prompts are played, by past success

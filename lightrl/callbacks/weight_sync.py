@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
-from lightrl.callbacks import colocation
 from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.callbacks.probe import Probe
 from lightrl.callbacks.rank_shares import RankShares
@@ -23,6 +22,78 @@ if TYPE_CHECKING:
     import lightning as L
 
     from lightrl.trajectory import Group
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightrl.engines.abilities import SharesDevices
+
+# Engine and trainer on the same devices: each has the memory while it works.
+#
+#     rollouts      engine: weights, key-values         optimizer state in host memory
+#     update        engine: nothing                     optimizer state on the device
+#     sync          engine: weights, then key-values    optimizer state in host memory
+#
+# WeightSync calls this; without a colocated engine nothing happens.
+
+
+def colocated_engine(trainer: RLTrainer) -> SharesDevices | None:
+    """The engine, if it is in use and on the trainer's devices; every rank has the settings, rank 0 the processes."""
+    engine: object = trainer.engine
+    if trainer.rollout.is_recorded or not isinstance(engine, SharesDevices) or engine.placement == "separate":
+        return None
+    return engine
+
+
+def check_colocation(trainer: RLTrainer) -> None:
+    """Refuses settings under which an engine would be used while it has no memory.
+
+    Raises:
+        ValueError: if rollouts continue during an update.
+    """
+    max_staleness = trainer.rollout.settings.max_staleness
+    if colocated_engine(trainer) is not None and max_staleness > 0:
+        raise ValueError(
+            f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory to roll "
+            "out during an update. Use StalenessControl(0), or placement: separate."
+        )
+
+
+def to_trainer(trainer: RLTrainer) -> None:
+    """Before the update: the engine releases its memory, then the optimizer's state comes to the device."""
+    engine, ranks = colocated_engine(trainer), ranks_of(trainer.strategy)
+    if engine is None:
+        return
+    with ranks.own_deadline():
+        if ranks.is_main:
+            engine.make_room()
+        ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
+    move_optimizer_state(trainer.optimizers, trainer.strategy.root_device)
+
+
+def to_engine(trainer: RLTrainer) -> None:
+    """After the update, before the load: the optimizer's state goes to host memory."""
+    if colocated_engine(trainer) is None:
+        return
+    device = trainer.strategy.root_device
+    move_optimizer_state(trainer.optimizers, torch.device("cpu"))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def move_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> int:
+    """Moves the state that has a parameter's shape, in place, and returns its bytes. Step counters stay."""
+    num_bytes = 0
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                    local = value.to_local() if hasattr(value, "to_local") else value  # of this rank, sharded or whole
+                    local.data = local.data.to(device)
+                    num_bytes += local.numel() * local.element_size()
+    return num_bytes
 
 
 class WeightSync(RLCallback):
@@ -47,7 +118,7 @@ class WeightSync(RLCallback):
     the trainer's numbers alone; see lag_probe.py.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
-    memory while the engine generates; see colocation.py.
+    memory while the engine generates.
 
     Args:
         every_n_iterations: above 1 the engine lags behind on purpose; `StalenessControl.max_staleness` must be at least
@@ -95,7 +166,7 @@ class WeightSync(RLCallback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(pl_module, RLModule):
-            colocation.check(cast("RLTrainer", trainer))
+            check_colocation(cast("RLTrainer", trainer))
         self._ensure(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -104,7 +175,7 @@ class WeightSync(RLCallback):
     on_sanity_check_start = on_test_start = on_predict_start = on_validation_start
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        colocation.to_engine(trainer)
+        to_engine(trainer)
         module.log_dict(self._lag.measure(trainer, module, weight_version))
         if weight_version % self.every_n_iterations == 0:
             self._sync(trainer, module, weight_version)
@@ -119,7 +190,7 @@ class WeightSync(RLCallback):
             self._finish(trainer, module)
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        colocation.to_trainer(trainer)
+        to_trainer(trainer)
         self._lag.offer(trainer, groups)
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:

@@ -7,8 +7,8 @@ Reading order:
     earlier_runs.py   which checkpoint ckpt_path=last means
     console.py        log lines and errors on stderr, exit codes
     plan.py           shows what an iteration computes, from what and where, and what it takes
-      plan_run.py     reads sizes and ranks from a configuration; plan_costs.py  memory and batch sizes of them
-      plan_fit.py     which setting makes fit what does not; plan_tables.py  prints
+      plan_run.py     builds a run without a trainer and reads its sizes, for launch and doctor too
+      plan_tables.py  prints batch sizes, memory, and what makes fit what does not
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang servers in the foreground
     launch.py         starts ranks and servers on one machine or many

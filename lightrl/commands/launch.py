@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 import yaml
 
-from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
+from lightrl.commands.plan_run import UnstartedCLI, planned
 from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_folder, make_plan, write_files
 from lightrl.launch.free_ports import free_ports
 from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.local import LocalLauncher
+from lightrl.launch.memory import UnknownMemory
 from lightrl.launch.ray import RayLauncher
 from lightrl.launch.scripts import host_names
 from lightrl.launch.slurm import SlurmLauncher
@@ -46,38 +48,47 @@ _LAUNCHERS: dict[str, Callable[..., Launcher]] = {
 }
 
 
-class _Parsed(Exception):
-    """The configuration is read, and nothing is to be built; its argument is the CLI."""
+class LaunchedCLI(UnstartedCLI):
+    """Builds the run as its section `launch:` lays it out: ranks, servers and strategy are the plan's."""
 
-
-class LaunchCLI(LightRLCLI):
-    """Parses the settings of `fit` and stops there."""
+    launched: Plan | None = None
 
     def before_instantiate_classes(self) -> None:
-        raise _Parsed(self)
+        """What does not fit a GPU is no reason to stop here."""
+        settings = self.config[self.config.subcommand]
+        if settings.get("launch") is None:
+            return
+        self.given, self.given_text = settings.as_dict(), self.config_text()
+        values = {**self.given, "launch": {**self.given["launch"], "gpu_memory_gb": None}}
+        self.launched = plan_of(values, folder="launch-N", is_shown=True)
+        parser = self._subcommand_parsers[self.config.subcommand]
+        self.config[self.config.subcommand] = parser.parse_object(dict(self.launched.settings), settings)
+
+    def fit(self, **kwargs: Any) -> None:
+        """Starts nothing."""
+
+    def memory_facts(self) -> dict[str, Any]:
+        """What the planner must know to check memory: the fields of RunFacts."""
+        try:
+            return {"planned": planned(self.model, self.trainer, self.datamodule)}
+        except UnknownMemory as error:
+            return {"unknown": str(error)}
 
 
-def parsed(args: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """The settings of `lightrl fit ARGS` as nested dicts, and as YAML that gives the same run."""
-    try:
-        LaunchCLI(["fit", *args])
-    except _Parsed as done:
-        cli: LightRLCLI = done.args[0]
-        return cli.config["fit"].as_dict(), cli.config_text()
-    raise AssertionError("the command line was not parsed")
-
-
-def plan_of(settings: Mapping[str, Any], *, folder: str, is_shown: bool = False) -> Plan:
+def plan_of(
+    settings: Mapping[str, Any], *, folder: str, is_shown: bool = False, memory: Mapping[str, Any] | None = None
+) -> Plan:
     """The plan of a parsed configuration.
 
     Args:
+        memory: fields of RunFacts, to check it.
         is_shown: hosts that a job has yet to get are `node1` and so on, not what its scripts call them.
 
     Raises:
         ValueError: if it does not fit.
     """
     launch = Launch.of(settings["launch"])
-    facts = facts_of(settings)
+    facts = replace(facts_of(settings), **(memory or {}))
     later = [] if is_shown else host_names(launch.nodes)
     own = {"local": ["127.0.0.1"], "slurm": later, "ray": later}
     is_local = launch.launcher == "local"
@@ -98,22 +109,23 @@ def plan_of(settings: Mapping[str, Any], *, folder: str, is_shown: bool = False)
 def launch(args: Sequence[str]) -> int:
     """Plans a run and starts it, or only prints the plan with `--dry-run`; returns the exit code."""
     words = [word for word in args if word not in ("--dry-run", "--wait")]
-    settings, config = parsed(words)
-    if settings.get("launch") is None:
+    cli = LaunchedCLI(["fit", *words])
+    if cli.launched is None:
         raise UsageError("lightrl launch needs a section `launch:` in the YAML, or --launch.servers 1 and such.")
-    root = facts_of(settings).root
+    make = functools.partial(plan_of, cli.given, memory=cli.memory_facts())
+    root = cli.launched.facts.root
     is_dry = "--dry-run" in args
-    plan = plan_of(settings, folder=str(Path(root).absolute() / "launch-N"))  # refused before a folder is made
+    plan = make(folder=str(Path(root).absolute() / "launch-N"))  # refused before a folder is made
     if not is_dry:
-        plan = plan_of(settings, folder=str(make_folder(root)))
+        plan = make(folder=str(make_folder(root)))
     launcher = _LAUNCHERS[plan.launch.launcher](plan)
-    sys.stdout.write(describe(plan_of(settings, folder=plan.folder, is_shown=True)))
+    sys.stdout.write(describe(make(folder=plan.folder, is_shown=True)))
     if is_dry:
         layout = {"layout.yaml": yaml.safe_dump(dict(plan.settings), sort_keys=False)}
         for name, text in {**layout, **launcher.files()}.items():
             sys.stdout.write(f"\n--- {plan.folder}/{name}\n{text}")
         return 0
-    write_files(plan, config, launcher.files())
+    write_files(plan, cli.given_text, launcher.files())
     sys.stdout.write(f"\nLogs and status: lightrl status {plan.folder}\n")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)

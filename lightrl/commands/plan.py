@@ -7,25 +7,20 @@ It parses and builds the configuration as `fit` does, but loads no weights and s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightrl.algorithms.supervised import SupervisedModule
-from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
-from lightrl.commands.launch import plan_of
-from lightrl.commands.plan_costs import PlannedRun
-from lightrl.commands.plan_run import planned_run, planned_training
+from lightrl.commands.launch import LaunchedCLI
+from lightrl.commands.plan_run import planned
 from lightrl.commands.plan_tables import costs_text
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
-from lightrl.launch import Plan
 from lightrl.launch.picture import picture
 from lightrl.loops import devices_text
 from lightrl.models import Role, RoleMesh
@@ -45,52 +40,41 @@ _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a `
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
 
 
-class PlanCLI(LightRLCLI):
+class PlanCLI(LaunchedCLI):
     """Prints the plan of the run that `fit` would make of the same arguments."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         parser.add_argument("--gpu_memory_gb", type=float | None, default=None, help="of each GPU, in 1e9 bytes")
 
-    def before_instantiate_classes(self) -> None:
-        """Takes ranks, servers and strategy from the launch; what does not fit a GPU is in the tables."""
-        settings = self.config[self.config.subcommand]
-        self._launched: Plan | None = None
-        if settings.get("launch") is not None:
-            values = settings.as_dict()
-            values["launch"]["gpu_memory_gb"] = None
-            self._launched = plan_of(values, folder="launch-N", is_shown=True)
-            parser = self._subcommand_parsers[self.config.subcommand]
-            self.config[self.config.subcommand] = parser.parse_object(dict(self._launched.settings), settings)
-
-    def before_fit(self) -> None:
-        """Needs no checkpoint."""
-
     def fit(self, **kwargs: Any) -> None:
         """Prints instead of training."""
-        module, launched = self.model, self._launched
+        module, launched = self.model, self.launched
         if isinstance(module, RLModule):
             graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
             text, drawing = plan_text(module, graph), [_DRAWING, plan_mermaid(graph)]
-            devices = "devices\n  " + devices_text(self.trainer)
-            plan: Callable[[], PlannedRun] = partial(planned_run, module, self.trainer, self.datamodule, graph)
+            where = "devices\n  " + self._devices_text()
         elif isinstance(module, SupervisedModule):
             roles = role_lines(module.planned_roles(), {module.trained_role: module.lr})
             text, drawing = "\n".join([f"{type(module).__name__}: batches of data, no rollouts", "", *roles]), []
-            devices = f"devices\n  trainer {self.trainer.strategy.root_device}"
-            plan = partial(planned_training, module, self.trainer, self.datamodule)
+            where = f"devices\n  trainer {self.trainer.strategy.root_device}"
         else:
             raise UsageError(f"lightrl plan needs an RLModule or SFT, DPO, RewardModel, got {type(module).__name__}.")
+        if launched is not None:
+            where = "\n".join(["launch", picture(launched), *launched.notes])
         try:
-            run = plan()
-            if launched is not None and run.engine is not None and launched.layout.servers:
-                layout = launched.layout
-                run = replace(run, engine=replace(run.engine, servers=layout.servers, tp=layout.tp))
-            costs = costs_text(run, self._device_bytes())
-        except (ValueError, OSError) as error:
-            costs = f"memory and batch sizes: not known, because\n  {error}"
-        where = devices if launched is None else "\n".join(["launch", picture(launched), *launched.notes])
+            run = planned(module, self.trainer, self.datamodule)
+            assert run is not None
+            costs = costs_text(run if launched is None else launched.of_memory(run), self._device_bytes())
+        except ValueError as error:
+            costs = str(error)
         sys.stdout.write("\n\n".join([text, where, costs, *drawing]) + "\n")
+
+    def _devices_text(self) -> str:
+        try:
+            return devices_text(self.trainer)
+        except ValueError as error:  # this machine has too few GPUs for the run's servers
+            return str(error)
 
     def _device_bytes(self) -> float | None:
         """Of each GPU; None if there is none, and none is given."""
@@ -98,11 +82,8 @@ class PlanCLI(LightRLCLI):
         given = settings.get("gpu_memory_gb") or getattr(settings.get("launch"), "gpu_memory_gb", None)
         if given is not None:
             return float(given) * 1e9
-        device = self.trainer.strategy.root_device
-        return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
-
-    def after_fit(self) -> None:
-        """Has no run folder."""
+        is_here = self.trainer.strategy.root_device.type == "cuda" and torch.cuda.is_available()
+        return float(torch.cuda.get_device_properties(0).total_memory) if is_here else None
 
 
 def plan_text(module: RLModule, graph: DataFlowGraph) -> str:

@@ -1,27 +1,33 @@
-"""Reads a PlannedRun from a run's module, trainer and data; models are built without memory to count them."""
+"""Builds a run without a trainer, and reads a PlannedRun from it or from a Trainer; `plan`, `launch` and `doctor` do.
+
+Models are built without memory to count their parameters, and no device is asked for anything.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import StalenessControl
-from lightrl.commands.plan_costs import PlannedEngine, PlannedRole, PlannedRun
-from lightrl.data import PairBatch
-from lightrl.dataflow import DataFlowGraph
+from lightrl.commands.cli import LightRLCLI
+from lightrl.data import PairBatch, TrajectoryDataModule
 from lightrl.engines import LocalEngine, RolloutEngine, SGLangEngine
 from lightrl.engines.local.local_engine import SMALL_MODEL_PARAMETERS
+from lightrl.engines.placing import choose_devices
+from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun, UnknownMemory
+from lightrl.launch.run_facts import num_devices
 from lightrl.models import Role
 from lightrl.models.pictures import auto_model, sees_pictures
 from lightrl.module import RLModule
-from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy
+from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.costs import SERVED_BYTES
 from lightrl.strategies.empty_model import empty_model
-from lightrl.trainer import Trainer
 
 _ASSUMED_TOKENS = 1024  # where the data has no bound
 _SIZES = (  # of a config
@@ -30,8 +36,74 @@ _SIZES = (  # of a config
 _PER_TRAJECTORY = ("bootstrap_values",)  # outputs that are no numbers per token
 
 
-def planned_run(module: RLModule, trainer: Trainer, data: Any, graph: DataFlowGraph) -> PlannedRun:
-    """Raises ValueError or OSError if a model's configuration cannot be read, or does not fit the ranks."""
+@dataclass
+class TrainerSettings:
+    """What a plan needs of a Trainer, which itself can only be built where its GPUs are."""
+
+    strategy: Any
+    engine: RolloutEngine | None
+    callbacks: Sequence[Any]
+    precision: str
+    num_devices: int
+    num_nodes: int
+    accumulate_grad_batches: int
+    fit: None = field(default=None, repr=False)  # Lightning's CLI asks for it
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> TrainerSettings:
+        """From the section `trainer` with its classes built."""
+        accelerator = section.get("accelerator") or "auto"
+        is_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+        count = section.get("devices")
+        every = count in (None, "auto", -1, "-1")
+        num = max(1, torch.cuda.device_count() if is_gpu else 0) if every else num_devices(count)
+        callbacks, nodes = section.get("callbacks") or [], int(section.get("num_nodes") or 1)
+        places = [torch.device("cuda", index) if is_gpu else torch.device("cpu") for index in range(num)]
+        strategy: Any = named_strategy(section.get("strategy") or "auto")
+        if isinstance(strategy, str):
+            strategy = SimpleNamespace(root_device=places[0])
+        strategy.parallel_devices, strategy.num_nodes = places, nodes
+        return cls(
+            strategy=strategy,
+            engine=section.get("engine"),
+            callbacks=callbacks if isinstance(callbacks, list) else [callbacks],
+            precision=str(section.get("precision") or "32-true"),
+            num_devices=num,
+            num_nodes=nodes,
+            accumulate_grad_batches=int(section.get("accumulate_grad_batches") or 1),
+        )
+
+
+class UnstartedCLI(LightRLCLI):
+    """Builds model, data, engine and callbacks as `lightrl fit` does, but no trainer, so that no GPU is needed."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return TrainerSettings.of(self.config_init[self.config.subcommand].trainer)
+
+    def before_fit(self) -> None:
+        """Needs no checkpoint."""
+
+    def after_fit(self) -> None:
+        """Has no run folder."""
+
+
+def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
+    """The plan of a run; None for a module of another kind.
+
+    Args:
+        trainer: a Trainer, or TrainerSettings.
+
+    Raises:
+        UnknownMemory: if a model's configuration cannot be read here, or has no sizes.
+        ValueError: if the models do not fit the ranks.
+    """
+    if isinstance(module, RLModule):
+        return planned_run(module, trainer, data)
+    return planned_training(module, trainer, data) if isinstance(module, SupervisedModule) else None
+
+
+def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:
+    """As `planned`, of a run with rollouts."""
     if isinstance(trainer.strategy, FSDP2Strategy):
         trainer.strategy.check_sizes(module)
     models = {name: role for name, role in module.models().items() if role.spec.url is None}
@@ -40,7 +112,7 @@ def planned_run(module: RLModule, trainer: Trainer, data: Any, graph: DataFlowGr
     new_tokens = module.sampling.max_new_tokens
     context = module.context_tokens or prompt_tokens + new_tokens
     controls = [item.max_staleness for item in trainer.callbacks if isinstance(item, StalenessControl)]
-    is_recorded = "generate" not in {call.name for call in graph.calls}
+    is_recorded = isinstance(data, TrajectoryDataModule)
     return PlannedRun(
         **settings,
         prompts=getattr(data, "batch_size", None),
@@ -58,13 +130,12 @@ def planned_run(module: RLModule, trainer: Trainer, data: Any, graph: DataFlowGr
     )
 
 
-def planned_training(module: SupervisedModule, trainer: Trainer, data: Any) -> PlannedRun:
-    """Of a module that is trained on data: each batch is one microbatch, padded to its longest row."""
+def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> PlannedRun:
+    """As `planned`, of a module that is trained on data: each batch is one microbatch, padded to its longest row."""
     settings = _of_trainer(trainer, module.planned_roles(), [module.trained_role])
     longest, source = _bound(data, "max_tokens", module)
     rows, size = (2 if module.batch_type is PairBatch else 1), getattr(data, "batch_size", None)
     share = math.ceil((size or 1) / settings["roles"][0].dp) * rows
-    batches = trainer.accumulate_grad_batches
     return PlannedRun(
         **settings,
         prompts=size,
@@ -76,17 +147,17 @@ def planned_training(module: SupervisedModule, trainer: Trainer, data: Any) -> P
         new_tokens=0,
         longest=longest,
         prompt_source=source,
-        batches_per_update=batches,
+        batches_per_update=trainer.accumulate_grad_batches,
     )
 
 
-def _of_trainer(trainer: Trainer, models: Mapping[str, Role], trained: Collection[str]) -> dict[str, Any]:
+def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[str]) -> dict[str, Any]:
     """What the strategy says, and the models' sizes."""
-    strategy: Any = trainer.strategy
+    strategy, precision = trainer.strategy, str(trainer.precision)
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
     split = (strategy.pp, strategy.tp) if is_3d else (1, 1)
-    is_half = trainer.precision in ("bf16-true", "16-true")
+    is_half = precision in ("bf16-true", "16-true")
     return {
         "roles": tuple(
             _planned_role(name, role, world, split, is_trained=name in trained, is_half=is_half)
@@ -94,7 +165,7 @@ def _of_trainer(trainer: Trainer, models: Mapping[str, Role], trained: Collectio
         ),
         "world": world,
         "layout": "3D" if is_3d else "FSDP2" if is_split else "whole",
-        "compute_bytes": 4 if trainer.precision in ("32-true", "64-true") else 2,
+        "is_mixed": precision in ("bf16-mixed", "16-mixed", "bf16", "16"),
         "checkpoint_activations": is_split and strategy.activation_checkpointing,
         "reduce_every_microbatch": is_split and strategy.reduce_every_microbatch,
         "keeps_gathered": is_split and not is_3d and not strategy.reshard_after_forward,
@@ -106,10 +177,13 @@ def _of_trainer(trainer: Trainer, models: Mapping[str, Role], trained: Collectio
 def _planned_role(
     name: str, role: Role, world: int, split: tuple[int, int], *, is_trained: bool, is_half: bool
 ) -> PlannedRole:
-    config = role.spec.load_config()
-    missing = [field for field in _SIZES if getattr(config.get_text_config(), field, None) is None]
+    try:
+        config = role.spec.load_config()
+    except (OSError, ValueError) as error:
+        raise UnknownMemory(error) from error
+    missing = [size for size in _SIZES if getattr(config.get_text_config(), size, None) is None]
     if missing:
-        raise ValueError(f"the {name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need.")
+        raise UnknownMemory(f"the {name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need.")
     if sees_pictures(config):
         with torch.device("meta"):
             model: Any = auto_model(config).from_config(config, dtype=getattr(torch, role.spec.dtype or "float32"))
@@ -117,14 +191,14 @@ def _planned_role(
         model = empty_model(role)
     parameters = sum(value.numel() for value in model.parameters())
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    ranks = range(world) if role.mesh is None else role.mesh.ranks(world)
     pp, tp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp)
     return PlannedRole(
         name=name,
         config=model.config.get_text_config(),
         parameters=parameters,
         trained=trained if is_trained else 0,
-        ranks=ranks,
+        ranks=range(world) if role.mesh is None else role.mesh.ranks(world),
+        mesh=role.mesh,
         pp=pp,
         tp=tp,
         width=2 if is_half else next(model.parameters()).element_size(),
@@ -132,7 +206,7 @@ def _planned_role(
     )
 
 
-def _planned_engine(trainer: Trainer, policy: PlannedRole) -> PlannedEngine | None:
+def _planned_engine(trainer: Any, policy: PlannedRole) -> PlannedEngine | None:
     engine: RolloutEngine = trainer.engine or LocalEngine()
     if isinstance(engine, SGLangEngine):
         servers = engine.num_servers or len(engine.urls or ()) or 1
@@ -140,10 +214,11 @@ def _planned_engine(trainer: Trainer, policy: PlannedRole) -> PlannedEngine | No
         return PlannedEngine("SGLangEngine", place="servers", servers=servers, tp=engine.tp, width=width)
     if not isinstance(engine, LocalEngine):
         return None
+    root = trainer.strategy.root_device
+    choose_devices(engine, [root])
     device = engine.choose_device()
     dtype = engine.dtype if engine.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
     rows = engine.max_batch or (512 if policy.parameters < SMALL_MODEL_PARAMETERS else 256)
-    root = trainer.strategy.root_device
     is_shared = device == root or device.type == "cpu" == root.type
     width = getattr(torch, dtype).itemsize
     return PlannedEngine("LocalEngine", "rank 0" if is_shared else "elsewhere", width=width, max_rows=rows)

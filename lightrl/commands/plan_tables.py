@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from lightrl.commands.plan_costs import (
+from lightrl.launch.memory import (
     PlannedRun,
     RankMemory,
-    batch_rows,
-    data_rows,
+    bytes_text,
     engine_memory,
+    misfits,
     rank_memories,
     ranks_text,
     role_cost,
     rows_of,
 )
-from lightrl.commands.plan_fit import misfits
 from lightrl.strategies.costs import USABLE_FRACTION
 
 _WIDTH = 100
-_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def costs_text(run: PlannedRun, device_bytes: float | None) -> str:
     """All tables; what does not fit is at the end."""
     parts = [_batch_text(run), _roles_text(run), _memory_text(run), _engine_text(run), _fit_text(run, device_bytes)]
     return "\n\n".join(part for part in parts if part)
-
-
-def bytes_text(number: float) -> str:
-    for unit, size in _UNITS:
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} B"
 
 
 def _batch_text(run: PlannedRun) -> str:
@@ -93,12 +85,8 @@ def _engine_text(run: PlannedRun) -> str:
 def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
     if device_bytes is None:
         return "does it fit? Pass --gpu_memory_gb, in 1e9 bytes, to see what does not and what would change it."
-    room = USABLE_FRACTION * device_bytes
-    of = f"{bytes_text(room)} usable of {bytes_text(device_bytes)}"
-    lines = [
-        f"{item.cause}: {bytes_text(item.cause_bytes)} of {item.where}'s {bytes_text(item.total)}, but {of}; {item.fix}"
-        for item in misfits(run, room)
-    ]
+    lines = [found.text for found in misfits(run, device_bytes)]
+    of = f"{bytes_text(USABLE_FRACTION * device_bytes)} usable of {bytes_text(device_bytes)}"
     return "\n".join(["does not fit", *_wrapped(lines)]) if lines else f"fits: {of} on each device"
 
 
@@ -121,3 +109,53 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
         first, *others = [cells[-1].rstrip()] if len(cells[-1].rstrip()) <= room else textwrap.wrap(cells[-1], room)
         lines += [f"{start}{first}".rstrip(), *(" " * len(start) + text for text in others)]
     return "\n".join(lines)
+
+
+def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
+    """As `batch_rows`, of a run that trains on data."""
+    rows, dp = run.trajectories, run.roles[0].dp
+    name = "pairs" if run.group_size == 2 else "chats"
+    numbers = [
+        (f"{name} per batch", run.prompts or 1, "data.batch_size" if run.prompts else "not stated by the data: 1"),
+        ("batches per update", run.batches_per_update or 1, "trainer.accumulate_grad_batches"),
+        ("tokens per row, at most", run.longest, run.prompt_source),
+        ("tokens per batch, at most", rows * run.longest, f"{rows:,} · {run.longest:,}, padded to the longest"),
+        ("  on each of the dp ranks", run.microbatch, f"{rows:,} rows / {dp}; one forward and backward"),
+    ]
+    return [(name, f"{number:,}", origin) for name, number, origin in numbers]
+
+
+def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
+    """Name, number and origin of each batch size; those of a rank are of the policy's."""
+    prompts, total = run.prompts or 1, run.trajectories
+    dp = run.roles[0].dp if run.roles else run.world
+    update = math.ceil(total / run.num_minibatches)
+    rank_tokens = math.ceil(update / dp) * run.longest
+    microbatches = math.ceil(rank_tokens / run.microbatch)
+    longest = f"{run.prompt_tokens:,} of the prompt ({run.prompt_source}) + {run.new_tokens:,} new"
+    rows = [
+        ("prompts per iteration, P", prompts, "data.batch_size" if run.prompts else "not stated by the data: 1"),
+        ("trajectories per prompt, G", run.group_size, "model.group_size"),
+        ("trajectories per iteration", total, f"P · G = {prompts} · {run.group_size}"),
+        (
+            "trajectories in flight, at most",
+            total * (run.max_staleness + 1),
+            f"P · G · (max_staleness + 1) = {total} · {run.max_staleness + 1}",
+        ),
+        ("tokens per trajectory, at most", run.longest, longest),
+        ("tokens per iteration, at most", total * run.longest, f"{total:,} · {run.longest:,}"),
+        (
+            "updates per iteration",
+            run.num_minibatches * run.update_epochs,
+            f"num_minibatches · update_epochs = {run.num_minibatches} · {run.update_epochs}",
+        ),
+        ("trajectories per update", update, f"{total:,} / num_minibatches = {total:,} / {run.num_minibatches}"),
+        ("  on each of the dp ranks", math.ceil(update / dp), f"{update:,} / {dp}, balanced by tokens"),
+        ("tokens per microbatch, at most", run.microbatch, "model.microbatch_tokens, but one trajectory at least"),
+        (
+            "microbatches per rank and update",
+            max(1, microbatches),
+            f"{rank_tokens:,} tokens / {run.microbatch:,}; fewer if trajectories are shorter",
+        ),
+    ]
+    return [(name, f"{number:,}", origin) for name, number, origin in rows]

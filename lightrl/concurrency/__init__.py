@@ -5,9 +5,8 @@ Reading order:
     wake_up.py       calls and results for event loops, from other threads
     in_thread.py     a blocking function in a thread, awaited
     daemon_future.py  the same for a caller that blocks, with a deadline; side_by_side.py: several at once
-    call_within.py   user code with a deadline, which never blocks the loop
+    call_within.py   user code with a deadline, which never blocks the loop; every step of an end (call_all)
     body.py          an HTTP answer, as much of it as may be in memory
-    call_all.py      every step of an end, whatever the others raise
     owner.py         whose a file is, and whether that process still runs
     parent_guard.py  child processes that end with their parent, whatever happens to it
     fresh_python.py  another interpreter that imports what this one does; channel.py: messages between their event loops

@@ -8,9 +8,8 @@ Reading order:
     advantages.py   rewards → advantages
     returns.py      rewards per token and values → advantages and returns (GAE); reward shaping
     values.py       the critic's loss, its running normalization
-    ratios.py       policy ÷ proximal policy, per token and per trajectory
     losses.py       the clipped and other policy losses
-    importance.py   stale logprobs: importance weights, M2PO's mask, an interpolated proximal policy
+    importance.py   ratios; importance weights of stale logprobs, M2PO's mask, an interpolated proximal policy
     preference.py   losses of pairs: DPO, IPO, Bradley-Terry
     kl.py           estimators of the KL divergence, its adaptive weight
     divergence.py   KL and Jensen-Shannon divergence over a teacher's likeliest tokens
@@ -28,7 +27,13 @@ beside it in tests/functional/ a value worked by hand and an independent slow im
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.divergence import Divergence, check_divergence, rest_mass, topk_divergence
-from lightrl.functional.importance import ImportanceWeights, interpolated_proximal_logprobs, second_moment_mask
+from lightrl.functional.importance import (
+    ImportanceWeights,
+    interpolated_proximal_logprobs,
+    policy_ratio,
+    second_moment_mask,
+    sequence_ratio,
+)
 from lightrl.functional.kl import KLController, kl
 from lightrl.functional.logprobs import (
     aligned_to_tokens,
@@ -51,7 +56,6 @@ from lightrl.functional.losses import (
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
-from lightrl.functional.ratios import policy_ratio, sequence_ratio
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
 from lightrl.functional.returns import RewardShaping, gae, on_last_loss_token, on_loss_tokens
 from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, num_coded_tokens

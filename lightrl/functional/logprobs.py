@@ -247,10 +247,11 @@ def _prepared(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return hidden, weight, bias, chunk_tokens or _chunk_tokens(hidden.shape[0], weight.shape[0], device)
+    return hidden, weight, bias, chunk_tokens or tokens_per_chunk(hidden.shape[0], weight.shape[0], device)
 
 
-def _chunk_tokens(num: int, vocabulary: int, device: str) -> int:
+def tokens_per_chunk(num: int, vocabulary: int, device: str) -> int:
+    """How many of `num` positions get their logits at once; all of them if the logits are few enough to be kept."""
     if num * vocabulary <= _KEPT_LOGITS:
         return max(num, 1)
     return max(_CHUNK_LOGITS.get(device, _KEPT_LOGITS) // vocabulary, 1)

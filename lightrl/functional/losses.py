@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightrl.functional.ratios import policy_ratio
+from lightrl.functional.importance import policy_ratio
 from lightrl.functional.reduction import neutralize
 from lightrl.functional.shapes import check_same_shape
 

@@ -2,7 +2,6 @@
 
 Reading order:
     run_folder.py  which folders are runs, and what each has
-    curves.py      metrics.csv as curves of bounded length
     index.py       the table of trajectories: SQLite in the user's cache, built from the first bytes of each line
     trajectory.py  one trajectory with all that is known of each token; its pictures
     timeline.py    the events of an iteration from the trace; complaints

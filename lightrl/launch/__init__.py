@@ -2,6 +2,7 @@
 
 Reading order:
     settings.py     Launch: the section `launch:` of the YAML; allocation.py: AReaL's strings for the same
+    memory.py       what a run's models, ranks and servers need, on paper; plan and doctor use it too
     run_facts.py    what the planner must know of a run
     plan.py         the plan, pure: ranks and servers on hosts and GPUs
     model_checks.py whether ranks, meshes and memory suit the model

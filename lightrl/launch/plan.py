@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES
 from lightrl.engines.sglang.servers.registry import SCHEME
+from lightrl.launch.memory import PlannedRun
 from lightrl.launch.model_checks import check_memory, check_model
 from lightrl.launch.run_facts import RunFacts
 from lightrl.launch.settings import Launch, Layout, layout_of
@@ -55,6 +56,10 @@ class Plan:
 
     def of(self, role: str) -> list[Process]:
         return [process for process in self.processes if process.role == role]
+
+    def of_memory(self, run: PlannedRun) -> PlannedRun:
+        """This run as the launch lays it out."""
+        return run.launched(self.layout, *_trainer_split(self.layout, self.facts))
 
     @property
     def ranks_per_host(self) -> int:

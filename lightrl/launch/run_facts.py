@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightrl.models import ModelSpec, RoleMesh
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from lightrl.launch.memory import PlannedRun
+from lightrl.models import RoleMesh
 
 
 @dataclass(frozen=True)
@@ -22,23 +20,15 @@ class RunFacts:
     strategy: str | None = None  # class name; None if the YAML leaves it to the trainer
     trainer_pp: int = 1
     trainer_tp: int = 1
-    checkpoints_activations: bool = False
     on_cpu: bool = False
     engine: str | None = None  # class name
     has_urls: bool = False  # of servers that run already
     transport: str = "disk"
     weight_folder: str | None = None
-    microbatch_tokens: int = 16384
     meshes: Mapping[str, RoleMesh] = field(default_factory=dict)  # by role
-    policy: ModelSpec | None = None  # None if it is not a whole model that is trained
     root: str = "."  # trainer.default_root_dir
-
-    def load_config(self) -> PretrainedConfig | None:
-        """The policy's; None if it cannot be read here, for example without a network."""
-        try:
-            return None if self.policy is None or self.policy.url is not None else self.policy.load_config()
-        except OSError:
-            return None
+    planned: PlannedRun | None = None  # sizes of its models, from which memory follows; None if they are not known
+    unknown: str = ""  # why not
 
 
 def facts_of(settings: Mapping[str, Any]) -> RunFacts:
@@ -51,23 +41,19 @@ def facts_of(settings: Mapping[str, Any]) -> RunFacts:
     kind, strategy = _class(trainer.get("strategy"))
     engine_kind, engine = _class(trainer.get("engine"))
     _, model = _class(settings.get("model"))
-    role = _fields(model.get("policy"))
     return RunFacts(
-        ranks=_num_devices(trainer.get("devices")) * int(trainer.get("num_nodes") or 1),
+        ranks=num_devices(trainer.get("devices")) * int(trainer.get("num_nodes") or 1),
         servers=int(engine.get("servers") or 0),
         tp=int(engine.get("tp") or 1),
         strategy=None if kind in (None, "auto") else kind,
         trainer_pp=int(strategy.get("pp") or 1),
         trainer_tp=int(strategy.get("tp") or 1),
-        checkpoints_activations=bool(strategy.get("activation_checkpointing")),
         on_cpu=trainer.get("accelerator") == "cpu",
         engine=engine_kind,
         has_urls=engine.get("urls") is not None,
         transport=engine.get("transport") or "disk",
         weight_folder=engine.get("weight_folder"),
-        microbatch_tokens=int(model.get("microbatch_tokens") or RunFacts.microbatch_tokens),
         meshes=dict(_meshes(model)),
-        policy=None if role.get("lora") else _spec(model.get("policy")),
         root=str(trainer.get("default_root_dir") or "."),
     )
 
@@ -86,22 +72,13 @@ def _fields(value: Any) -> Mapping[str, Any]:
     return value.get("init_args") or {} if "class_path" in value else value
 
 
-def _spec(value: Any) -> ModelSpec | None:
-    if isinstance(value, str):
-        return ModelSpec(path=value)
-    fields = _fields(value)
-    if "model" in fields:
-        return _spec(fields["model"])
-    return ModelSpec(**fields) if fields else None
-
-
 def _meshes(model: Mapping[str, Any]) -> Iterator[tuple[str, RoleMesh]]:
     for name, value in model.items():
         if mesh := _fields(_fields(value).get("mesh")):
             yield name, RoleMesh(**mesh)
 
 
-def _num_devices(devices: Any) -> int:
+def num_devices(devices: Any) -> int:
     """Ranks per host; `auto` is one, since the launch says how many there are."""
     if devices in (None, "auto"):
         return 1

@@ -4,12 +4,10 @@ Reading order:
     rollout_stage.py  what a fit or validate opens, checks and closes: judge, engine, rollout
     rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop
     score.py          model calls and advantages on the whole iteration
-    run_calls.py      each call as soon as what it needs is there, where its model is; asked_once.py: recorded answers
+    run_calls.py      each call as soon as what it needs is there, where its model is
     update.py         minibatches, microbatches, loss reduction, the optimizer step
     metrics.py        means, sums and bounds that do not depend on microbatches or ranks; step_log.py: logged together
-    evaluation.py     a validation batch becomes judged groups
     resume.py         what a resumed run continues from; fast_dev_run's check of it
-    refused_callbacks.py  callbacks of Lightning that cannot work, and what to do instead
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
     sharing.py        tokens and outputs to the ranks that work on them; remote_groups.py: what others know

@@ -14,15 +14,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
+from lightrl.data import prompts_of
 from lightrl.dataflow import ModelCall
-from lightrl.loops.evaluation import evaluate
 from lightrl.loops.interrupt import InterruptGate
 from lightrl.loops.metrics import IterationMetrics, values_of
 from lightrl.loops.resume import Resume
@@ -31,12 +32,55 @@ from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.sharing import accept_changes, accepted, respread, spread
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.models.pictures import with_pictures
+from lightrl.models.stop_tokens import with_stop_tokens
 from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Microbatches, Ranks, SpreadExperience, ranks_of
 from lightrl.trace import in_microbatch_spans, span
 from lightrl.trajectory import Group, Trajectory, sampling_seed
+
+
+class JudgedGroups(list[Group]):
+    """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
+
+    def to(self, *args: Any, **kwargs: Any) -> JudgedGroups:
+        return self
+
+
+def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> JudgedGroups:
+    """Rolls out and judges the prompts of a batch.
+
+    Args:
+        trainer: evaluates an RLModule.
+        batch: prompts, or rows of a user's own loader.
+        on_wait: see Rollout.
+    """
+    module = cast("RLModule", trainer.lightning_module)
+    groups = trainer.rollout.evaluate(
+        prompts_of(
+            batch,
+            module.tokenizer,
+            name=f"{cast('TrainerFn', trainer.state.fn).value}-{_index_of_batch(trainer)}",
+            max_prompt_tokens=module.max_prompt_tokens,
+        ),
+        sampling=with_stop_tokens(module.validation_sampling, module.stop_token_ids()),
+        num_samples=module.validation_group_size,
+        on_wait=on_wait,
+    )
+    return JudgedGroups(groups)
+
+
+def _index_of_batch(trainer: RLTrainer) -> int:
+    """Within its loop: ids, and with them the seeds, are the same in each validation."""
+    loops: dict[Any, Any] = {
+        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return int(loops[trainer.state.fn].batch_progress.current.ready)
+
 
 # Where Lightning keeps the loop's own state in a checkpoint, under `loops` and `fit_loop`.
 ROLLOUT_LOOP_KEY = "epoch_loop.automatic_optimization.state_dict"

@@ -14,7 +14,6 @@ from lightrl.engines.sglang.scoring import with_server
 from lightrl.errors import LightRLError, TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import on_last_loss_token
-from lightrl.loops.asked_once import asked_once
 from lightrl.loops.run_calls import run_calls
 from lightrl.loops.sharing import Sharing, gathered, holders_of, is_forward
 from lightrl.models import untrained_reward_model
@@ -27,6 +26,37 @@ from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from lightrl.module import RLModule
+import numpy as np
+from torch.nn.utils.rnn import pad_sequence
+
+from lightrl.dataflow import follows_from_trajectories
+from lightrl.trajectory import as_array
+
+# Asked again they might answer differently, or be gone.
+
+
+def asked_once(
+    call: ModelCall, trajectories: Sequence[Trajectory], ask: Callable[[], Mapping[str, Tensor]]
+) -> Mapping[str, Tensor]:
+    """The call's outputs, [B] or [B, T, ...]: from its trajectories if TrajectoryLog recorded them, else from `ask()`.
+
+    Floats are float32, asked or recorded. Recorded ones have 0 on the padding.
+    """
+    recorded = [item.call_outputs for item in trajectories]
+    is_recorded = bool(recorded) and all(key in outputs for outputs in recorded for key in call.outputs)
+    if is_recorded and follows_from_trajectories(call):
+        return {key: _joined([outputs[key] for outputs in recorded]) for key in call.outputs}
+    return {key: value.float() if value.is_floating_point() else value for key, value in ask().items()}
+
+
+def _joined(values: list[Any]) -> Tensor:
+    """A tensor of numbers, or of arrays [T, ...] with padding."""
+    values = [as_array(value) for value in values]
+    if isinstance(values[0], np.ndarray):
+        return pad_sequence([torch.from_numpy(value) for value in values], batch_first=True)
+    # The dtype is explicit because half precision, in another thread, changes the default.
+    return torch.tensor(values, dtype=torch.float32 if isinstance(values[0], float) else None)
+
 
 _Outputs = Mapping[str, Any]  # Tensor [B], TokenRows or OnLossTokens
 

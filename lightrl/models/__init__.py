@@ -1,9 +1,8 @@
 """Models: what a role is, how its model is loaded and saved, and what a strategy can do with it.
 
 Reading order:
-    role.py           Role: a model in a run, how it is trained and where it lies
-    model_spec.py     ModelSpec: where a role's model and tokenizer come from; load_checks.py  what is wrong with these
-    role_mesh.py      RoleMesh: ranks of its own for a role
+    role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh)
+    model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     lora.py           adapters trained instead of weights
     pictures.py       models and prompts with pictures
@@ -11,7 +10,6 @@ Reading order:
     load_role.py      a role's model, checked against what the role is for
     optimizer.py      parameters by role, and the schedule of the learning rate
     stop_tokens.py    which ids end a completion
-    vocabulary.py     all models of a module read the same token ids
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
 needed here: transformers loads it. strategies/tensor_plans.py lists the families that can be split.
@@ -21,8 +19,7 @@ from lightrl.models.lora import LoRA
 from lightrl.models.model_spec import ModelSpec, is_silent, scalar_head, untrained_reward_model
 from lightrl.models.optimizer import check_adamw
 from lightrl.models.parallel_model import Backward, LossFunction, Metric, More, Outputs, ParallelModel, asked_of_policy
-from lightrl.models.role import Role, models_made_by
-from lightrl.models.role_mesh import RoleMesh
+from lightrl.models.role import Role, RoleMesh, models_made_by
 
 __all__ = [
     "Backward",

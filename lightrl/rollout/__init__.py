@@ -8,10 +8,8 @@ Reading order:
       group_book.py   decides what starts and what may be trained on; group_runs.py  starts and reports it
       player.py       plays and judges one trajectory; group_player.py  those of a group in one request
       pooled_player.py  plays it in another process: workflow_pool.py  has them, workflow_worker.py  is one
-      waits.py        what the main thread waits for
       tasks.py        the first error of a task ends the run
-      wave.py         requests that the engine admits in a fixed order
-    prompt_cursor.py  which prompt comes next; prompts_ahead.py  made before it is needed
+    prompt_cursor.py  which prompt comes next
     group_filter.py, drop_tally.py  which groups are replaced, and how many
     saved_state.py    what a checkpoint has of all this; written.py  of the groups that run
     recorded.py       hands over the groups of an earlier run

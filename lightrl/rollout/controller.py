@@ -14,10 +14,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.engines.abilities import LivesOnLoop
 from lightrl.engines.engine import RolloutEngine
@@ -28,17 +30,94 @@ from lightrl.rollout.group_book import GroupBook
 from lightrl.rollout.group_runs import GroupRuns
 from lightrl.rollout.pooled_player import make_player
 from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
-from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
-from lightrl.rollout.saved_state import SavedState
+from lightrl.rollout.saved_state import SavedState, Wave
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
-from lightrl.rollout.waits import Stragglers, Wait
-from lightrl.rollout.wave import Wave
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows.workflow import Workflow
+
+
+@dataclass
+class Wait:
+    """One call of the main thread that waits for trajectories; written on the event loop, read by the main thread."""
+
+    who: str  # waits, for messages
+    total: int  # trajectories it needs
+    for_what: str = "the first trajectory"
+    done: int = 0
+    last_news: float = field(default_factory=time.monotonic)  # seconds, when a trajectory that it waits for was done
+
+    def count(self) -> None:
+        self.done += 1
+        self.note_news()
+
+    def note_news(self) -> None:
+        self.last_news = time.monotonic()
+
+
+@dataclass
+class Stragglers:
+    """The slow groups that one batch waits for although enough others are finished."""
+
+    num: int = 0  # now
+    waited_s: float = 0.0  # for any of them
+    _since_s: float = 0.0  # monotonic clock
+
+    def count(self, num: int) -> None:
+        """From now on the batch waits for this many of them."""
+        now = time.monotonic()
+        if self.num:
+            self.waited_s += now - self._since_s
+        self.num, self._since_s = num, now
+
+
+class PromptsAhead:
+    """Belongs to the controller's event loop.
+
+    Args:
+        cursor: whose prompts are made.
+        tasks: where an error of the stream ends the run.
+        then: starts what may start, once prompts have been made.
+    """
+
+    def __init__(self, cursor: PromptCursor, tasks: Tasks, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._cursor = cursor
+        self._tasks = tasks
+        self._then = then
+        self._making: asyncio.Task[None] | None = None
+
+    def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
+        """Whether a prompt of these positions, or of the next `num` choices, is not made yet; then makes it.
+
+        After an error of the stream it says False, for nothing will start.
+        """
+        try:
+            missing = self._cursor.unprepared(positions, num, run_seed)
+        except RolloutError as error:
+            self._tasks.fail(error)
+            return False
+        if missing is not None:
+            self._begin(missing)
+        return missing is not None
+
+    def refill(self) -> None:
+        """Makes more prompts, if few are left."""
+        if self._cursor.may_prepare:
+            self._begin(self._cursor.next_position)
+
+    def _begin(self, first: int) -> None:
+        if self._making is None or self._making.done():
+            self._making = self._tasks.spawn(self._make(first))
+
+    async def _make(self, first: int) -> None:
+        with span("make prompts", "data", "prompts", first=first):
+            await in_thread(self._cursor.prepare, first)
+        self._making = None
+        await self._then()
+
 
 _T = TypeVar("_T")
 

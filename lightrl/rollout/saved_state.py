@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,42 @@ from lightrl.errors import EngineError
 from lightrl.rollout.group_book import GroupBook
 from lightrl.rollout.group_player import GroupPlayer
 from lightrl.rollout.prompt_cursor import PromptCursor
-from lightrl.rollout.wave import WAVE_TICKS, Wave
+
+# Ticks of the event loop after which every new trajectory task has reached its first `generate`: one starts the task,
+# the others leave room for a workflow that awaits something ready first.
+WAVE_TICKS = 4
+
+
+class Wave:
+    """`async with wave.begin():` what is started inside reaches the engine while it is paused."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self.resuming: set[asyncio.Task[None]] = set()  # must not be cancelled
+
+    @contextlib.asynccontextmanager
+    async def begin(self) -> AsyncIterator[None]:
+        """Waits for the previous wave and for the engine's pause.
+
+        On cancellation the engine is resumed. The resume itself is never cancelled, or the engine would stay paused.
+        """
+        async with self._lock:
+            try:
+                await self._engine.pause()
+                yield
+                for _ in range(WAVE_TICKS):
+                    await asyncio.sleep(0)
+            finally:
+                resuming = asyncio.get_running_loop().create_task(self._engine.resume())
+                self.resuming.add(resuming)
+                resuming.add_done_callback(self.resuming.discard)
+                try:
+                    await asyncio.shield(resuming)
+                except asyncio.CancelledError:
+                    await asyncio.wait({resuming})
+                    raise
+
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,10 @@
 """What a strategy costs, on paper: a rank's memory, bytes sent, idle time and microbatches, from a model's config.
 
-`lightrl plan` and `lightrl launch` check a run with it, `python -m benchmarks.plan` compares layouts, and
-benchmarks.gpu_update predicts memory; training does not use it. Rough estimates: bytes are those of one rank in one
-update, tokens those of one update over all ranks. Parameters, gradients and Adam's two moments are float32, activations
-bfloat16 unless `Work` says otherwise.
+`lightrl plan`, `launch` and `doctor run` have their memory from here (lightrl/launch/memory.py adds a run's roles), and
+`python -m benchmarks.plan` compares layouts; training does not use it. Bytes are those of one rank in one update,
+tokens those of one update over all ranks. What autograd keeps is counted layer by layer and compared with a real
+update on tensors without memory in tests/strategies/test_costs.py; what is sent and how long that takes are rough
+estimates.
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightrl.functional.logprobs import tokens_per_chunk
 from lightrl.strategies.spread_experience import TOKEN_DTYPES
-from lightrl.strategies.tensor_plans import check_sizes, head_size, layer_parameters, split_layers
+from lightrl.strategies.tensor_plans import (
+    FAMILIES,
+    Family,
+    check_sizes,
+    head_size,
+    layer_parameters,
+    split_layers,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,9 +31,8 @@ USABLE_FRACTION = 0.9  # of a GPU's memory that a process may use
 SERVED_BYTES = 2  # of a parameter that a server has, in bfloat16
 TRAJECTORY_BYTES = 8  # per token of a trajectory, which rank 0 has as long as the iteration
 
-_STATE_BYTES = 16  # parameter, gradient, two moments
 _WHOLE_BYTES = 8  # a gathered parameter and its gradient
-_ACTIVATION_BYTES = 2
+_FLOAT = 4  # bytes of a float32
 
 
 @dataclass(frozen=True)
@@ -41,12 +49,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """One update."""
+    """One update; the defaults are those of bf16-mixed."""
 
     tokens: int  # of all ranks
     microbatch_tokens: int = 16384
     checkpoint_activations: bool = True
-    compute_bytes: int = _ACTIVATION_BYTES  # of an activation, and of a parameter that FSDP2 gathers
+    parameter_bytes: int = 4  # also of its gradient, of Adam's moments, and of a hidden state between layers
+    compute_bytes: int = 2  # of what a layer's products take and give, and of a parameter that FSDP2 gathers
+    copies_weights: bool = False  # autocast does, for the backward too; FSDP2 gathers them as they are computed with
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,8 @@ class Cost:
     num_microbatches: int  # of a dp rank
     state_bytes: float  # parameters, gradients, moments
     gathered_bytes: float  # parameters while they are whole, and their gradients
-    activation_bytes: float
+    activation_bytes: float  # of the layers
+    logit_bytes: float  # of the head, at the start of the backward
     sent_bytes: float
     bubble_fraction: float
     compute_s: float
@@ -70,7 +81,7 @@ class Cost:
 
     @property
     def memory_bytes(self) -> float:
-        return self.state_bytes + self.gathered_bytes + self.activation_bytes
+        return self.state_bytes + self.gathered_bytes + self.activation_bytes + self.logit_bytes
 
     @property
     def gpus(self) -> int:
@@ -83,25 +94,75 @@ def num_parameters(config: PretrainedConfig) -> int:
     return int(ends + config.num_hidden_layers * layer_parameters(config))
 
 
-def key_value_bytes(config: PretrainedConfig, width: int = _ACTIVATION_BYTES) -> int:
+def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
     """What a decoder keeps of one token, in numbers of `width` bytes."""
     return 2 * int(config.num_hidden_layers * config.num_key_value_heads * head_size(config)) * width
 
 
 def experience_bytes(num_scores: int) -> int:
     """What an iteration's SpreadExperience keeps of one token that has so many float32 scores."""
-    return sum(dtype.itemsize for dtype in TOKEN_DTYPES.values()) + 4 * num_scores
+    return sum(dtype.itemsize for dtype in TOKEN_DTYPES.values()) + _FLOAT * num_scores
 
 
-def activation_bytes(
-    config: PretrainedConfig, tokens: int, num_layers: float, *, checkpointed: bool, width: int = _ACTIVATION_BYTES
-) -> float:
-    """What `num_layers` layers keep of one microbatch for its backward; attention keeps no scores."""
-    heads = head_size(config) * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
-    kept = 4 * config.hidden_size + heads + 4 * config.intermediate_size  # numbers per token and layer
-    if not checkpointed:
-        return float(width * tokens * num_layers * kept)
-    return float(width * tokens * (num_layers * config.hidden_size + kept))
+def layer_bytes(config: PretrainedConfig, work: Work) -> int:
+    """What autograd keeps of one token in one decoder layer, as Hugging Face's code and flash attention compute it."""
+    family = FAMILIES.get(config.model_type, Family())
+    parameter, compute = work.parameter_bytes, work.compute_bytes
+    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    query, key = heads * head_size(config), kv_heads * head_size(config)
+    # A norm keeps its input in float32 (which is the input itself, if that is float32 already), 1 / rms in float32, and
+    # the normalized input, for the gradient of its weight.
+    normalized = _FLOAT if family.float_norms else parameter
+    kept = len(family.norms) * ((_FLOAT + normalized) * hidden + _FLOAT)
+    if family.head_norm_axis is not None:  # of queries and keys
+        normalized = _FLOAT if family.float_norms else compute
+        kept += (_FLOAT + normalized) * (query + key) + _FLOAT * (heads + kv_heads)
+    # The input of q, k and v, and that of gate and up; autocast copies it for each of the five.
+    kept += compute * hidden * (2 if compute == parameter else 5)
+    # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
+    # is the output projection's input.
+    kept += compute * (2 * query + 2 * key) + _FLOAT * heads
+    # MLP: gate, its activation, up, and their product, the down projection's input.
+    return int(kept + compute * 4 * config.intermediate_size)
+
+
+def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> float:
+    """What autograd keeps of a microbatch from the embedding to the last norm, when the forward has ended.
+
+    A checkpointed layer keeps its input, and what `layer_bytes` counts is there for one layer at a time, in the
+    backward. `peak_bytes` adds that.
+    """
+    last_norm = (_FLOAT + work.parameter_bytes) * config.hidden_size
+    angles = 2 * work.parameter_bytes * head_size(config)
+    kept = work.parameter_bytes * config.hidden_size if work.checkpoint_activations else layer_bytes(config, work)
+    copies = work.compute_bytes * layer_parameters(config) if work.copies_weights else 0
+    return float(tokens * (num_layers * kept + last_norm + angles) + num_layers * copies)
+
+
+def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[float, float]:
+    """Of the output head: what autograd keeps, and what the backward allocates while it works through the chunks."""
+    vocabulary, compute = config.vocab_size, work.compute_bytes
+    weights = vocabulary * config.hidden_size
+    kept = compute * config.hidden_size * tokens  # the states that predict
+    kept += compute * weights if compute != work.parameter_bytes else 0  # the head's copy under autocast
+    rows = tokens_per_chunk(tokens, vocabulary, "cuda")
+    if rows >= tokens:  # few logits: their probabilities are kept
+        logits = tokens * vocabulary
+        return float(kept + _FLOAT * logits), float((compute + 2 * _FLOAT) * logits)
+    # Logits and their gradient in the head's dtype; scores, log-probabilities, probabilities and gradient in float32.
+    chunk = rows * vocabulary * (2 * compute + 4 * _FLOAT)
+    return float(kept), float(chunk + _FLOAT * weights + compute * config.hidden_size * tokens)
+
+
+def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> tuple[float, float]:
+    """Of a microbatch at the moment that needs most: layers, and logits.
+
+    That is the start of the backward, or, if layers are checkpointed, that of the last layer, after the head's.
+    """
+    kept, working = logit_bytes(config, tokens, work)
+    layers = activation_bytes(config, tokens, num_layers, work)
+    again = tokens * layer_bytes(config, work) if work.checkpoint_activations else 0.0
+    return layers + max(0.0, again - working), kept + working
 
 
 def fsdp2_cost(
@@ -116,26 +177,23 @@ def fsdp2_cost(
     ends = total - config.num_hidden_layers * layer_parameters(config)
     others = (gpus - 1) / gpus
     gathers = work.compute_bytes * 2 * total * num * others  # two gathers of each microbatch
-    sent = gathers + 4 * total * others * (num if reduce_every_microbatch else 1)
+    sent = gathers + work.parameter_bytes * total * others * (num if reduce_every_microbatch else 1)
     communication = sent / _bandwidth(gpus, machine)
     compute = _compute_s(config, gpus, work, machine)
     tokens = min(work.microbatch_tokens, math.ceil(work.tokens / gpus))
-    waiting = 4 * total if num > 1 and not reduce_every_microbatch else 0  # whole gradients
+    layers, logits = peak_bytes(config, tokens, config.num_hidden_layers, work)
+    waiting = work.parameter_bytes * total if num > 1 and not reduce_every_microbatch else 0  # whole gradients
     return Cost(
         strategy="FSDP2",
         pp=1,
         dp=gpus,
         tp=1,
         num_microbatches=num,
-        state_bytes=_STATE_BYTES * total / gpus,
-        gathered_bytes=work.compute_bytes * (2 * layer_parameters(config) + ends) + waiting,
-        activation_bytes=activation_bytes(
-            config,
-            tokens,
-            config.num_hidden_layers,
-            checkpointed=work.checkpoint_activations,
-            width=work.compute_bytes,
-        ),
+        state_bytes=4 * work.parameter_bytes * total / gpus,
+        # Embedding and head are the root's, gathered as they are; of the layers one computes and one is on its way.
+        gathered_bytes=work.compute_bytes * 2 * layer_parameters(config) + work.parameter_bytes * ends + waiting,
+        activation_bytes=layers,
+        logit_bytes=logits,
         sent_bytes=sent,
         bubble_fraction=0.0,
         compute_s=compute,
@@ -177,6 +235,8 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
     sent_pp = 2 * hidden / tp * num if pp > 1 else 0.0
     bubble = (pp - 1) / (num + pp - 1)
     compute = _compute_s(config, gpus, work, machine)
+    in_flight = min(pp, num)  # microbatches of the first stage
+    activations, logits = peak_bytes(config, tokens, in_flight * max(layers), work)
     dp_s = sent_dp / _bandwidth(gpus, machine)
     communication = sent_tp / _bandwidth(tp, machine) + sent_pp / machine.remote_bytes_per_s
     communication += max(0.0, dp_s - compute) if pp == 1 else dp_s
@@ -186,13 +246,10 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
         dp=dp,
         tp=tp,
         num_microbatches=num,
-        state_bytes=_STATE_BYTES * largest / dp,
+        state_bytes=4 * work.parameter_bytes * largest / dp,
         gathered_bytes=whole if dp > 1 else 0.0,
-        activation_bytes=min(pp, num)
-        * activation_bytes(
-            config, tokens, max(layers), checkpointed=work.checkpoint_activations, width=work.compute_bytes
-        )
-        / tp,
+        activation_bytes=activations / tp,
+        logit_bytes=logits / tp,
         sent_bytes=sent_dp + sent_tp + sent_pp,
         bubble_fraction=bubble,
         compute_s=compute,

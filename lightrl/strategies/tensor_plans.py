@@ -21,6 +21,7 @@ class Family:
     """How a family's decoder layers differ from Llama's; all have q, k, v, o, gate, up and down projections."""
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer, over the hidden states
+    float_norms: bool = False  # a norm multiplies by its weight in float32, whatever the model's dtype
     head_norm_axis: int | None = None  # of q_norm and k_norm's inputs, such as 2 for [B, T, heads, head size]
     ropes_by_kind: bool = False  # one rotary embedding per kind of layer
     window_everywhere: bool = False  # `sliding_window` applies to all layers, not those named in `layer_types`
@@ -34,9 +35,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(),
     "qwen3": Family(head_norm_axis=2),
     "mistral": Family(window_everywhere=True),
-    "gemma": Family(),
-    "gemma2": Family(norms=_GEMMA_NORMS),
-    "gemma3_text": Family(norms=_GEMMA_NORMS, head_norm_axis=1, ropes_by_kind=True),
+    "gemma": Family(float_norms=True),
+    "gemma2": Family(norms=_GEMMA_NORMS, float_norms=True),
+    "gemma3_text": Family(norms=_GEMMA_NORMS, float_norms=True, head_norm_axis=1, ropes_by_kind=True),
 }
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")

@@ -2,7 +2,6 @@
 
 Reading order:
     spans.py    `span`: measures a block, and keeps it while a trace is open
-    clock.py    the offsets between the clocks of several machines
     file.py     spans to Chrome's JSON, a line for each; one file per process, joined at the end
     areas.py    the time of an iteration by area: rollout, reward, score, update, sync, data
     memory.py   peaks of the host's and the device's memory within a block
@@ -12,10 +11,9 @@ trace and prints the summary; `lightrl inspect` shows the files. To trace one mo
 """
 
 from lightrl.trace.areas import AREAS, AreaTimes, Summary, area_times
-from lightrl.trace.clock import clock_offset_ns
 from lightrl.trace.file import TraceFile, join_traces, trace_files
 from lightrl.trace.memory import MemoryPeaks
-from lightrl.trace.spans import Event, Tape, in_microbatch_spans, keep, record, span
+from lightrl.trace.spans import Event, Tape, clock_offset_ns, in_microbatch_spans, keep, record, span
 
 __all__ = [
     "AREAS",

@@ -29,7 +29,7 @@ class TraceFile:
         folder: of the trace; made.
         rank: of this process.
         title: of the process in the viewer.
-        offset_ns: is subtracted from the clock; see clock.py.
+        offset_ns: is subtracted from the clock.
         max_bytes: of both files together.
     """
 

@@ -3,9 +3,7 @@
 Reading order:
     bucket.py         Bucket, and the generator that cuts parameters into buckets
     server_form.py    the dtype and the names that a server needs
-    host_copy.py      a whole model in host memory
     digests.py        what a server that has the trainer's weights answers to a checksum
-    tile_hash.py      SGLang's hash of a tensor on a GPU
     gather_plan.py    which rank gets each parameter whole, and who sends it what
     disk.py           versions as safetensors folders, complete or absent
     rank_share.py     one rank's files of a version that several ranks write
@@ -21,9 +19,9 @@ one and needs at most one more bucket of memory; its requests in engines/sglang/
 
 from lightrl.weights.broadcast import BroadcastGroup
 from lightrl.weights.bucket import Bucket, WrittenFile, bucketed
+from lightrl.weights.delta_copy import HostCopy
 from lightrl.weights.digests import Digests, ServerLayout
 from lightrl.weights.disk import WeightFolder
-from lightrl.weights.host_copy import HostCopy
 from lightrl.weights.rank_share import SharedFolder
 from lightrl.weights.server_form import ServerForm
 from lightrl.weights.shared_memory import SharedBucket

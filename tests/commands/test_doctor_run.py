@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.commands.doctor.findings import Finding, findings_text
-from lightrl.commands.doctor.forecast import RunLength, forecast
+from lightrl.checks.printable import duration_text
+from lightrl.commands.doctor.findings import Finding
 from lightrl.commands.doctor.machine import disk, ports
-from lightrl.commands.doctor.trial import Measured
+from lightrl.commands.doctor.trial import Trial, forecast, run_length
 from lightrl.commands.main import main
 
 
@@ -123,7 +123,9 @@ def test_a_disk_too_small_for_the_run_fails(tmp_path):
         pytest.param({"max_steps": 100}, 100, 10, 2, id="epochs of ten"),
         pytest.param({"max_steps": -1, "max_epochs": 3}, 30, 3, 2, id="three epochs"),
         pytest.param({"max_steps": -1, "max_epochs": -1}, math.inf, math.nan, 2, id="without end"),
-        pytest.param({"max_steps": 100, "val_check_interval": 20, "every_n_epochs": None}, 100, 5, 2, id="steps"),
+        pytest.param(
+            {"max_steps": 100, "val_check_interval": 20, "check_val_every_n_epoch": None}, 100, 5, 2, id="steps"
+        ),
         pytest.param({"max_steps": 100, "val_check_interval": 0.5}, 100, 20, 2, id="twice per epoch"),
         pytest.param(
             {"max_steps": 100, "checkpoints": [{"save_top_k": -1, "every_n_train_steps": 10}]}, 100, 10, 10, id="all"
@@ -131,25 +133,22 @@ def test_a_disk_too_small_for_the_run_fails(tmp_path):
     ],
 )
 def test_the_length_of_a_run_follows_from_its_settings(settings, iterations, validations, checkpoints):
-    given = {"max_epochs": None, "val_check_interval": None, "every_n_epochs": 1, "log_every": None}
-    length = RunLength(**{**given, "checkpoints": [{"save_last": True}], **settings})
-    assert length.num_iterations(10) == iterations
-    assert length.num_checkpoints(10) == checkpoints
-    if math.isfinite(validations):
-        assert length.num_validations(10) == validations
+    checkpoints_of = settings.pop("checkpoints", [{"save_last": True}])
+    length = run_length({"check_val_every_n_epoch": 1, **settings}, checkpoints_of, 10)
+    assert length == pytest.approx((iterations, validations, checkpoints), nan_ok=True)
 
 
 def test_a_forecast_adds_iterations_validations_checkpoints_and_trajectories():
-    length = RunLength(100, None, 20, None, [{"save_top_k": 1, "save_last": True}], log_every=10)
-    measured = Measured(iterations_s=[9.0, 2.0], validation_batch_s=3.0, checkpoint_bytes=7, epoch_iterations=50)
-    result = forecast(length, measured, logged_bytes=11, validation_batches=4)
-    assert result.seconds == 100 * 2 + 5 * 4 * 3
-    assert result.bytes == 2 * 7 + 10 * 11
+    measured = Trial(iterations_s=[9.0, 2.0], validation_batch_s=3.0, checkpoint_bytes=7)
+    finding, num_bytes = forecast((100, 5, 2), measured, logged_bytes=1.1, validation_batches=4)
+    seconds, validation_s = 100 * 2 + 5 * 4 * 3, 5 * 4 * 3
+    assert f"about {duration_text(seconds)} (validation {duration_text(validation_s)} of it)" in finding.text
+    assert num_bytes == pytest.approx(2 * 7 + 100 * 1.1)
 
 
 def test_a_finding_has_its_fix_below_and_fits_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    text = findings_text([Finding("disk", "fails", "word " * 20, "Free disk space.")])
+    text = str(Finding("disk", "word " * 20, "fails", "Free disk space."))
     assert max(map(len, text.splitlines())) <= 60
     assert text.splitlines()[0].startswith("fails    disk         word")
     assert text.splitlines()[-1].strip() == "fix: Free disk space."

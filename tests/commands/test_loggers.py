@@ -261,6 +261,7 @@ def test_mlflow_has_everything(store: str, run: Any, tmp_path: Path) -> None:
     assert is_same_model(downloaded(client, run_id, "policy/iteration-000002"))
 
 
+@pytest.mark.extra
 def test_mlflow_takes_any_setting(store: str, tmp_path: Path) -> None:
     from lightning.pytorch.loggers import MLFlowLogger
 
@@ -319,7 +320,9 @@ class SharedFolder(DummyLogger):
         return self._version
 
 
-@pytest.mark.parametrize("save_dir", ["runs", None], ids=["a folder", "a server"])
+@pytest.mark.parametrize(
+    "save_dir", ["runs", pytest.param(None, marks=pytest.mark.extra)], ids=["a folder", "a server"]
+)
 def test_two_runs_do_not_mix_where_a_logger_has_one_folder_for_all(save_dir: Any, run: Any) -> None:
     for _ in range(2):
         run("test_loggers.SharedFolder", save_dir=save_dir)

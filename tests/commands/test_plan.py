@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from tiny import tiny_spec
 
+from examples.quickstart.task import LargestDigit
+from lightrl import Trainer
 from lightrl.algorithms import GRPO, PPO, AdaptiveKL, Distillation
+from lightrl.commands import launch
+from lightrl.commands.doctor.machine import memory_on_paper
 from lightrl.commands.plan import plan_mermaid, plan_text, run
-from lightrl.models import Role, RoleMesh
+from lightrl.models import ModelSpec, Role, RoleMesh
+from lightrl.strategies import FSDP2Strategy
+from lightrl.trajectory import Sampling
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,6 +120,66 @@ def test_a_launch_that_does_not_fit_is_told_with_what_would_change_it(
     assert "a server's GPU" in out
 
 
+BIG = {
+    "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
+    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def layer_of(folder: Path, policy: dict[str, Any]) -> list[str]:
+    """Arguments for the quickstart with another policy."""
+    spec = {"tokenizer": "examples.quickstart.task.tokenizer", "config": None, **policy}
+    (folder / "policy.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"policy": spec}}}))
+    return ["--config", "examples/quickstart/grpo.yaml", "--config", str(folder / "policy.yaml")]
+
+
+def test_plan_launch_and_doctor_say_the_same_of_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    four = ["--launch.ranks=4", "--launch.gpus_per_node=4", "--launch.launcher=slurm"]
+    arguments = [*layer_of(tmp_path, {"config": BIG}), *four]
+    out = printed_plan(capsys, *arguments)
+    totals = next(line for line in out.splitlines() if line.startswith("  total  "))
+    planned = re.split(r" {2,}", totals.strip())[1]  # of rank 0, which has the engine too
+    assert launch.run([*arguments, "--dry-run"]) == 0
+    assert f"Memory of a rank, on paper: {planned}." in capsys.readouterr().out
+    spec = ModelSpec(config=BIG, tokenizer="examples.quickstart.task.tokenizer")
+    module = GRPO(spec, reward=len, group_size=16, sampling=Sampling(max_new_tokens=4))
+    trainer = Trainer(accelerator="cpu", devices=4, strategy=FSDP2Strategy(), logger=False, enable_checkpointing=False)
+    (finding,) = memory_on_paper(module, trainer, LargestDigit(batch_size=32))
+    assert finding.text == f"Memory of a rank, on paper: {planned}."
+
+
+@pytest.mark.parametrize("section", [[], SECTION])
+def test_a_plan_for_gpus_needs_none(
+    section: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    arguments = ["--config", "examples/quickstart/grpo.yaml", "--trainer.accelerator=gpu", *section]
+    out = printed_plan(capsys, *arguments, "--gpu_memory_gb=80")
+    assert "fits: 72.0 GB usable of 80.0 GB on each device" in out
+
+
+def test_memory_that_is_not_known_is_said_by_plan_launch_and_doctor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "without_config"
+    folder.mkdir()
+    arguments = layer_of(tmp_path, {"path": str(folder)})
+    out = printed_plan(capsys, *arguments)
+    (line,) = (line for line in out.splitlines() if "Memory was not checked: " in line)
+    assert str(folder) in line
+    assert launch.run([*arguments, *SECTION, "--launch.ranks=4", "--dry-run"]) == 0
+    assert line in capsys.readouterr().out.splitlines()
+    module = GRPO(ModelSpec(path=str(folder)), reward=len)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    (finding,) = memory_on_paper(module, trainer, LargestDigit(batch_size=32))
+    assert (finding.verdict, finding.text) == ("warning", line)
+
+
 def test_a_launch_that_is_impossible_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,3 +236,25 @@ def test_a_run_from_a_trajectory_file_generates_nothing(
     out = capsys.readouterr().out
     assert "policy_update" in out
     assert "generate" not in out
+
+
+def test_the_command_prints_what_does_not_fit_in_lines_of_100_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run(["--config", "examples/quickstart/grpo.yaml", "--gpu_memory_gb", "0.5"]) == 0
+    out = capsys.readouterr().out
+    tables = out[out.index("batch sizes") : out.index("drawing:")]
+    assert "does not fit\n  rank 0 needs " in tables
+    assert "model.microbatch_tokens to at most" in " ".join(tables.split())
+    assert max(map(len, tables.splitlines())) <= 100
+
+
+def test_a_model_without_formulas_leaves_the_rest_of_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = {"model_type": "gpt2", "vocab_size": 14, "n_embd": 16, "n_layer": 2, "n_head": 4}
+    out = printed_plan(capsys, *layer_of(tmp_path, {"config": config}))
+    assert "\nMemory was not checked: the policy's config (gpt2) has no" in out
+    assert "flowchart LR" in out

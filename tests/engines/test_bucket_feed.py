@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightrl.engines.sglang.sync import bucket_feed
-from lightrl.engines.sglang.sync.bucket_feed import BucketFeed
+from lightrl.engines.sglang.sync import server_sync
+from lightrl.engines.sglang.sync.server_sync import BucketFeed
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, bucketed
 
@@ -49,7 +49,7 @@ def test_the_coroutine_takes_the_buckets_in_order(loop: asyncio.AbstractEventLoo
 def test_a_loop_that_has_ended_is_an_error_not_a_wait(
     is_closed: bool, buckets: list[Bucket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_feed, "LOOK_S", 0.01)
+    monkeypatch.setattr(server_sync, "LOOK_S", 0.01)
     loop = asyncio.new_event_loop()
     feed = BucketFeed(loop)
     if is_closed:
@@ -62,8 +62,8 @@ def test_a_loop_that_has_ended_is_an_error_not_a_wait(
 def test_a_blocked_loop_is_an_error_that_says_so(
     loop: asyncio.AbstractEventLoop, buckets: list[Bucket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_feed, "LOOK_S", 0.01)
-    monkeypatch.setattr(bucket_feed, "BLOCKED_S", 0.1)
+    monkeypatch.setattr(server_sync, "LOOK_S", 0.01)
+    monkeypatch.setattr(server_sync, "BLOCKED_S", 0.1)
     unblocked = threading.Event()
     loop.call_soon_threadsafe(unblocked.wait, 30)
     feed = BucketFeed(loop)

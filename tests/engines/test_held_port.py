@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightrl.engines.sglang.servers.held_port import HeldPort
+from lightrl.engines.sglang.servers.server import HeldPort
 from lightrl.errors import EngineError
 
 HOST = "127.0.0.1"

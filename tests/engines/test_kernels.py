@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from lightrl.engines.local import kernels
-from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
-from lightrl.engines.local.fused_linear import FusedLinear
+from lightrl.engines.local.fast_decoder import FusedLinear, LlamaDecoder, find_family
 from lightrl.engines.local.kernels import Kernels, LinearOfKernel
 
 SIZES: dict[str, Any] = {

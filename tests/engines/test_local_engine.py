@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from lightrl.engines import Completion
-from lightrl.engines.local import fast_decoder, fused_linear
+from lightrl.engines.local import fast_decoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.engines.local.running_batch import Row, RunningBatch
@@ -111,7 +111,7 @@ def make_case(config: PretrainedConfig, **arguments: Any) -> EngineCase:
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCase]:
     make_config, fast_path = CASES[request.param]
     if request.param.endswith("packed in place"):
-        monkeypatch.setattr(fused_linear, "_LEAST_MOVED", 0)
+        monkeypatch.setattr(fast_decoder, "_LEAST_MOVED", 0)
     if request.param.endswith("without kernels"):
         monkeypatch.setattr(fast_decoder, "kernels", lambda: None)
     case = make_case(make_config(), fast_path=fast_path)
@@ -221,7 +221,7 @@ def test_no_thread_is_left_after_close() -> None:
 def test_an_error_while_decoding_reaches_all_requests_with_its_cause(qwen3_case: EngineCase) -> None:
     qwen3_case.load(0)
     engine = qwen3_case.engine
-    engine._decoder._layers[1].down = fused_linear.FusedLinear(torch.zeros(3, 3), None)  # no product with it is defined
+    engine._decoder._layers[1].down = fast_decoder.FusedLinear(torch.zeros(3, 3), None)  # no product with it is defined
 
     async def scenario() -> list[Any]:
         requests = [qwen3_case.generate([1], Sampling(max_new_tokens=5)) for _ in range(3)]

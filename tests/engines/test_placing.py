@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, choose_devices
-from lightrl.engines.sglang.servers.gpus import gpus_of_servers, visible
+from lightrl.engines.sglang.servers.own_fleet import gpus_of_servers, visible
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

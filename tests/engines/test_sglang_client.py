@@ -14,7 +14,7 @@ from fake_sglang.process import FakeServerProcess
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.servers.held_port import HeldPort
+from lightrl.engines.sglang.servers.server import HeldPort
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
 

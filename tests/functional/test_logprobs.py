@@ -196,8 +196,8 @@ def test_logits_beyond_the_kept_size_are_cut_into_chunks(monkeypatch: pytest.Mon
     hidden, weight, bias, token_ids = head_case()
     logprobs, _ = hidden_logprobs(hidden, weight, bias, token_ids)
     assert "Head" in type(logprobs.grad_fn).__name__
-    assert logprobs_module._chunk_tokens(7, 11, "cpu") == 3
-    assert logprobs_module._chunk_tokens(2, 11, "cpu") == 2
+    assert logprobs_module.tokens_per_chunk(7, 11, "cpu") == 3
+    assert logprobs_module.tokens_per_chunk(2, 11, "cpu") == 2
 
 
 def test_in_chunks_nothing_as_large_as_the_logits_is_kept_for_the_backward_pass() -> None:

@@ -15,8 +15,8 @@ from several_ranks_run import Recorded
 from tiny_run import Digits, TinyGRPO, are_equal, make_trainer, weights
 
 from lightrl import FSDP2Strategy, LocalEngine
-from lightrl.callbacks.colocation import move_optimizer_state
 from lightrl.callbacks.learning_curve import HELD_OUT_ACCURACY
+from lightrl.callbacks.weight_sync import move_optimizer_state
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.965  # the worst of five seeds had 96.7 % on a CPU

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics, write_trace
 
-from lightrl.inspect.answers import Answers
-from lightrl.inspect.curves import MAX_POINTS, Curves
+from lightrl.inspect.answers import MAX_POINTS, Answers, Curves
 from lightrl.inspect.index import TrajectoryIndex, condition
 from lightrl.inspect.run_folder import find_runs
 from lightrl.inspect.server import PageServer

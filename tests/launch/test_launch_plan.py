@@ -1,12 +1,14 @@
 """The planner: who runs where, on which GPUs, with which addresses; and what it refuses. Tables, no processes."""
 
 import pytest
+from transformers import AutoConfig
 
+from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun
 from lightrl.launch.picture import describe, picture
 from lightrl.launch.plan import make_plan, place
 from lightrl.launch.run_facts import RunFacts
 from lightrl.launch.settings import Launch, Layout
-from lightrl.models import ModelSpec, RoleMesh
+from lightrl.models import RoleMesh
 
 SEVEN_B = {
     "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
@@ -15,6 +17,20 @@ SEVEN_B = {
 
 
 FACTS = RunFacts()
+
+
+SERVERS = PlannedEngine("SGLangEngine", "servers")
+FRUGAL = {"checkpoint_activations": True, "reduce_every_microbatch": True}
+
+
+def planned(**settings):
+    """A run that trains the 7 B model in one process."""
+    config = AutoConfig.for_model(**SEVEN_B)
+    size = 7_612_756_480
+    role = PlannedRole("policy", config, size, size, range(1))
+    sizes = {"prompts": 64, "group_size": 8, "num_minibatches": 1, "update_epochs": 1, "microbatch_tokens": 16384}
+    lengths = {"prompt_tokens": 512, "new_tokens": 512, "longest": 1024}
+    return PlannedRun((role,), 1, "whole", **{**sizes, **lengths, "is_mixed": True, **settings})
 
 
 def plan_of(facts: RunFacts = FACTS, **launch):
@@ -136,11 +152,11 @@ REFUSED = {
     "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits by data only"),
     "another engine": ({"servers": 1}, {"engine": "LocalEngine"}, "trainer.engine is LocalEngine"),
     "servers by address": ({"servers": 1}, {"engine": "SGLangEngine", "has_urls": True}, "Remove urls"),
-    "tp and heads": ({"nodes": 2, "gpus_per_node": 8, "servers": 1, "tp": 8}, {"policy": SEVEN_B}, "28 attention"),
-    "memory of a rank": ({"gpu_memory_gb": 80, "ranks": 1}, {"policy": SEVEN_B}, r"\(121.8 for parameters"),
+    "tp and heads": ({"nodes": 2, "gpus_per_node": 8, "servers": 1, "tp": 8}, {"planned": planned()}, "28 attention"),
+    "memory of a rank": ({"gpu_memory_gb": 80, "ranks": 1}, {"planned": planned()}, "weights 30.5 GB"),
     "memory of a server": (
-        {"gpus_per_node": 64, "gpu_memory_gb": 16, "ranks": 32, "servers": 1, "tp": 1},
-        {"policy": SEVEN_B, "microbatch_tokens": 1024, "checkpoints_activations": True}, "A server's GPU needs 15",
+        {"gpus_per_node": 128, "gpu_memory_gb": 16, "ranks": 64, "servers": 1, "tp": 1},
+        {"planned": planned(microbatch_tokens=1024, **FRUGAL, engine=SERVERS)}, "a server's GPU needs 15",
     ),
     "vllm": ({"allocation": "vllm:d2+fsdp:d2"}, {}, "servers are SGLang's"),
     "experts": ({"allocation": "megatron:d4e2"}, {}, "not by e"),
@@ -153,9 +169,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_is_refused_before_anything_starts(case):
     launch, facts, message = REFUSED[case]
-    policy = {"policy": ModelSpec(config=facts["policy"], tokenizer="x")} if "policy" in facts else {}
     with pytest.raises(ValueError, match=message):
-        plan_of(RunFacts(**{**facts, **policy}), **launch)
+        plan_of(RunFacts(**facts), **launch)
 
 
 WRONG = {
@@ -176,8 +191,7 @@ def test_a_section_that_contradicts_itself_is_refused(case):
 
 
 def test_the_plan_says_what_is_idle_and_what_memory_it_needs():
-    policy = ModelSpec(config=SEVEN_B, tokenizer="x")
-    text = describe(plan_of(RunFacts(policy=policy), gpus_per_node=8, ranks=4, servers=1, tp=2))
+    text = describe(plan_of(RunFacts(planned=planned(engine=SERVERS)), gpus_per_node=8, ranks=4, servers=1, tp=2))
     assert "2 of 8 GPUs stay idle." in text
     assert "of a server's GPU: 7.6 GB" in text
     assert "node1:29500" in text

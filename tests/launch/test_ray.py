@@ -101,7 +101,6 @@ def ray() -> Iterator[Ray]:
         yield made
 
 
-@pytest.mark.extra
 @pytest.mark.slow
 class TestOnOneNode:
     def launched(self, ray: Ray, folder: Path, programs: dict[str, str], **settings) -> RayLauncher:
@@ -110,6 +109,7 @@ class TestOnOneNode:
         launcher.start()
         return launcher
 
+    @pytest.mark.extra
     def test_ranks_end_then_servers_and_the_clusters_room_is_free_again(self, ray, tmp_path):
         programs = {"trainer-0": NOTES_GPUS + "time.sleep(0.5); end()", "servers-0": WAITS}
         launcher = self.launched(ray, tmp_path, programs)
@@ -126,6 +126,7 @@ class TestOnOneNode:
         assert (Path(launcher.plan.folder) / host / "trainer-0.log").exists()
         assert f"servers-0  {host}  exit code 0" in status_text(tmp_path)
 
+    @pytest.mark.extra
     def test_a_lost_actor_starts_the_ranks_again_from_the_newest_checkpoint(self, ray, tmp_path):
         program = NOTES_GPUS + "time.sleep(0 if '--ckpt_path' in sys.argv else 600)"
         launcher = self.launched(ray, tmp_path, {"trainer-0": program, "servers-0": WAITS}, recover=Recover(retries=1))
@@ -147,6 +148,7 @@ class TestOnOneNode:
         assert notes(tmp_path).count("trainer-0 started") == 1
         assert notes(tmp_path).count("servers-0 started") == 2
 
+    @pytest.mark.extra
     def test_no_process_outlives_a_launcher_that_is_killed(self, ray, tmp_path):
         driver = [sys.executable, str(HERE / "ray_driver.py"), str(tmp_path), ray.address, TOKEN["RAY_AUTH_TOKEN"]]
         with forked.Popen(driver, stdin=subprocess.PIPE, env=without_ray()) as launcher:
@@ -280,6 +282,7 @@ class TestNumbers:
     def paths(self, monkeypatch) -> None:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
 
+    @pytest.mark.extra
     def test_two_ranks_one_killed_learn_what_one_process_learns(self, ray, expected, tmp_path):
         with RayRun(ray, tmp_path / "run", ranks=2, iterations=5, retries=1) as run:
             run.wait_for(2)  # a checkpoint is there

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightrl.callbacks.trajectory_log import keep_answers
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.experience import Experience
-from lightrl.loops.asked_once import asked_once
+from lightrl.loops.score import asked_once
 from lightrl.trajectory import Trajectory
 
 

@@ -16,9 +16,8 @@ from worker_workflows import Words
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RewardError, RolloutError, WeightSyncError
 from lightrl.rewards import Judgment
-from lightrl.rollout.controller import RolloutController
+from lightrl.rollout.controller import RolloutController, Wait
 from lightrl.rollout.settings import RolloutSettings
-from lightrl.rollout.waits import Wait
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import bucketed
 from lightrl.workflows.workflow import Generate, SingleTurn, Workflow

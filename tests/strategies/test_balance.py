@@ -4,7 +4,7 @@ import random
 import pytest
 
 from lightrl.functional import bins
-from lightrl.strategies.balance import balanced_shares, token_imbalance
+from lightrl.strategies.ranks import balanced_shares, token_imbalance
 
 
 def sums(lengths: list[int], shares: list[list[int]]) -> list[int]:

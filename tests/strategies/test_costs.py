@@ -1,19 +1,28 @@
-"""Costs on paper against numbers worked out by hand."""
+"""Costs on paper against what autograd keeps of a real update, and against numbers worked out by hand."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.plan import best_3d_cost, best_fsdp2_cost
+from benchmarks.gpu_update import make_parts
+from benchmarks.plan import MODELS, best_3d_cost, best_fsdp2_cost
+from lightrl.strategies import LogprobSettings, SingleModel, packed_attention, single
 from lightrl.strategies.costs import (
     Machine,
     Work,
+    activation_bytes,
     fsdp2_cost,
+    logit_bytes,
     num_parameters,
     parallel_3d_cost,
+    peak_bytes,
 )
 
 
@@ -29,6 +38,83 @@ def config(**changes: Any) -> Any:
         "tie_word_embeddings": False,
     }
     return AutoConfig.for_model("qwen3", **{**sizes, **changes})
+
+
+TOKENS = 16384
+WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+WIDE |= {"head_dim": 128, "vocab_size": 32_000, "num_hidden_layers": 4, "tie_word_embeddings": False}
+GROUPED = {**WIDE, "num_key_value_heads": 2}
+PURE, MIXED = Work(TOKENS, parameter_bytes=2), Work(TOKENS)
+SHAPES = {
+    "Qwen3-0.6B, tied, bfloat16": (MODELS["qwen3-0.6b"], PURE, False),
+    "Qwen3-1.7B, tied, bf16-mixed as FSDP2 shards it": (MODELS["qwen3-1.7b"], MIXED, False),
+    "Qwen3-0.6B, bf16-mixed, checkpointed": (MODELS["qwen3-0.6b"], MIXED, True),
+    "Qwen3-1.7B, bfloat16, checkpointed": (MODELS["qwen3-1.7b"], PURE, True),
+    "Llama, untied, bfloat16": ({"model_type": "llama", **WIDE}, PURE, False),
+    "Qwen2, untied, grouped keys, bf16-mixed in one process": (
+        {"model_type": "qwen2", **GROUPED}, Work(TOKENS, copies_weights=True), False,
+    ),
+    "Llama, untied, grouped keys, float32": ({"model_type": "llama", **GROUPED}, Work(TOKENS, compute_bytes=4), False),
+    "Gemma 3, tied, bfloat16": ({"model_type": "gemma3_text", **GROUPED, "tie_word_embeddings": True}, PURE, False),
+}  # fmt: skip
+
+
+def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int]:
+    """What autograd keeps of SingleModel's packed forward, each storage once and no parameter; and its loss tokens.
+
+    The tensors have shapes and dtypes, but no memory: those of the model are fake, those of the experience real.
+    """
+    experience = make_parts(TOKENS, 1024, config.vocab_size)
+    is_mixed = work.compute_bytes != work.parameter_bytes
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        dtype = torch.bfloat16 if work.parameter_bytes == 2 else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        for layer in model.model.layers:
+            for module in layer.modules() if is_mixed and not work.copies_weights else ():
+                for key, value in module.named_parameters(recurse=False):
+                    setattr(module, key, torch.nn.Parameter(value.detach().to(torch.bfloat16)))
+            if checkpointed:
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    parallel = SingleModel(model, LogprobSettings(entropy_needs_gradient=False), form="packed")
+    kept = {parameter.untyped_storage()._cdata: None for parameter in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        logprobs = parallel._outputs(experience).logprobs
+    assert logprobs.requires_grad
+    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values() if tensor is not None)
+    return total, experience.num_loss_tokens
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_autograd_keeps_is_what_the_paper_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing can be probed without numbers; flash attention is what a GPU runs.
+    monkeypatch.setattr(single, "head_is_plain", lambda model: True)
+    monkeypatch.setattr(single, "exact_layouts", lambda model: {})
+    monkeypatch.setattr(single, "can_pack", packed_attention.make_packable)
+    monkeypatch.setattr(packed_attention, "kernel_for", lambda *args: "flash")
+    values, work, checkpointed = SHAPES[name]
+    made = AutoConfig.for_model(**values)
+    work = Work(**{**vars(work), "checkpoint_activations": checkpointed})
+    kept, loss_tokens = kept_bytes(made, work, checkpointed=checkpointed)
+    paper = activation_bytes(made, TOKENS, made.num_hidden_layers, work) + logit_bytes(made, loss_tokens, work)[0]
+    assert paper == pytest.approx(kept, rel=0.01)
+
+
+def test_the_peak_of_a_checkpointed_model_has_one_layer_more() -> None:
+    layers = 4 * TOKENS * 64 * 8
+    last_norm, angles = TOKENS * 8 * 64, TOKENS * 8 * 16
+    kept, working = logit_bytes(config(), TOKENS, MIXED)
+    peak, logits = peak_bytes(config(), TOKENS, 8, MIXED)
+    again = TOKENS * (2 * (8 * 64 + 4) + 2 * (6 * 64 + 4 * 4) + 5 * 2 * 64 + 2 * 4 * 64 + 4 * 4 + 8 * 128)
+    assert peak == layers + last_norm + angles + max(0, again - working)
+    assert logits == kept + working
 
 
 # A layer: 4 · 64 · 64 + 3 · 64 · 128 = 40,960; embedding and head 32,768 each: 393,216 parameters.
@@ -66,7 +152,7 @@ def test_without_a_pipeline_layers_are_gathered_again_for_each_microbatch() -> N
 
 
 def test_the_best_split_fits_the_memory_where_one_does() -> None:
-    tight = Machine(memory_bytes=3e6)
+    tight = Machine(memory_bytes=4e6)
     assert parallel_3d_cost(config(), 1, 8, 1, WORK, tight).memory_bytes > tight.memory_bytes
     assert best_3d_cost(config(), 8, WORK, tight).memory_bytes <= tight.memory_bytes
 

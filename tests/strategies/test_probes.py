@@ -5,8 +5,8 @@ import torch
 from tiny import FAMILIES, VOCABULARY, tiny_model
 from transformers import MambaConfig, MambaForCausalLM
 
-from lightrl.strategies.probes import can_pack, exact_layouts, head_is_plain
 from lightrl.strategies.shared_prefix import LAYOUTS
+from lightrl.strategies.single import can_pack, exact_layouts, head_is_plain
 
 PLAIN = ["llama", "qwen2", "qwen3", "gpt2"]
 

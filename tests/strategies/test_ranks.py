@@ -234,6 +234,7 @@ def test_a_rank_that_is_stopped_or_killed_is_named_and_none_is_left(how, rank, m
     assert all(f"[rank {other}, in {how.split()[-1]!r}] {message}" in done.stderr for other in others), done.stderr
 
 
+@pytest.mark.extra
 def test_a_rank_that_does_not_report_its_share_of_the_weights_is_named_at_the_deadline(tmp_path: Path) -> None:
     done = finished(Path(__file__).with_name("watched_ranks_run.py"), tmp_path, "late in share", "2")
     assert done.returncode == 1

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import Callback
 from tiny_run import Digits, TinyGRPO, make_trainer
 
 from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, WeightSync
-from lightrl.callbacks.colocation import move_optimizer_state
 from lightrl.callbacks.probe import as_rows
+from lightrl.callbacks.weight_sync import move_optimizer_state
 from lightrl.errors import WeightSyncError
 
 

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightrl.strategies import tensor_plans
 from lightrl.weights import Digests, ServerForm, ServerLayout, bucketed
 from lightrl.weights import digests as digests_module
-from lightrl.weights.digests import unknown_layout
-from lightrl.weights.tile_hash import tile_hash
+from lightrl.weights.digests import tile_hash, unknown_layout
 
 SIZES = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 130}
 
@@ -157,7 +156,7 @@ def slow_hash(content: bytes) -> int:
 @pytest.mark.parametrize("num", [1, 3, 8192, 8193, 30_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_the_tile_hash_is_that_of_sglangs_kernels(num, dtype, monkeypatch):
-    monkeypatch.setattr("lightrl.weights.tile_hash._TILES_AT_ONCE", 2)  # more than one block of tiles
+    monkeypatch.setattr("lightrl.weights.digests._TILES_AT_ONCE", 2)  # more than one block of tiles
     tensor = (torch.randn(num, generator=torch.Generator().manual_seed(num)) * 100).to(dtype)
     assert tile_hash(tensor) == slow_hash(tensor.view(torch.uint8).numpy().tobytes())
 

@@ -9,16 +9,13 @@
 Nothing is kept: what a run would write goes to a temporary folder.
 
 Reading order:
-    command.py       the command line; doctor reward and doctor replay
-    completions.py   the first prompts, and completions for them
-    reward_table.py  judged completions as a table or in full
-    data.py          doctor data
-    before_run.py    doctor run; findings.py: its verdicts
-    machine.py       what it checks of the machine: versions, devices, memory, ports, disk
-    inputs.py        of model, tokenizer and data
-    trial.py         of two iterations: logprobs, rewards, completions; forecast.py: hours and bytes of the run
+    command.py  the command line; doctor reward and doctor replay; rewards.py: judged completions as a table or in full
+    data.py     doctor data
+    run.py      doctor run; findings.py: its verdicts
+    machine.py  what it checks of machine, model and data before the trial
+    trial.py    what two iterations show: logprobs, rewards, completions; hours and bytes of the run
 
-May import: what commands/ may. To add a check: a function that returns findings, called in before_run.py.
+May import: what commands/ may. To add a check: a function that returns findings, called in run.py.
 """
 
 from lightrl.commands.doctor.command import run

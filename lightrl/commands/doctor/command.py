@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,13 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
-from lightrl.commands.doctor.before_run import check_run
-from lightrl.commands.doctor.completions import first_prompts, of_file, of_texts, references
-from lightrl.commands.doctor.data import SplitReport, read_all, show_data
-from lightrl.commands.doctor.reward_table import show_rewards
-from lightrl.data import prompt_batches
+from lightrl.commands.doctor.data import check_data, first_prompts
+from lightrl.commands.doctor.rewards import judge_again, show_rewards
+from lightrl.commands.doctor.run import check_run
+from lightrl.data import ChatRenderer, prompt_batches
 from lightrl.module import RLModule
-from lightrl.rewards import ReplayRow, replay
+from lightrl.rewards import replay
+from lightrl.rewards.replay import read_failures
 from lightrl.trajectory import Prompt, Trajectory
 
 
@@ -40,33 +42,25 @@ def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[A
     if options.command == "replay" and options.reward is not None:
         if rest:
             raise UsageError(f"doctor replay takes --reward or a config, got both --reward and {rest[0]}.")
-        here = [str(Path.cwd())]
-        return show_rewards(
-            replay(options.file, options.reward, num=options.n, repeats=options.repeats, search_paths=here), options
-        )
+        paths = [str(Path.cwd())]
+        rows = replay(options.file, options.reward, num=options.n, repeats=options.repeats, search_paths=paths)
+        return show_rewards(rows, options)
     for name in ("lightning.pytorch", "lightning.fabric"):  # their lines about devices and stages mean nothing here
         logging.getLogger(name).setLevel(logging.WARNING)
-    if options.command == "run":
-        return check_run(rest, callbacks)
-    doctor = _DoctorCLI(options, rest, callbacks)
-    return show_data(doctor.data) if options.command == "data" else show_rewards(doctor.rows, options)
+    return check_run(rest, callbacks) if options.command == "run" else _DoctorCLI(options, rest, callbacks).exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lightrl doctor", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    common: dict[str, Any] = {
-        "epilog": "All other options are those of `lightrl predict`: --config, --model..., --data..., --ckpt_path.",
-        "allow_abbrev": False,
-    }
-    what = "checks everything that a run needs, in two iterations of it, before it starts"
-    commands.add_parser(
-        "run", help=what, description=what, **{**common, "epilog": common["epilog"].replace("predict", "fit")}
-    )
-    what = "reads every row of the train and validation data, as a run would"
-    commands.add_parser("data", help=what, description=what, **common)
-    what = "tries the reward on the first prompts of a run, before the run"
-    reward = commands.add_parser("reward", help=what, description=what, **common)
+
+    def add(name: str, what: str, like: str = "predict") -> argparse.ArgumentParser:
+        others = f"All other options are those of `lightrl {like}`: --config, --model..., --data..., --ckpt_path."
+        return commands.add_parser(name, help=what, description=what, epilog=others, allow_abbrev=False)
+
+    add("run", "checks everything that a run needs, in two iterations of it, before it starts", "fit")
+    add("data", "reads every row of the train and validation data, as a run would")
+    reward = add("reward", "tries the reward on the first prompts of a run, before the run")
     reward.add_argument("--n", type=_count, default=16, help="number of prompts, with a completion each (default 16)")
     reward.add_argument(
         "--completions",
@@ -75,8 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         help="their source: the policy as the run begins; the data's answer_column; a JSONL file, whose lines have "
         "`completion` (in the order of the prompts) or come from a trajectory log",
     )
-    what = "judges the trajectories of a run's failed_rewards.jsonl or of its trajectory log again"
-    replay = commands.add_parser("replay", help=what, description=what, **common)
+    replay = add("replay", "judges the trajectories of a run's failed_rewards.jsonl or of its trajectory log again")
     replay.add_argument("file", help="the JSONL file")
     replay.add_argument("--reward", help="dotted path of the reward function, instead of --config")
     replay.add_argument("--n", type=_count, default=None, help="only this many, from the start (default: all)")
@@ -93,48 +86,38 @@ def _count(text: str) -> int:
 
 
 class _DoctorCLI(LightRLCLI):
-    """`lightrl predict` that judges some trajectories several times instead."""
-
-    rows: list[ReplayRow]
-    data: list[SplitReport]
+    """`lightrl predict` that reads the data, or judges some trajectories several times, instead."""
 
     def __init__(self, options: argparse.Namespace, args: Sequence[str], callbacks: Sequence[Any]) -> None:
         self.options = options
         super().__init__(["predict", *args], callbacks=callbacks)
 
     def predict(self, **kwargs: Any) -> None:
-        module, datamodule = kwargs.pop("model"), kwargs.pop("datamodule")
-        if self.options.command == "data":
-            self.data = read_all(module, datamodule)
+        module, datamodule, options = kwargs.pop("model"), kwargs.pop("datamodule"), self.options
+        if options.command == "data":
+            self.exit_code = check_data(module, datamodule)
             return
         if not isinstance(module, RLModule):
             raise UsageError(f"lightrl doctor needs an RLModule, which has a reward, got {type(module).__name__}.")
-        is_replay = self.options.command == "replay"
-        self.rows = replay(
-            self.options.file if is_replay else self._fresh(module, datamodule, **kwargs),
-            module.reward_source if module.reward_source is not None else module.reward,
-            num=self.options.n,
-            repeats=self.options.repeats,
-            search_paths=[str(Path.cwd())],
-            timeout_s=module.reward_timeout_s,
-            memory_limit_mib=module.reward_memory_mib,
-            decode=lambda token_ids: str(module.tokenizer.decode(token_ids)),
-        )
+        source = options.file if options.command == "replay" else self._trajectories(module, datamodule, **kwargs)
+        decode = module.tokenizer.decode
+        rows = judge_again(source, module, options.repeats, num=options.n, decode=lambda ids: str(decode(ids)))
+        self.exit_code = show_rewards(rows, options)
 
-    def _fresh(self, module: RLModule, datamodule: Any, **kwargs: Any) -> list[Trajectory]:
-        prompts = first_prompts(module, datamodule, self.options.n)
-        if self.options.completions == "policy":
-            return self._written_by_policy(module, prompts, **kwargs)
-        if self.options.completions == "reference":
-            return of_texts(prompts, references(prompts, datamodule), module)
-        return of_file(self.options.completions, prompts, module)
+    def _trajectories(self, module: RLModule, datamodule: Any, **kwargs: Any) -> list[Trajectory]:
+        prompts, source = first_prompts(module, datamodule, self.options.n), self.options.completions
+        if source == "policy":
+            return self._generated(module, prompts, **kwargs)
+        if source == "reference":
+            return _of_texts(prompts, _references(prompts, datamodule), module)
+        return _of_file(source, prompts, module)
 
-    def _written_by_policy(self, module: RLModule, prompts: list[Prompt], **kwargs: Any) -> list[Trajectory]:
+    def _generated(self, module: RLModule, prompts: list[Prompt], **kwargs: Any) -> list[Trajectory]:
         """One completion per prompt, sampled as in training; no reward is called."""
         trainer = self.trainer
         trainer.loggers = []
         trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, ProgressBar)]
-        reward_source, module.reward_source = module.reward_source, "lightrl.commands.doctor.completions.not_judged"
+        reward_source, module.reward_source = module.reward_source, f"{__name__}.no_reward"
         module.validation_sampling, module.validation_group_size = module.sampling, 1
         try:
             batches: Any = trainer.predict(module, dataloaders=prompt_batches(prompts, len(prompts)), **kwargs)
@@ -144,3 +127,65 @@ class _DoctorCLI(LightRLCLI):
         if not trajectories:
             raise UsageError("The policy finished no trajectory; see the messages above.")
         return trajectories
+
+
+def no_reward(trajectory: Trajectory) -> dict[str, Any]:
+    """Stands in for the reward while the policy generates; keeps the rewards of an environment."""
+    return {"reward": 0.0} if trajectory.rewards is None else {"rewards": trajectory.rewards}
+
+
+def _references(prompts: Sequence[Prompt], datamodule: Any) -> list[str]:
+    column = getattr(datamodule, "answer_column", None) or "answer"
+    for prompt in prompts:
+        if column not in prompt.fields:
+            raise UsageError(
+                f"Prompt {prompt.id!r} has no column {column!r}, only {', '.join(prompt.fields) or 'none at all'}. Set "
+                "data.answer_column, or pass --completions a file."
+            )
+    return [str(prompt.fields[column]) for prompt in prompts]
+
+
+def _of_file(path: str, prompts: Sequence[Prompt], module: RLModule) -> list[Trajectory]:
+    if not Path(path).is_file():
+        raise UsageError(f"--completions must be policy, reference or a JSONL file; there is no file {path}.")
+    texts: list[str] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{path}:{number} is not JSON: {error}.") from error
+        if isinstance(record, dict) and "trajectory" in record:
+            return list(islice(read_failures(path), len(prompts)))
+        text = record.get("completion") if isinstance(record, dict) else record
+        if not isinstance(text, str):
+            raise UsageError(
+                f'{path}:{number} has no text in "completion". Lines must look like {{"completion": "..."}} or come '
+                "from a trajectory log."
+            )
+        texts.append(text)
+    num = min(len(prompts), len(texts))
+    return _of_texts(prompts[:num], texts[:num], module)
+
+
+def _of_texts(prompts: Sequence[Prompt], texts: Sequence[str], module: RLModule) -> list[Trajectory]:
+    """Trajectories as if the policy had generated these completions and its end token."""
+    renderer = ChatRenderer(module.tokenizer)
+    trajectories: list[Trajectory] = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        prompt_ids, generated = prompt.token_ids or [], renderer.completion_ids(None, text)
+        start, num_new = len(prompt_ids), len(generated)
+        made = Trajectory(
+            prompt,
+            group_id=len(trajectories),
+            sample=0,
+            token_ids=[*prompt_ids, *generated],
+            loss_mask=[False] * start + [True] * num_new,
+            behavior_logprobs=[0.0] * (start + num_new),
+            weight_versions=[-1] * start + [0] * num_new,
+            completion_ids=generated,
+            completion=text,
+        )
+        trajectories.append(made)
+    return trajectories

@@ -1,8 +1,9 @@
-"""Reads every train and validation row as a run would, and notes each bad one."""
+"""A run's prompts: the first ones, and every train and validation row as a run reads it, each bad one noted."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import sys
 from collections import Counter
@@ -14,8 +15,8 @@ from tqdm import tqdm
 
 from lightrl.checks.printable import escape_unprintable
 from lightrl.commands.config_layers import UsageError
-from lightrl.commands.doctor.completions import attach
-from lightrl.data import PromptDataModule, StreamedPrompts
+from lightrl.data import PromptDataModule, PromptStream, StreamedPrompts, wrap_train_loader
+from lightrl.module import RLModule
 from lightrl.trajectory import Prompt
 
 _MAX_PROBLEMS = 20  # shown of a split
@@ -54,54 +55,73 @@ class SplitReport:
         return f"{len(lengths)} prompts{of}, {self.num_dropped} rows dropped, {len(self.problems)} bad"
 
 
-def read_all(module: Any, datamodule: Any) -> list[SplitReport]:
-    """Reads and renders every train and validation row; bad rows are noted, all of them."""
+def attach(module: Any, datamodule: Any) -> None:
+    """Raises UsageError if the config has no data."""
+    if datamodule is None:
+        raise UsageError("lightrl doctor needs prompts. Add a `data:` section to the config.")
+    if hasattr(datamodule, "attach"):
+        pictures, max_tokens = getattr(module, "pictures", None), getattr(module, "max_prompt_tokens", None)
+        datamodule.attach(module.tokenizer, max_prompt_tokens=max_tokens, pictures=pictures)
+    datamodule.prepare_data()
+
+
+def first_prompts(module: RLModule, datamodule: Any, num: int) -> list[Prompt]:
+    """The first prompts that a run trains on, `num` or as many as there are."""
+    attach(module, datamodule)
+    datamodule.setup("fit")
+    stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
+    if stream is None:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        loader = datamodule.train_dataloader()
+        stream = wrap_train_loader(loader, module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, seed=seed)
+    positions = itertools.count() if stream.num_prompts is None else range(stream.num_prompts)
+    made = (prompt for position in positions if (prompt := stream[position]) is not None)
+    return list(itertools.islice(made, num))
+
+
+def read_splits(datamodule: PromptDataModule, *, max_rows: int | None = None) -> tuple[SplitReport, SplitReport]:
+    """Train and validation; of each at most about `max_rows` rows. Prompts of a subclass's own are taken as made."""
+    return _read(datamodule, "train", max_rows), _read(datamodule, "validation", max_rows)
+
+
+def _read(datamodule: PromptDataModule, split: Literal["train", "validation"], max_rows: int | None) -> SplitReport:
+    report, num_read = SplitReport(split), 0
+    if not datamodule.makes_prompts_of_rows:
+        of_split: Any = datamodule.prompts.get(split) or []
+        own = list(itertools.islice(of_split, max_rows))
+        report.add(own, datamodule.num_tokens_of(own))
+        return report
+    prompts = datamodule.prompts_on_reading(split)
+    total = None if isinstance(prompts, StreamedPrompts) else len(prompts)
+    with tqdm(total=total, desc=split, disable=None, leave=False) as bar:
+        try:
+            for made in prompts.one_pass():
+                if max_rows is not None and num_read >= max_rows:
+                    report.is_cut = True
+                    break
+                report.add(made, datamodule.num_tokens_of(made))
+                num_read += len(made)
+                bar.update(len(made))
+        except ValueError as error:
+            report.problems.append(str(error))  # a stream that cannot be read on
+    return report
+
+
+def check_data(module: Any, datamodule: Any) -> int:
+    """Prints what every train and validation row gives, and every bad one; returns 1 if there is one."""
     attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
         raise UsageError(
             f"lightrl doctor data reads files and hub datasets, but {type(datamodule).__name__} makes its own prompts. "
             "Those are all checked when a run starts."
         )
-    return read_splits(datamodule)
-
-
-def read_splits(datamodule: PromptDataModule, *, max_rows: int | None = None) -> list[SplitReport]:
-    """Train and validation; of each at most about `max_rows` rows. Prompts of a subclass's own are taken as made."""
-    reports = []
-    splits: tuple[Literal["train", "validation"], ...] = ("train", "validation")
-    for split in splits:
-        report = SplitReport(split)
-        reports.append(report)
-        if not datamodule.makes_prompts_of_rows:
-            of_split: Any = datamodule.prompts.get(split) or []
-            own = list(itertools.islice(of_split, max_rows))
-            report.add(own, datamodule.num_tokens_of(own))
-            continue
-        prompts = datamodule.prompts_on_reading(split)
-        total = None if isinstance(prompts, StreamedPrompts) else len(prompts)
-        num_read = 0
-        with tqdm(total=total, desc=split, disable=None, leave=False) as bar:
-            try:
-                for made in prompts.one_pass():
-                    if max_rows is not None and num_read >= max_rows:
-                        report.is_cut = True
-                        break
-                    report.add(made, datamodule.num_tokens_of(made))
-                    num_read += len(made)
-                    bar.update(len(made))
-            except ValueError as error:
-                report.problems.append(str(error))  # a stream that cannot be read on
-    return reports
-
-
-def show_data(reports: Sequence[SplitReport]) -> int:
+    train, validation = reports = read_splits(datamodule)
     lines: list[str] = []
     for report in reports:
+        more = len(report.problems) - _MAX_PROBLEMS
         lines.append(f"{report.name}: {report.counts_text()}")
         lines += [f"  {escape_unprintable(problem)}" for problem in report.problems[:_MAX_PROBLEMS]]
-        if len(report.problems) > _MAX_PROBLEMS:
-            lines.append(f"  … and {len(report.problems) - _MAX_PROBLEMS} more")
-    train, validation = reports
+        lines += [f"  … and {more} more"] if more > 0 else []
     if train.num_repeated:
         lines.append(f"{train.num_repeated} train prompts repeat another one")
     if shared := validation.num_shared(train):

@@ -3,13 +3,10 @@
 Reading order:
     local_engine.py   LocalEngine and its settings
     decode_thread.py  the thread that decodes, and how it stops between two tokens
-    steps.py          what it decoded together, written down and repeated
-    copy_in.py        new weights for its model, all or none
     running_batch.py  the slots of the batch
     sampler.py        logits to tokens and logprobs
     decoder.py        decodes with any Hugging Face model
-    fast_decoder.py   decodes Llama-like models, faster
-    fused_linear.py   its products; weights are kept packed for them
+    fast_decoder.py   decodes Llama-like models, faster; the weights of its products are kept packed
     kernels.py        its compiled part, built from kernels.cpp where there is a compiler
 
 May import: what engines/ may.

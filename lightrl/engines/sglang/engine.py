@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.concurrency.call_all import call_all
+from lightrl.concurrency.call_within import call_all
 from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.abilities import (
     ContinuesCompletions,

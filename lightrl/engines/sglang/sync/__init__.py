@@ -3,7 +3,7 @@
 Reading order:
     loading.py           a version, checked, to all servers or to one that is back
     server_sync.py       new weights into paused servers, verified; report.py  what happened to each server
-      transports/        how the bytes get there; bucket_feed.py  from thread to loop
+      transports/        how the bytes get there
       receiver.py        the delta transport's process beside the servers; receivers.py  where
       memory.py          what a colocated server has released
     served_adapters.py   adapters beside their base, one per version

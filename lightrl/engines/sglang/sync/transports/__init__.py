@@ -4,8 +4,7 @@ transport.py      WeightTransport, what a sync needs of them
 disk.py           a folder that trainer and servers see; written while they generate
 streaming.py      bucket by bucket, what the next two have in common
 broadcast.py      a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
-shared_memory.py  servers of the same host; not the default, since SGLang demands a pickle
-cuda_ipc.py       the same in GPU memory, for servers on the trainer's GPUs; not run yet
+shared_memory.py  servers of the same host, or of the trainer's GPUs (not run yet); SGLang demands a pickle
 delta.py          what changed, to a receiver beside the servers, which load it from there
 """
 
@@ -19,10 +18,9 @@ import torch
 
 from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.sync.transports.broadcast import BroadcastTransport
-from lightrl.engines.sglang.sync.transports.cuda_ipc import CudaIpcTransport
 from lightrl.engines.sglang.sync.transports.delta import DeltaTransport
 from lightrl.engines.sglang.sync.transports.disk import DiskTransport
-from lightrl.engines.sglang.sync.transports.shared_memory import SharedMemoryTransport
+from lightrl.engines.sglang.sync.transports.shared_memory import CudaIpcTransport, SharedMemoryTransport
 from lightrl.engines.sglang.sync.transports.transport import WeightTransport
 from lightrl.weights import ServerForm, WeightFolder
 

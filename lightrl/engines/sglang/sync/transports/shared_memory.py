@@ -1,12 +1,16 @@
-"""SharedMemoryTransport: weights through memory that servers of the same host share."""
+"""Weights through memory that servers share: of the same host, or of the same GPUs (**not run yet**: see the docs)."""
 
 from __future__ import annotations
+
+import torch
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.sync.report import Fleet
 from lightrl.engines.sglang.sync.transports.streaming import Streaming, num_ranks
 from lightrl.weights import Bucket, ServerForm, SharedBucket, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
+
+GPU_PART_BYTES = 2**29  # of a block in GPU memory
 
 
 class SharedMemoryTransport(Streaming):
@@ -37,3 +41,15 @@ class SharedMemoryTransport(Streaming):
                 timeout_s=fleet.timeout_s,
             )
         )
+
+
+class CudaIpcTransport(SharedMemoryTransport):
+    """As through shared memory, with the block in the memory of rank 0's GPU: no byte passes the host.
+
+    Every tp rank of a server gets a handle of its own to the block. A rank on another GPU reads it over NVLink or PCIe,
+    which needs peer access between the two. **SGLang demands a pickle**, see weights/shared_memory.py.
+    """
+
+    def __init__(self, form: ServerForm | None = None, *, part_bytes: int = GPU_PART_BYTES) -> None:
+        super().__init__(form, part_bytes=part_bytes)
+        self._shared = SharedBucket(self.form, device=f"cuda:{torch.cuda.current_device()}")

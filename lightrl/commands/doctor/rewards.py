@@ -1,4 +1,4 @@
-"""Judged completions as a table or in full, and what looks wrong in them."""
+"""Trajectories judged again, as a table or in full, and what looks wrong in them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,38 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from lightrl.callbacks.trajectory_log import num_columns, pad, printable_on_stdout, shorten
 from lightrl.checks.printable import escape_unprintable
-from lightrl.rewards import ReplayRow
+from lightrl.module import RLModule
+from lightrl.rewards import ReplayRow, replay
 
 _WIDTH_WITHOUT_TERMINAL = 120
 _MIN_EQUAL = 2  # from so many completions on, equal rewards are worth a remark
 
 
+def judge_again(source: Any, module: RLModule, repeats: int, **settings: Any) -> list[ReplayRow]:
+    """Each trajectory judged `repeats` times by the module's reward; `source` and settings as in `replay`."""
+    return replay(
+        source,
+        module.reward_source if module.reward_source is not None else module.reward,
+        repeats=repeats,
+        search_paths=[str(Path.cwd())],
+        timeout_s=module.reward_timeout_s,
+        memory_limit_mib=module.reward_memory_mib,
+        **settings,
+    )
+
+
 def show_rewards(rows: list[ReplayRow], options: argparse.Namespace) -> int:
+    """Prints them; returns 1 if a reward failed."""
     width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
     by_policy = getattr(options, "completions", None) == "policy"
     shown = format_blocks(rows) if options.full else format_rows(rows, width)
-    sys.stdout.write(printable_on_stdout(f"{shown}\n\n{summary(rows, options.repeats, by_policy=by_policy)}\n"))
-    return 1 if any(row.reason is not None for row in rows) else 0
+    sys.stdout.write(printable_on_stdout(f"{shown}\n\n{_summary(rows, options.repeats, by_policy=by_policy)}\n"))
+    return int(any(row.reason is not None for row in rows))
 
 
 def format_rows(rows: Sequence[ReplayRow], width: int) -> str:
@@ -30,26 +47,28 @@ def format_rows(rows: Sequence[ReplayRow], width: int) -> str:
 
     A prompt that is too long loses its start, a completion its middle, where answers are rare.
     """
-    numbers = [
-        (
-            "failed" if row.reward is None else f"{row.reward:.3g}",
-            ms_text(row.latency_s),
-            "" if row.is_deterministic else "no",
-        )
-        for row in rows
-    ]
-    header = ("prompt", "completion", "extracted")
-    texts = [tuple(map(escape_unprintable, (row.prompt, row.completion, row.extracted or ""))) for row in rows]
+    table: list[tuple[str, ...]] = [("prompt", "completion", "extracted", "reward", "latency", "same")]
+    for row in rows:
+        texts = tuple(map(escape_unprintable, (row.prompt, row.completion, row.extracted or "")))
+        reward = "failed" if row.reward is None else f"{row.reward:.3g}"
+        table.append((*texts, reward, ms_text(row.latency_s), "" if row.is_deterministic else "no"))
     room = max(width - len("  reward   latency  same"), 30) - 4
-    widths = _fitted([max(num_columns(cells[column]) for cells in [header, *texts]) for column in range(3)], room)
-    lines = [_line(header, widths, ("reward", "latency", "same"))]
-    for row, cells, values in zip(rows, texts, numbers, strict=True):
-        lines.append(_line(cells, widths, values))
-        if row.message is not None:
-            lines.append(
-                f"    {row.reason}: {shorten(escape_unprintable(row.message), max(width - 14, 40), keep_start=0.7)}"
-            )
-    return "\n".join(line.rstrip() for line in lines)
+    needed = [max(num_columns(cells[column]) for cells in table) for column in range(3)]
+    widths = [0, 0, 0]
+    for place, column in enumerate(sorted(range(3), key=needed.__getitem__)):  # narrow ones get what they need
+        widths[column] = min(needed[column], room // (3 - place))
+        room -= widths[column]
+    lines = []
+    for judged, cells in zip([None, *rows], table, strict=True):
+        left = [
+            pad(shorten(text, size, keep_start=keep), size)
+            for text, size, keep in zip(cells[:3], widths, (0.0, 0.5, 0.5), strict=True)
+        ]
+        lines.append("  ".join([*left, f"{cells[3]:>6}", f"{cells[4]:>8}", f"{cells[5]:>4}"]).rstrip())
+        if judged is not None and judged.message is not None:
+            message = shorten(escape_unprintable(judged.message), max(width - 14, 40), keep_start=0.7)
+            lines.append(f"    {judged.reason}: {message}".rstrip())
+    return "\n".join(lines)
 
 
 def format_blocks(rows: Sequence[ReplayRow]) -> str:
@@ -66,7 +85,7 @@ def format_blocks(rows: Sequence[ReplayRow]) -> str:
     return "\n\n".join(blocks)
 
 
-def summary(rows: Sequence[ReplayRow], repeats: int, *, by_policy: bool = False) -> str:
+def _summary(rows: Sequence[ReplayRow], repeats: int, *, by_policy: bool = False) -> str:
     """Totals and means of the rows, and what looks wrong in them."""
     judged = [row for row in rows if row.reward is not None]
     failed = Counter(row.reason for row in rows if row.reason is not None)
@@ -90,24 +109,6 @@ def summary(rows: Sequence[ReplayRow], repeats: int, *, by_policy: bool = False)
     elif repeats > 1:
         lines.append(f"judged {repeats} times, with the same results")
     return "\n".join(lines)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], values: Sequence[str]) -> str:
-    keep = (0.0, 0.5, 0.5)
-    left = (
-        pad(shorten(text, size, keep_start=start), size) for text, size, start in zip(cells, widths, keep, strict=True)
-    )
-    reward, latency, same = values
-    return "  ".join([*left, f"{reward:>6}", f"{latency:>8}", f"{same:>4}"])
-
-
-def _fitted(needed: Sequence[int], room: int) -> list[int]:
-    """Widths that sum to at most `room`; narrow columns get what they need, the others share the rest."""
-    widths: dict[int, int] = {}
-    for index in sorted(range(len(needed)), key=lambda index: needed[index]):
-        widths[index] = min(needed[index], room // (len(needed) - len(widths)))
-        room -= widths[index]
-    return [widths[index] for index in range(len(needed))]
 
 
 def ms_text(seconds: float) -> str:

@@ -1,10 +1,9 @@
-"""The plan's memory against real models, optimizers, caches and experience; its advice against its own formulas."""
+"""Memory on paper against real models, optimizers, caches and experience; its advice against its own formulas."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,28 +14,19 @@ from transformers import DynamicCache
 from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
 from lightrl.algorithms import ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
-from lightrl.commands.plan import run
-from lightrl.commands.plan_costs import (
-    PlannedEngine,
-    PlannedRun,
-    batch_rows,
-    engine_memory,
-    rank_memories,
-    role_cost,
-)
-from lightrl.commands.plan_fit import misfits
 from lightrl.commands.plan_run import planned_run, planned_training
+from lightrl.commands.plan_tables import batch_rows
+from lightrl.launch.memory import Misfit, PlannedEngine, PlannedRun, engine_memory, misfits, rank_memories, role_cost
 from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, SpreadExperience
-from lightrl.strategies.costs import TRAJECTORY_BYTES, experience_bytes
+from lightrl.strategies.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_bytes
 from lightrl.testing.tiny_model import TINY_CONFIG
 from lightrl.trajectory import Sampling
 
 CONFIG = {**TINY_CONFIG, "max_position_embeddings": 256}  # room for prompts and 128 new tokens
 EVEN_CONFIG = {**CONFIG, "vocab_size": 18}  # that tp 2 divides
-LARGE_CONFIG = {**CONFIG, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 20_000}
-ROOT = Path(__file__).parents[2]
+LARGE_CONFIG = {**CONFIG, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 2000}
 
 
 class Data:
@@ -46,7 +36,7 @@ class Data:
 
 def plan_of(module: RLModule, **settings: Any) -> PlannedRun:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **settings)
-    return planned_run(module, trainer, Data(), module.data_flow())
+    return planned_run(module, trainer, Data())
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +54,10 @@ def large(**settings: Any) -> PlannedRun:
 def spread(planned: PlannedRun, world: int) -> PlannedRun:
     role = replace(planned.roles[0], ranks=range(world))
     return replace(planned, world=world, layout="FSDP2", roles=(role,))
+
+
+def misfits_of(planned: PlannedRun, room: float) -> list[Misfit]:
+    return list(misfits(planned, room / USABLE_FRACTION))
 
 
 def test_the_state_is_that_of_real_models_and_their_optimizer(ppo: PlannedRun) -> None:
@@ -168,11 +162,10 @@ def test_the_advised_microbatch_fits_and_a_larger_one_does_not() -> None:
     planned = large()
     memory = rank_memories(planned)[0]
     room = memory.total - 0.7 * memory.device["activations"]
-    found = next(misfits(planned, room))
+    found = misfits_of(planned, room)[0]
     assert found.cause == "activations"
-    assert found.total == memory.total
+    assert sum(found.device.values()) == memory.total
     advised = int(found.fix.removeprefix("set model.microbatch_tokens to at most "))
-    assert advised == pytest.approx(0.3 * 4096, rel=0.01)
     assert rank_memories(replace(planned, microbatch_tokens=advised))[0].total <= room
     assert rank_memories(replace(planned, microbatch_tokens=advised + 1))[0].total > room
 
@@ -181,7 +174,7 @@ def test_a_smaller_microbatch_that_keeps_whole_gradients_is_counted_with_them() 
     planned = replace(spread(large(), 2), microbatch_tokens=10**6)
     total = rank_memories(planned)[0].total
     room = 0.97 * total
-    found = next(misfits(planned, room))
+    found = misfits_of(planned, room)[0]
     advised = int(found.fix.removeprefix("set model.microbatch_tokens to at most "))
     memory = rank_memories(replace(planned, microbatch_tokens=advised))[0]
     assert memory.device["gathered"] > rank_memories(planned)[0].device["gathered"]
@@ -192,7 +185,7 @@ def test_the_advised_number_of_ranks_is_the_smallest_that_fits() -> None:
     planned = large()
     memory = rank_memories(planned)[0]
     room = memory.device["moments"]
-    found = next(misfits(replace(planned, microbatch_tokens=64), room))
+    found = misfits_of(replace(planned, microbatch_tokens=64), room)[0]
     start, _, number = found.fix.rpartition(" ")
     assert start == "set trainer.strategy to FSDP2Strategy and trainer.devices · trainer.num_nodes to at least"
     at, before = (spread(replace(planned, microbatch_tokens=64), world) for world in (int(number), int(number) - 1))
@@ -204,7 +197,7 @@ def test_too_many_key_values_lower_the_engines_batch() -> None:
     planned = replace(large(), engine=engine, microbatch_tokens=64)
     memory = rank_memories(planned)[0]
     room = memory.total - memory.device["key-values"] / 2
-    number = int(next(misfits(planned, room)).fix.removeprefix("set trainer.engine's max_batch to at most "))
+    number = int(misfits_of(planned, room)[0].fix.removeprefix("set trainer.engine's max_batch to at most "))
     assert rank_memories(replace(planned, engine=replace(engine, max_rows=number)))[0].total <= room
     assert rank_memories(replace(planned, engine=replace(engine, max_rows=number + 1)))[0].total > room
 
@@ -213,9 +206,9 @@ def test_a_server_that_is_too_small_needs_more_gpus() -> None:
     planned = replace(large(), engine=PlannedEngine("SGLangEngine", "servers"))
     assert planned.engine is not None
     room = 0.6 * sum(engine_memory(planned, planned.engine, rows=1))
-    found = list(misfits(planned, room))[-1]
+    found = misfits_of(planned, room)[-1]
     assert found.where == "a server's GPU"
-    assert found.fix == "set trainer.engine's tp to at least 2"
+    assert found.fix == "set trainer.engine's tp, or launch.tp, to at least 2"
 
 
 def test_batch_sizes_follow_from_each_other(ppo: PlannedRun) -> None:
@@ -224,33 +217,6 @@ def test_batch_sizes_follow_from_each_other(ppo: PlannedRun) -> None:
     assert numbers["tokens per trajectory, at most"] == "50"
     assert numbers["tokens per microbatch, at most"] == "64"
     assert numbers["microbatches per rank and update"] == "10"  # 600 tokens of 64
-
-
-def test_the_command_prints_what_does_not_fit_in_lines_of_100_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert run(["--config", "examples/quickstart/grpo.yaml", "--gpu_memory_gb", "0.5"]) == 0
-    out = capsys.readouterr().out
-    tables = out[out.index("batch sizes") : out.index("drawing:")]
-    assert "does not fit\n  activations: 637.5 MB of rank 0's " in tables
-    assert "model.microbatch_tokens to at most" in " ".join(tables.split())
-    assert max(map(len, tables.splitlines())) <= 100
-
-
-def test_a_model_without_formulas_leaves_the_rest_of_the_plan(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(ROOT)
-    layer = tmp_path / "gpt2.yaml"
-    config = "{model_type: gpt2, vocab_size: 14, n_embd: 16, n_layer: 2, n_head: 4}"
-    layer.write_text(
-        f"model: {{init_args: {{policy: {{tokenizer: examples.quickstart.task.tokenizer, config: {config}}}}}}}\n"
-    )
-    assert run(["--config", "examples/quickstart/grpo.yaml", "--config", str(layer)]) == 0
-    out = capsys.readouterr().out
-    assert "memory and batch sizes: not known, because\n  the policy's config (gpt2) has no" in out
-    assert "flowchart LR" in out
 
 
 @pytest.mark.parametrize("kind", [SFT, DPO, RewardModel])
@@ -277,8 +243,10 @@ def test_the_batch_that_fits_is_a_number_of_rows() -> None:
     planned = replace(planned, prompts=512, microbatch_tokens=512 * planned.longest)
     (memory,) = rank_memories(planned)
     room = memory.total - memory.device["activations"] / 2
-    (misfit,) = misfits(planned, room)
+    (misfit,) = misfits_of(planned, room)
     (number,) = re.findall(r"set data.batch_size to at most (\d+)", misfit.fix)
-    assert 200 < int(number) < 257
-    smaller = replace(planned, prompts=int(number), microbatch_tokens=int(number) * planned.longest)
-    assert rank_memories(smaller)[0].total <= room
+    fitting, larger = (
+        replace(planned, prompts=size, microbatch_tokens=size * planned.longest)
+        for size in (int(number), int(number) + 1)
+    )
+    assert rank_memories(fitting)[0].total <= room < rank_memories(larger)[0].total

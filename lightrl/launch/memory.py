@@ -1,0 +1,377 @@
+"""Memory of a run's ranks and servers, on paper: each model's costs (strategies/costs.py) and who shares a rank.
+
+`lightrl plan`, `launch` and `doctor run` have their numbers from `rank_memories` and `engine_memory`, of a PlannedRun
+that commands/plan_run.py reads from the run's classes; `misfits` looks for settings that fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from lightrl.launch.settings import Layout
+from lightrl.models import RoleMesh
+from lightrl.strategies.costs import (
+    TRAJECTORY_BYTES,
+    USABLE_FRACTION,
+    Machine,
+    Work,
+    experience_bytes,
+    fsdp2_cost,
+    key_value_bytes,
+    num_parameters,
+    parallel_3d_cost,
+    peak_bytes,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_STATE = ("weights", "gradients", "moments")
+_MAX_RANKS = 4096  # that are tried
+_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+class UnknownMemory(ValueError):
+    """A model's configuration cannot be read here, or lacks what the formulas need."""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(f"Memory was not checked: {' '.join(str(reason).split())}")
+
+
+@dataclass(frozen=True)
+class PlannedRole:
+    """A model and the ranks that have it."""
+
+    name: str
+    config: PretrainedConfig  # of its text
+    parameters: int
+    trained: int  # of them
+    ranks: range
+    mesh: RoleMesh | None = None
+    pp: int = 1
+    tp: int = 1
+    width: int = 4  # bytes of a parameter
+    waits_on_host: bool = False
+
+    @property
+    def dp(self) -> int:
+        return len(self.ranks) // (self.pp * self.tp)
+
+
+@dataclass(frozen=True)
+class PlannedEngine:
+    """What generates: on the device of rank 0, on servers, or on another device of this machine."""
+
+    name: str
+    place: Literal["rank 0", "servers", "elsewhere"]
+    servers: int = 1
+    tp: int = 1
+    width: int = 2  # bytes of a parameter and of a key or value
+    max_rows: int | None = None  # that decode together; None: all in flight
+
+    def key_value_share(self, config: PretrainedConfig) -> int:
+        """GPUs over which the key-values of a token are split."""
+        return min(self.tp, int(config.num_key_value_heads))
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What memory and messages depend on."""
+
+    roles: tuple[PlannedRole, ...]  # the policy first
+    world: int
+    layout: Literal["whole", "FSDP2", "3D"]
+    prompts: int | None  # P; None if the data does not say
+    group_size: int
+    num_minibatches: int
+    update_epochs: int
+    microbatch_tokens: int
+    prompt_tokens: int  # of the longest
+    new_tokens: int
+    longest: int  # trajectory, in tokens
+    prompt_source: str = "data.max_prompt_tokens"
+    max_staleness: int = 0
+    num_scores: int = 0  # float32 numbers per token, beside those of the rollout
+    is_mixed: bool = False  # bfloat16 or float16 under autocast
+    checkpoint_activations: bool = False
+    reduce_every_microbatch: bool = False
+    keeps_gathered: bool = False  # parameters, between forward and backward
+    num_replicas: int = 1
+    offloads: bool = False  # parameters, gradients and moments wait on the host
+    engine: PlannedEngine | None = None
+    batches_per_update: int | None = None  # of data; None if trajectories are rolled out
+
+    @property
+    def trajectories(self) -> int:
+        return (self.prompts or 1) * self.group_size
+
+    @property
+    def update_tokens(self) -> int:
+        """At most, of one minibatch."""
+        return math.ceil(self.trajectories / self.num_minibatches) * self.longest
+
+    @property
+    def microbatch(self) -> int:
+        """Tokens of the largest microbatch: it has at least one trajectory."""
+        return max(self.microbatch_tokens, self.longest)
+
+    def over(self, world: int, pp: int = 1, tp: int = 1) -> PlannedRun:
+        """The run on so many ranks; raises ValueError if a role's mesh does not fit them."""
+        layout: Literal["whole", "FSDP2", "3D"] = "3D" if pp * tp > 1 else self.layout
+        roles = tuple(
+            replace(role, ranks=range(world), pp=pp, tp=tp)
+            if role.mesh is None
+            else replace(role, ranks=role.mesh.ranks(world))
+            for role in self.roles
+        )
+        return replace(self, world=world, layout="FSDP2" if world > 1 and layout == "whole" else layout, roles=roles)
+
+    def launched(self, layout: Layout, pp: int, tp: int) -> PlannedRun:
+        """The run as this launch lays it out."""
+        run = self if layout.ranks == self.world else self.over(layout.ranks, pp, tp)
+        if self.engine is None or not layout.servers:
+            return run
+        return replace(run, engine=replace(self.engine, place="servers", servers=layout.servers, tp=layout.tp))
+
+
+@dataclass(frozen=True)
+class RoleCost:
+    """Bytes on one rank of a role; for a pipeline, on the stage that has most parameters."""
+
+    weights: float
+    gradients: float
+    moments: float
+    gathered: float
+    activations: float
+    logits: float
+    sent: float  # in one update
+
+    @property
+    def working(self) -> float:
+        """What is free again when another role works."""
+        return self.gathered + self.activations + self.logits
+
+
+def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
+    """Raises ValueError if the model cannot be split this way."""
+    config, is_trained = role.config, role.trained > 0
+    tokens = max(run.update_tokens, role.dp * run.longest)
+    compute = 2 if run.is_mixed else role.width
+    # A frozen model keeps nothing, but each of its layers takes what one that is checkpointed takes again.
+    checkpoints = run.checkpoint_activations or not is_trained
+    copies = run.layout == "whole" and compute != role.width and not checkpoints
+    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies)
+    share, gathered, sent = 1.0, 0.0, 0.0
+    num_layers = config.num_hidden_layers if is_trained else 0
+    microbatch = min(run.microbatch, math.ceil(tokens / role.dp))
+    activations, logits = peak_bytes(config, microbatch, num_layers, work)
+    if run.layout == "FSDP2":
+        shards = max(1, len(role.ranks) // run.num_replicas)
+        work = replace(work, tokens=math.ceil(tokens / len(role.ranks)) * shards)
+        kept, reduced = (
+            fsdp2_cost(config, shards, work, Machine(), reduce_every_microbatch=each)
+            for each in (run.reduce_every_microbatch, True)
+        )
+        share = 1 / shards
+        waiting = kept.gathered_bytes - reduced.gathered_bytes  # whole gradients
+        whole = compute * role.parameters if run.keeps_gathered else 0
+        gathered = max(reduced.gathered_bytes, whole) + waiting * role.trained / role.parameters
+        sent = kept.sent_bytes
+    elif run.layout == "3D":
+        cost = parallel_3d_cost(config, role.pp, role.dp, role.tp, work, Machine())
+        share = cost.state_bytes / (4 * role.width * num_parameters(config))
+        gathered = cost.gathered_bytes if is_trained else cost.gathered_bytes / 2
+        activations = cost.activation_bytes if is_trained else activations / role.tp
+        logits = logits / role.tp
+        sent = cost.sent_bytes
+    weights, trained = role.width * role.parameters * share, role.width * role.trained * share
+    return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, sent if is_trained else 0.0)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of each of these ranks, by cause; roles that share a rank work in turn, and the largest counts."""
+
+    ranks: range
+    device: dict[str, float]
+    host: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.device.values())
+
+
+def rank_memories(run: PlannedRun) -> list[RankMemory]:
+    """For the ranks that have the same roles."""
+    costs = {role.name: role_cost(run, role) for role in run.roles}
+    cuts = {0, run.world, *(edge for role in run.roles for edge in (role.ranks.start, role.ranks.stop))}
+    cuts |= {1} if run.engine is not None and run.engine.place == "rank 0" else set()
+    return [_memory(run, range(*ends), costs) for ends in itertools.pairwise(sorted(cuts))]
+
+
+def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMemory:
+    here = [role for role in run.roles if ranks.start in role.ranks]
+    resting = [role for role in here if not role.waits_on_host]
+    state = {name: sum(getattr(costs[role.name], name) for role in resting) for name in _STATE}
+    working = [costs[role.name] for role in resting]
+    for role in here:  # the weights of one that waits on the host are only here while it works
+        cost = costs[role.name]
+        working += [replace(cost, gathered=cost.gathered + cost.weights)] if role.waits_on_host else []
+    device: dict[str, float] = {} if run.offloads else dict(state)
+    if working:
+        most = max(working, key=lambda cost: cost.working)
+        device |= {"gathered": most.gathered, "activations": most.activations, "logits": most.logits}
+    if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
+        weights, key_values = engine_memory(run, run.engine)
+        device |= {"engine weights": weights, "key-values": key_values}
+    tokens = run.trajectories * run.longest
+    host: dict[str, float] = {}
+    if run.batches_per_update is None:
+        host["experience"] = experience_bytes(run.num_scores) * tokens / min((role.dp for role in here), default=1)
+        host |= {"trajectories, rank 0 alone": float(TRAJECTORY_BYTES * tokens)} if ranks.start == 0 else {}
+    if run.offloads:
+        host |= state
+    return RankMemory(ranks, device, host)
+
+
+def rows_of(run: PlannedRun, engine: PlannedEngine) -> int:
+    """Trajectories that decode together in each server."""
+    rows = math.ceil(run.trajectories * (run.max_staleness + 1) / engine.servers)
+    return rows if engine.max_rows is None else min(engine.max_rows, rows)
+
+
+def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = None) -> tuple[float, float]:
+    """Bytes of weights and of key-values, on each GPU of a server; of all its trajectories if `rows` is None."""
+    policy = run.roles[0]
+    tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
+    key_values = key_value_bytes(policy.config, engine.width) * tokens / engine.key_value_share(policy.config)
+    return engine.width * policy.parameters / engine.tp, key_values
+
+
+def memory_line(run: PlannedRun) -> str:
+    """What the rank that needs most needs, and each GPU of a server."""
+    line = f"Memory of a rank, on paper: {bytes_text(max(memory.total for memory in rank_memories(run)))}"
+    if run.engine is None or run.engine.place != "servers":
+        return f"{line}."
+    return f"{line}; of a server's GPU: {bytes_text(engine_memory(run, run.engine)[0])} for weights, beside its cache."
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """What needs more memory than there is, and which setting would change it."""
+
+    where: str
+    device: dict[str, float]  # bytes by cause
+    usable: float
+    given: float  # of the device
+    fix: str
+
+    @property
+    def cause(self) -> str:
+        return max(self.device, key=lambda name: self.device[name])
+
+    @property
+    def text(self) -> str:
+        parts = ", ".join(f"{name} {bytes_text(self.device[name])}" for name in sorted(self.device, key=self._order))
+        total, room = bytes_text(sum(self.device.values())), bytes_text(self.usable)
+        need = "need" if self.where.startswith("ranks") else "needs"
+        return f"{self.where} {need} {total} ({parts}), but {room} are usable of {bytes_text(self.given)}; {self.fix}"
+
+    def _order(self, name: str) -> float:
+        return -self.device[name]
+
+
+def misfits(run: PlannedRun, device_bytes: float) -> Iterator[Misfit]:
+    """Ranks and servers that need more than what is usable of a GPU's memory."""
+    room = USABLE_FRACTION * device_bytes
+    for index, memory in enumerate(rank_memories(run)):
+        if memory.total > room:
+            fix = _fix(run, index, room)
+            yield Misfit(ranks_text(memory.ranks), memory.device, room, device_bytes, fix)
+    engine = run.engine
+    if engine is None or engine.place != "servers":
+        return
+    weights, key_values = engine_memory(run, engine, rows=1)
+    if weights + key_values > room:
+        heads = int(run.roles[0].config.num_attention_heads)
+        sizes = (tp for tp in range(engine.tp + 1, heads + 1) if heads % tp == 0)
+        enough = (tp for tp in sizes if sum(engine_memory(run, replace(engine, tp=tp), rows=1)) <= room)
+        tp = next(enough, None)
+        fix = "use a smaller model" if tp is None else f"set trainer.engine's tp, or launch.tp, to at least {tp}"
+        used = {"weights": weights, "key-values of one trajectory": key_values}
+        yield Misfit("a server's GPU", used, room, device_bytes, fix)
+
+
+def _fix(run: PlannedRun, index: int, room: float) -> str:
+    """The first of these changes after which the ranks of `rank_memories(run)[index]` have room."""
+    rank = rank_memories(run)[index].ranks.start
+
+    def fits(changed: PlannedRun) -> bool:
+        return next(memory for memory in rank_memories(changed) if rank in memory.ranks).total <= room
+
+    for settings, changed in _changes(run):
+        if fits(changed):
+            return f"set {settings}"
+        for text, most, resized in _sizes(changed):
+            number = _largest(most, resized, fits)
+            if number:
+                return f"set {' and '.join(filter(None, (settings, text)))} to at most {number}"
+    if all(role.ranks == range(run.world) for role in run.roles):
+        for world in range(2 * run.world, _MAX_RANKS + 1, run.world):
+            policy = run.roles[0]
+            if fits(run.over(world, policy.pp, policy.tp)):
+                strategy = "trainer.strategy to FSDP2Strategy and " if run.layout == "whole" else ""
+                return f"set {strategy}trainer.devices · trainer.num_nodes to at least {world}"
+    return "no number of devices is enough: use a smaller model, LoRA, or bfloat16"
+
+
+def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
+    yield "", run
+    checkpointed = replace(run, checkpoint_activations=True)
+    if run.layout != "whole" and not run.checkpoint_activations:
+        yield "activation_checkpointing of trainer.strategy to true", checkpointed
+    if run.layout == "FSDP2" and not run.reduce_every_microbatch:
+        settings = "activation_checkpointing and reduce_every_microbatch of trainer.strategy to true"
+        yield settings, replace(checkpointed, reduce_every_microbatch=True)
+
+
+def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:
+    """Settings that are numbers, the largest that changes something, and the run with another one."""
+    engine = run.engine
+    if engine is not None and engine.place == "rank 0":
+        rows = rows_of(run, engine)
+        yield "trainer.engine's max_batch", rows, lambda size: replace(run, engine=replace(engine, max_rows=size))
+    if run.batches_per_update is not None:
+        dp, each = run.roles[0].dp, run.longest * run.group_size
+
+        def of_batch(size: int) -> PlannedRun:
+            return replace(run, prompts=size, microbatch_tokens=math.ceil(size / dp) * each)
+
+        yield "data.batch_size", run.prompts or 1, of_batch
+        return
+    tokens = min(run.microbatch, math.ceil(run.update_tokens / min(role.dp for role in run.roles)))
+    yield "model.microbatch_tokens", tokens, lambda size: replace(run, microbatch_tokens=size)
+
+
+def _largest(most: int, resized: Callable[[int], PlannedRun], fits: Callable[[PlannedRun], bool]) -> int:
+    """The largest size below `most`, which does not fit, that fits; 0 if there is none."""
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(resized(middle)) else (low, middle)
+    return low
+
+
+def ranks_text(ranks: range) -> str:
+    return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start} to {ranks.stop - 1}"
+
+
+def bytes_text(number: float) -> str:
+    for unit, size in _UNITS:
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} B"
