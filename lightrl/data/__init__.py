@@ -1,9 +1,7 @@
 """Prompts for rollouts and chats for SFT: read, rendered with the policy's tokenizer, checked, the same on all ranks.
 
 Reading order:
-    rows.py          rows of a file or a hub dataset; errors that name the row; lazy.py  read when they are needed
-    text_files.py    lines of .jsonl, .json and .csv, gzipped or not
-    split_rows.py    the rows of a split's sources in one sequence, and their prompts
+    rows.py          rows of a file, a hub dataset or a function, by index; errors that name the row
     mixture.py       several weighted sources: whose row comes at each position
     streamed.py      sources that can only be read in order
     chat.py          a row's columns to messages, messages to token ids
@@ -28,7 +26,6 @@ from lightrl.data.mixture import DataSource, MixtureOrder
 from lightrl.data.pairs import PairBatch, PreferenceDataModule
 from lightrl.data.prompts import PromptDataModule
 from lightrl.data.stream import EpochLoader, PromptBatch, PromptStream, iteration_clock, prompt_batches
-from lightrl.data.streamed import StreamedPrompts
 from lightrl.data.supervised import ChatBatch, SFTDataModule
 from lightrl.data.trajectories import TrajectoryDataModule
 
@@ -42,7 +39,6 @@ __all__ = [
     "DataSource",
     "MixtureOrder",
     "PromptStream",
-    "StreamedPrompts",
     "PromptBatch",
     "EpochLoader",
     "ChatRenderer",

@@ -113,7 +113,7 @@ class CompletionDataModule(PromptDataModule):
         rows = self.completed_of(prompts)
         return [row.num_tokens if isinstance(row, CompletedPrompt) else row for row in rows]
 
-    def train_dataloader(self) -> EpochLoader[Any] | PositionLoader[Any]:
+    def train_dataloader(self) -> EpochLoader[Any]:
         if "train" in self.completed:
             return self._loader_of_all(self.completed["train"])
         stream = self.prompt_stream

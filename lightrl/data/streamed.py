@@ -1,4 +1,4 @@
-"""Sources that can only be read in order, such as a hub dataset that is not downloaded: StreamedRows, StreamedPrompts.
+"""Sources that can only be read in order, such as a hub dataset that is not downloaded.
 
 Rows come in blocks: `buffer_rows` consecutive rows of a pass over the source, fewer at its end. With `shuffle` each
 pass has its shards in another order, and each block its rows. So a row's number, counted over all passes, determines
@@ -20,17 +20,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightrl.data.mixture import DataSource, MixtureOrder, epoch_order
-from lightrl.data.rows import LocatedRow, Made, Row, dataset_problem, function_of_rows, renamed
-from lightrl.data.split_rows import ROWS_AT_ONCE, id_prefix, made_of
-from lightrl.data.text_files import file_suffix, read_csv, read_json, read_lines, refuse_pointer
+from lightrl.data.mixture import epoch_order
+from lightrl.data.rows import TEXT_READERS, dataset_problem, file_suffix, function_of_rows, refuse_pointer
 
 OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
 
+ROWS_AT_ONCE = 256  # are read, or rendered with one call of the tokenizer
 _KEPT_BLOCKS = 2  # in memory
 _MAX_MARKS = 10_000
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {".jsonl": read_lines, ".json": read_json, ".csv": read_csv}
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 _END = object()
 
 
@@ -216,80 +214,6 @@ def _has_state(shard: object) -> bool:
     return hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
 
 
-class StreamedPrompts:
-    """The prompts of a split of which a source is streamed, by position in the run: there is no length.
-
-    Args:
-        split: its name begins the prompts' ids.
-        sources: where the rows come from.
-        parts: of each source its rows.
-        order: whose turn it is.
-        columns: new column names → the data's own, for all sources.
-        make: as in RowPrompts.
-    """
-
-    def __init__(
-        self,
-        split: str,
-        sources: Sequence[DataSource],
-        parts: Sequence[Sequence[Row] | StreamedRows],
-        order: MixtureOrder,
-        *,
-        columns: Mapping[str, str],
-        make: Callable[[Sequence[LocatedRow]], list[Made]],
-    ) -> None:
-        self.split = split
-        self.sources = sources
-        self.parts = parts
-        self.order = order
-        self.columns = columns
-        self._make = make
-
-    def many(self, positions: Sequence[int]) -> list[Made]:
-        """The prompts at some positions, or what is wrong with them."""
-        return made_of(positions, self._at, self._make)
-
-    def one_pass(self) -> Iterator[list[Made]]:
-        """The prompts of every row of every source, once, in the order of the data, some at a time."""
-        for number, part in enumerate(self.parts):
-            rows: Iterator[Any] = part.one_pass() if isinstance(part, StreamedRows) else iter(range(len(part)))
-            while block := list(islice(rows, ROWS_AT_ONCE)):
-                yield made_of(block, partial(self._of_source, number), self._make)
-
-    @property
-    def fingerprint(self) -> str:
-        parts = ", ".join(str(part) for part in self.parts if isinstance(part, StreamedRows))
-        return f"{parts}; {self.order}"
-
-    def state_dict(self, position: int) -> dict[str, Any]:
-        """By source from where the prompts from this position on can be read again."""
-        streamed = ((n, part) for n, part in enumerate(self.parts) if isinstance(part, StreamedRows))
-        return {str(n): part.state_dict(self.order.num_before(n, position)) for n, part in streamed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for number, part in enumerate(self.parts):
-            if isinstance(part, StreamedRows) and str(number) in state:
-                part.load_state_dict(state[str(number)])
-
-    def _at(self, position: int) -> LocatedRow:
-        number = self.order.source(position)
-        turn, part = self.order.num_before(number, position), self.parts[number]
-        return self._of_source(number, part[turn] if isinstance(part, StreamedRows) else self.order.row(number, turn))
-
-    def _of_source(self, number: int, item: StreamedRow | int) -> LocatedRow:
-        """A row of one source; of one that is not streamed, by its index."""
-        source, part = self.sources[number], self.parts[number]
-        if isinstance(item, int):
-            assert not isinstance(part, StreamedRows)
-            row, where, name = part[item], f"Row {item + 1} of {source.source!r}", str(item)
-        else:
-            assert isinstance(part, StreamedRows)
-            row, where, name = part.row(item), part.where(item), part.id(item)
-        if columns := {**self.columns, **source.columns}:
-            row = renamed(row, columns, where=where)
-        return LocatedRow(row, source, where, f"{id_prefix(self.split, self.sources, number)}-{name}")
-
-
 def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping[str, Any]) -> list[OpenShard]:
     """The shards of a source that is read in order.
 
@@ -307,11 +231,11 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping
     if function is not None:
         return shards_of(lambda: function(split=split, **arguments))
     suffix = file_suffix(path)
-    if suffix in _READERS and "://" not in source:
+    if suffix in TEXT_READERS and "://" not in source:
         files = sorted(path.parent.glob(path.name)) if not path.is_file() else [path]
         if not files:
             raise ValueError(f"Data file '{path}' does not exist, and no file fits this pattern. Fix the name.")
-        return [partial(_READERS[suffix], file) for file in files]
+        return [partial(TEXT_READERS[suffix], file) for file in files]
     is_file = suffix in _BUILDERS
     if path.is_file():
         refuse_pointer(path)

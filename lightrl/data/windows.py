@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from lightrl.concurrency.daemon_future import result_of, submit
 from lightrl.data.mixture import epoch_order
-from lightrl.data.split_rows import ROWS_AT_ONCE
+from lightrl.data.streamed import ROWS_AT_ONCE
 
 Item = TypeVar("Item")
 

@@ -22,12 +22,16 @@ def write(path: Path) -> str:
             writer = csv.DictWriter(file, ["question", "answer"])
             writer.writeheader()
             writer.writerows(ROWS)
+    elif path.suffix == ".arrow":
+        table = pyarrow.Table.from_pylist(ROWS)
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".arrow"])
 def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str):
     source = write(tmp_path / f"train{suffix}")
     assert list(read_rows(source)) == ROWS

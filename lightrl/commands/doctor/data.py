@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lightrl.checks.printable import escape_unprintable
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.doctor.completions import attach
-from lightrl.data import PromptDataModule, StreamedPrompts
+from lightrl.data import PromptDataModule
 from lightrl.trajectory import Prompt
 
 _MAX_PROBLEMS = 20  # shown of a split
@@ -78,9 +78,8 @@ def read_splits(datamodule: PromptDataModule, *, max_rows: int | None = None) ->
             report.add(own, datamodule.num_tokens_of(own))
             continue
         prompts = datamodule.prompts_on_reading(split)
-        total = None if isinstance(prompts, StreamedPrompts) else len(prompts)
         num_read = 0
-        with tqdm(total=total, desc=split, disable=None, leave=False) as bar:
+        with tqdm(total=prompts.rows.num_rows, desc=split, disable=None, leave=False) as bar:
             try:
                 for made in prompts.one_pass():
                     if max_rows is not None and num_read >= max_rows:
