@@ -9,9 +9,7 @@ Reading order:
     loader.py        where a trainer's prompts come from; a user's own DataLoader as a stream
     prompts.py       PromptDataModule: what an RLModule trains and validates on
     curriculum.py    which prompts are worth a rollout, judged by past success
-    completions.py   prompts with completions from the data; windows.py  read window by window
-    supervised.py    SFTDataModule: prompts with the completion to imitate
-    pairs.py         PreferenceDataModule: prompts with a chosen and a rejected completion
+    completions.py   prompts with completions from the data: SFTDataModule, PreferenceDataModule
     trajectories.py  TrajectoryDataModule: recorded trajectories, from files
 
 May import: errors, checks, trajectory, experience, models, workflows, lightning. To add a source of prompts, subclass
@@ -20,13 +18,12 @@ FILE_SUFFIXES.
 """
 
 from lightrl.data.chat import ChatRenderer
+from lightrl.data.completions import ChatBatch, PairBatch, PreferenceDataModule, SFTDataModule
 from lightrl.data.curriculum import SuccessRateCurriculum
 from lightrl.data.loader import prompt_source, prompts_of, wrap_train_loader
 from lightrl.data.mixture import DataSource, MixtureOrder
-from lightrl.data.pairs import PairBatch, PreferenceDataModule
 from lightrl.data.prompts import PromptDataModule
 from lightrl.data.stream import EpochLoader, PromptBatch, PromptStream, iteration_clock, prompt_batches
-from lightrl.data.supervised import ChatBatch, SFTDataModule
 from lightrl.data.trajectories import TrajectoryDataModule
 
 __all__ = [

@@ -214,7 +214,7 @@ def batches(data: Any, num: int) -> list[list[str]]:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_chats_are_rendered_when_they_are_read(folder: str, plain_tokenizer: Any, streaming: bool, monkeypatch):
     monkeypatch.setattr(prompts, "MAX_PROMPTS_AT_START", 4)
-    monkeypatch.setattr("lightrl.data.windows.BATCHES", 3)
+    monkeypatch.setattr("lightrl.data.completions.BATCHES", 3)
     settings = {"streaming": streaming, "row_filter": lambda row: row["question"] != "0-1"}
     data = make_data(plain_tokenizer, folder, Counted, **settings)
     assert "train" not in data.completed

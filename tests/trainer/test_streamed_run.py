@@ -65,7 +65,7 @@ def test_sft_resumes_at_the_next_row_too(
     folder: str, tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightrl.data.prompts.MAX_PROMPTS_AT_START", 3)
-    monkeypatch.setattr("lightrl.data.windows.BATCHES", 3)
+    monkeypatch.setattr("lightrl.data.completions.BATCHES", 3)
     source = folder if streaming else folder.replace("*", "0")
 
     def run(resume: Path | None = None) -> Any:
