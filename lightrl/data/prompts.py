@@ -77,9 +77,9 @@ class PromptDataModule(L.LightningDataModule):
     `limit_train_batches` as the iterations of an epoch. Validation and test rows are still read at the start.
 
     Args:
-        train: a local .jsonl, .json, .parquet or .csv file, a hub name such as `openai/gsm8k`, or the dotted path of a
-            function that makes rows; a DataSource, or a list of them, mixed by weight. None only for a subclass with
-            its own `make_prompts`, or if nothing is trained.
+        train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name such as `openai/gsm8k`, or the dotted
+            path of a function that makes rows; a DataSource, or a list of them, mixed by weight. None only for a
+            subclass with its own `make_prompts`, or if nothing is trained.
         validation: the same for validation; None for no validation.
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.

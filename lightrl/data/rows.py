@@ -223,7 +223,7 @@ def _read_dataset(
             raise ValueError(f"Data file {data_files!r} {problem}.") from error
         raise ValueError(dataset_problem(source, name, split, error)) from error
     num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
-    return Rows(num_rows, lambda index: json_able(dict(dataset[index])))
+    return Rows(num_rows, lambda index: json_able(without_padding(dict(dataset[index]))))
 
 
 def dataset_problem(source: str, name: str | None, split: str, error: BaseException) -> str:
@@ -241,6 +241,16 @@ def json_able(row: Row) -> Row:
     except TypeError:
         return dict(json.loads(json.dumps(row, default=str)))
     return row
+
+
+def without_padding(value: Any, *, is_listed: bool = False) -> Any:
+    """A row without what Arrow adds: in the dicts of a list, such as messages, keys that only other dicts have."""
+    if isinstance(value, list):
+        return [without_padding(item, is_listed=True) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: item for key, item in value.items() if item is not None or not is_listed}
+    return {key: without_padding(item, is_listed=is_listed) for key, item in kept.items()}
 
 
 def _looks_local(source: str) -> bool:

@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightrl.data.mixture import epoch_order
-from lightrl.data.rows import TEXT_READERS, dataset_problem, file_suffix, function_of_rows, refuse_pointer
+from lightrl.data.rows import (
+    TEXT_READERS,
+    dataset_problem,
+    file_suffix,
+    function_of_rows,
+    refuse_pointer,
+    without_padding,
+)
 
 OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
 
@@ -29,7 +36,6 @@ ROWS_AT_ONCE = 256  # are read, or rendered with one call of the tokenizer
 _KEPT_BLOCKS = 2  # in memory
 _MAX_MARKS = 10_000
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
-_END = object()
 
 
 class Mark(NamedTuple):
@@ -82,7 +88,7 @@ class StreamedRows:
         self._row_of = row_of
         self._marks = [Mark()]  # of the blocks that were read, and of the next one
         self._blocks: dict[int, list[StreamedRow]] = {}  # the last ones, by number, in the order of training
-        self._reader = _Reader(self, Mark())  # at the last mark
+        self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # at the last mark
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -102,7 +108,7 @@ class StreamedRows:
                 self._read_on()
             mark = self._marks[bisect_right(self._marks, number, key=lambda item: item.number) - 1]
             if mark.number not in self._blocks:
-                self._keep(mark.number, _Reader(self, mark).block())
+                self._keep(mark.number, next(self._blocks_from(mark))[0])
             return self._blocks[mark.number][number - mark.number]
 
     def row(self, item: StreamedRow) -> Any:
@@ -120,11 +126,13 @@ class StreamedRows:
 
     def one_pass(self) -> Iterator[StreamedRow]:
         """Every row once, in the order of the source."""
-        in_order = StreamedRows(self.name, self.shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE)
-        in_order.max_rows = self.max_rows
-        reader = _Reader(in_order, Mark())
-        while reader.mark.epoch == 0:
-            yield from reader.block()
+        in_order = StreamedRows(
+            self.name, self.shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE, max_rows=self.max_rows
+        )
+        for rows, following in in_order._blocks_from(Mark()):
+            yield from rows
+            if following.epoch:
+                return
 
     def state_dict(self, number: int) -> dict[str, Any]:
         """From where this row can be read again; earlier ones are no longer needed. Does not wait for the source."""
@@ -136,12 +144,15 @@ class StreamedRows:
             self._go_to(Mark(**state))
 
     def _go_to(self, mark: Mark) -> None:
-        self._marks, self._blocks, self._reader = [mark], {}, _Reader(self, mark)
+        self._marks, self._blocks, self._reader = [mark], {}, None
 
     def _read_on(self) -> None:
-        number, rows = self._reader.mark.number, self._reader.block()
-        marks = [*self._marks, self._reader.mark] if rows else [*self._marks[:-1], self._reader.mark]
-        self._keep(number, rows)
+        last = self._marks[-1]
+        reader, self._reader = self._reader or self._blocks_from(last), None  # a reader that failed is not used again
+        rows, following = next(reader)
+        self._reader = reader
+        self._keep(last.number, rows)
+        marks = [*self._marks, following] if rows else [*self._marks[:-1], following]
         self._marks = marks[len(marks) // 2 :] if len(marks) > _MAX_MARKS else marks
 
     def _keep(self, number: int, rows: list[StreamedRow]) -> None:
@@ -154,60 +165,52 @@ class StreamedRows:
             if oldest != number:
                 del self._blocks[oldest]
 
+    def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
+        """Block after block, in the order of the source, each with the mark of the next; some passes end empty.
 
-class _Reader:
-    """Reads block after block."""
+        Raises:
+            ValueError: if the source cannot be read, or has no rows.
+        """
+        while True:
+            num_left = None if self.max_rows is None else self.max_rows - mark.num_read
+            items, epoch = islice(self._rest_of_pass(mark), num_left), mark.epoch
+            while mark.epoch == epoch:
+                block = list(islice(items, self.block_rows))
+                if not block and mark.num_read == 0:
+                    raise ValueError(f"Data {self.name!r} has no rows.")
+                number = mark.number + len(block)
+                if len(block) < self.block_rows:
+                    mark = Mark(number, epoch + 1)
+                else:
+                    row, turn, shard = block[-1]
+                    state = copy.deepcopy(shard.state_dict()) if _has_state(shard) else None
+                    mark = Mark(number, epoch, mark.num_read + len(block), turn, row.place + 1, state)
+                yield [row for row, _, _ in block], mark
 
-    def __init__(self, source: StreamedRows, mark: Mark) -> None:
-        self.source = source
-        self.mark = mark  # of the next block
-        self._shard: Any = None  # that is read now
-        self._rows: Iterator[Any] | None = None
-
-    def block(self) -> list[StreamedRow]:
-        """The rows of the next block, in the order of the source; may be empty where a pass ends."""
-        mark, source = self.mark, self.source
-        size, num_shards = source.block_rows, len(source.shards)
-        if source.max_rows is not None:
-            size = min(size, source.max_rows - mark.num_read)
-        order = list(range(num_shards))
-        if source.shuffle:
-            order = epoch_order(num_shards, f"{source.seed}/shards", mark.epoch).tolist()
-        turn, row = mark.turn, mark.row
-        rows: list[StreamedRow] = []
-        while len(rows) < size and turn < num_shards:
-            item = self._next(order[turn], row, mark.state if row == mark.row and turn == mark.turn else None)
-            if item is _END:
-                turn, row, self._rows = turn + 1, 0, None
-            else:
-                rows.append(StreamedRow(item, order[turn], row))
-                row += 1
-        if not rows and mark.num_read == 0:
-            raise ValueError(f"Data {source.name!r} has no rows.")
-        if len(rows) < source.block_rows:  # the pass has ended
-            self.mark, self._rows = Mark(mark.number + len(rows), mark.epoch + 1), None
-            return rows
-        state = self._shard.state_dict() if _has_state(self._shard) else None
-        num_read = mark.num_read + len(rows)
-        self.mark = Mark(mark.number + len(rows), mark.epoch, num_read, turn, row, copy.deepcopy(state))
-        return rows
-
-    def _next(self, shard: int, row: int, state: Any) -> Any:
+    def _rest_of_pass(self, mark: Mark) -> Iterator[tuple[StreamedRow, int, Any]]:
+        """The rows from a mark to the end of its pass, each with the turn of its shard and the opened shard."""
         import datasets
 
-        try:
-            if self._rows is None:
-                self._shard = self.source.shards[shard]()
+        order = list(range(len(self.shards)))
+        if self.shuffle:
+            order = epoch_order(len(order), f"{self.seed}/shards", mark.epoch).tolist()
+        for turn in range(mark.turn, len(order)):
+            number = order[turn]
+            place, state = (mark.row, mark.state) if turn == mark.turn else (0, None)
+            try:
+                shard: Any = self.shards[number]()
                 if state is not None:
-                    self._shard.load_state_dict(copy.deepcopy(state))
-                self._rows = islice(iter(self._shard), 0 if state is not None else row, None)
-            return next(self._rows, _END)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            self._rows = None
-            if isinstance(self.source.shards[shard], partial):  # of a text file, which names its own lines
-                raise
-            where = self.source.where(StreamedRow(None, shard, row))
-            raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
+                    shard.load_state_dict(copy.deepcopy(state))
+                for item in islice(iter(shard), 0 if state is not None else place, None):
+                    if isinstance(shard, datasets.IterableDataset):
+                        item = without_padding(item)
+                    yield StreamedRow(item, number, place), turn, shard
+                    place += 1
+            except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+                if isinstance(self.shards[number], partial):  # of a text file, which names its own lines
+                    raise
+                where = self.where(StreamedRow(None, number, place))
+                raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
 
 
 def _has_state(shard: object) -> bool:
