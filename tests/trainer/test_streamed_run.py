@@ -56,7 +56,7 @@ def test_a_resumed_run_goes_on_at_the_next_row(folder: str, tmp_path: Path, max_
 @pytest.mark.parametrize("streaming", [True, False])
 def test_sft_resumes_at_the_next_row_too(folder, tmp_path, streaming, monkeypatch):
     monkeypatch.setattr("lightrl.data.prompts.MAX_PROMPTS_AT_START", 3)
-    monkeypatch.setattr("lightrl.data.windows.BATCHES", 3)
+    monkeypatch.setattr("lightrl.data.completions.BATCHES", 3)
     source = folder if streaming else folder.replace("*", "0")
 
     def run(resume: Path | None = None) -> Any:

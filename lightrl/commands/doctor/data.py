@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from lightrl.checks.printable import escape_unprintable
 from lightrl.commands.config_layers import UsageError
-from lightrl.data import PromptDataModule, PromptStream, StreamedPrompts, wrap_train_loader
+from lightrl.data import PromptDataModule, PromptStream, wrap_train_loader
 from lightrl.module import RLModule
 from lightrl.trajectory import Prompt
 
@@ -92,8 +92,7 @@ def _read(datamodule: PromptDataModule, split: Literal["train", "validation"], m
         report.add(own, datamodule.num_tokens_of(own))
         return report
     prompts = datamodule.prompts_on_reading(split)
-    total = None if isinstance(prompts, StreamedPrompts) else len(prompts)
-    with tqdm(total=total, desc=split, disable=None, leave=False) as bar:
+    with tqdm(total=prompts.rows.num_rows, desc=split, disable=None, leave=False) as bar:
         try:
             for made in prompts.one_pass():
                 if max_rows is not None and num_read >= max_rows:
