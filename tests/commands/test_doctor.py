@@ -15,7 +15,8 @@ from lightrl.rewards import ReplayRow
 def test_the_policy_writes_and_the_reward_is_shown(settings, config, capsys):
     assert main(["doctor", "reward", "--config", config(settings), "--n", "5"]) == 0
     said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines()[:5]] == ["---", "prompt", "completion", "reward", "latency"]
+    names = [line.split()[0] for line in said.splitlines()[:6]]
+    assert names == ["---", "prompt", "completion", "raw", "reward", "latency"]
     assert said.count("--- ") == 5
     assert "5 completions: 5 judged, 0 failed" in said
     assert "judged 2 times, with the same results" in said
@@ -43,7 +44,7 @@ def test_references_need_no_model(settings, config, capsys):
     settings["model"]["init_args"]["policy"]["config"]["vocab_size"] = 3  # too few: no model could be made
     assert main(["doctor", "reward", "--config", config(settings), "--completions", "reference"]) == 0
     said = capsys.readouterr().out
-    assert "completion   3\nreward       0  accuracy=0  lenient_accuracy=1" in said
+    assert "completion   3\nraw          3 <eos>\nreward       0  accuracy=0  lenient_accuracy=1" in said
     assert "4 completions: 4 judged" in said
     assert "means: accuracy 0, format 0, lenient_accuracy 1" in said
 

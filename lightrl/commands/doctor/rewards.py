@@ -46,6 +46,7 @@ def format_blocks(rows: Sequence[ReplayRow]) -> str:
         lines = {
             "prompt": row.prompt,
             "completion": row.completion,
+            "raw": row.raw,
             "extracted": row.extracted,
             "reward": reward.rstrip(),
             "latency": ms_text(row.latency_s),
