@@ -40,6 +40,9 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     },
     ("lightning.pytorch.cli:LightningCLI", "_subcommand_parsers"): {"commands/cli.py", "commands/launch.py"},
     ("lightning.pytorch.cli:LightningCLI", "_parse_ckpt_path"): {"commands/cli.py"},
+    ("lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint", "_every_n_train_steps"): {
+        "commands/doctor/run.py"
+    },
     ("lightning.pytorch.loggers.wandb:WandbLogger", "_log_model"): {"callbacks/loggers.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_data_parallel_size"): {"strategies/fsdp2.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_process_group_backend"): {"strategies/fsdp2.py"},
