@@ -55,6 +55,7 @@ def output_of(*words: str, run=forked.run, **settings) -> str:
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.extra
 def test_a_fleet_that_grows_and_shrinks_loses_no_request():
     words = ["--fleet", "1,2,1", "--seconds", "2"]
     (row,) = [row for row in rows_of(output_of("benchmarks.elastic", *words, run=subprocess.run)) if "fleet" in row]
@@ -62,6 +63,7 @@ def test_a_fleet_that_grows_and_shrinks_loses_no_request():
     assert row["tokens"] > 0
 
 
+@pytest.mark.extra
 def test_an_update_is_compared_with_fine_tuning_of_its_tokens():
     rows = rows_of(output_of("benchmarks.update_vs_sft", "--quick", children_fork=True))
     measured = [(row["processes"], row["against"]) for row in rows if row.get("measurement") == "update"]
@@ -82,6 +84,7 @@ def test_local_engine_prints_its_ratio_to_generate(capsys):
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.extra
 def test_growth_opens_prompts_in_every_form(capsys):
     growth.main(["--quick"])
     lines = printed(capsys)
@@ -93,6 +96,7 @@ def test_growth_opens_prompts_in_every_form(capsys):
     assert [row["iteration"] for row in marks] == [2, 10]
 
 
+@pytest.mark.extra
 def test_async_parts_measures_supports_and_the_lag_probe(capsys):
     async_parts.main(["--quick"])
     steps = printed(capsys)[-1]
@@ -100,6 +104,7 @@ def test_async_parts_measures_supports_and_the_lag_probe(capsys):
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.extra
 def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):
     orchestrator.main(["--quick"])
     lines = printed(capsys)
@@ -118,6 +123,7 @@ def test_async_overlap_keeps_its_staleness_bound_and_the_distribution_of_lengths
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.extra
 def test_async_overlap_asks_a_server_process_and_syncs_it(capsys):
     async_overlap.main(["--quick", "--engine", "sglang"])
     rows = [line for line in printed(capsys) if line.get("measurement") == "overlap"]
@@ -126,6 +132,7 @@ def test_async_overlap_asks_a_server_process_and_syncs_it(capsys):
     assert all(row["trained_tokens"] == sum(lognormal_lengths(8, 8)) and row["sync_s"] > 0 for row in rows)
 
 
+@pytest.mark.extra
 def test_grpo_vs_trl_runs_lightrl_by_turns(capsys):
     grpo_vs_trl.main(["--quick", "--threads", "1", "--tasks", "skewed", "--contenders", "lightrl"])
     (row,) = [line for line in printed(capsys) if "contender" in line]
@@ -133,6 +140,7 @@ def test_grpo_vs_trl_runs_lightrl_by_turns(capsys):
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.extra
 def test_weight_sync_measures_each_transport_and_delta_sends_little(capfd):
     weight_sync.main(["--quick", "--transports", "gloo,disk,delta,growth,paper"])
     lines = printed(capfd)
@@ -145,6 +153,7 @@ def test_weight_sync_measures_each_transport_and_delta_sends_little(capfd):
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.extra
 def test_sync_faults_prints_a_row_for_each_run_and_counts_false_alarms(capsys):
     sync_faults.main(["--quick"])
     rows = printed(capsys)
@@ -171,6 +180,7 @@ def test_plan_prints_both_strategies_for_each_size(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_parallel_sends_little_more_than_it_must(capfd):
     parallel.main(["--quick"])
     (row,) = [line for line in printed(capfd) if line.get("topology") == "2-1-1"]
@@ -179,6 +189,7 @@ def test_parallel_sends_little_more_than_it_must(capfd):
     assert 1 <= row["sent_over_least"] < 1.3
 
 
+@pytest.mark.extra
 def test_gpu_update_has_the_same_gradients_on_both_sides(capsys):
     config = gpu_update.make_config("tiny")
     contest = gpu_update.Contest(config, gpu_update.make_parts(256, 32, config.vocab_size), "cpu", plain_tokens=128)
@@ -200,6 +211,7 @@ def test_gpu_update_prints_both_contenders(capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.extra
 def test_a_run_with_lag_trains_on_what_older_weights_sampled(tmp_path, capsys, monkeypatch):
     lags = []
     sampled = lag.sample
@@ -215,6 +227,7 @@ def test_a_run_with_lag_trains_on_what_older_weights_sampled(tmp_path, capsys, m
     assert lags == []  # from the records
 
 
+@pytest.mark.extra
 def test_algorithms_writes_curves_and_does_not_repeat_a_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(Path(algorithms.__file__).parents[1])
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")

@@ -76,6 +76,7 @@ def test_what_a_fork_cannot_do_is_done_by_a_fresh_process(settings, reason, capl
     assert reason in caplog.text
 
 
+@pytest.mark.extra
 def test_the_fork_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import forked, os, psutil, sys, time; forked.server.environment = dict(os.environ)\n"

@@ -42,6 +42,7 @@ def test_no_result_is_claimed_without_a_record() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_a_run_leaves_its_record(tmp_path: Path) -> None:
     arguments = ["--run", "quickstart/grpo", "--seeds", "7", "--quick", "--threads", "1"]
     records.main([*arguments, "--work", str(tmp_path / "work"), "--out", str(tmp_path)])
