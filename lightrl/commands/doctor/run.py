@@ -232,7 +232,8 @@ class Trial(RLCallback):
 def _state_bytes(module: RLModule, optimizers: list[Any]) -> int:
     """What a checkpoint holds: weights of the roles that it saves, and the optimizer's state, over all ranks."""
     models = (getattr(module, name, None) for name in module.saved_roles())
-    tensors = [tensor for model in models if isinstance(model, torch.nn.Module) for tensor in model.parameters()]
+    trained = [model for model in models if isinstance(model, torch.nn.Module)]
+    tensors: list[torch.Tensor] = [parameter for model in trained for parameter in model.parameters()]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # a DTensor counts as the whole
