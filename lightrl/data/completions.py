@@ -21,7 +21,7 @@ from lightrl.concurrency.daemon_future import result_of, submit
 from lightrl.data.chat import ChatRenderer, report_dropped
 from lightrl.data.mixture import DataSource, Source, epoch_order
 from lightrl.data.prompts import PromptDataModule, Split, smallest
-from lightrl.data.rows import Made, require_column
+from lightrl.data.rows import Made, require_column, without_errors
 from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.streamed import ROWS_AT_ONCE
 from lightrl.experience import Experience
@@ -51,10 +51,6 @@ class CompletedPrompt(NamedTuple):
 def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
     """Lists of so many items; the last may be shorter."""
     return [list(items[start : start + size]) for start in range(0, len(items), size)]
-
-
-def _num_tokens(row: CompletedPrompt) -> int:
-    return row.num_tokens
 
 
 def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +139,7 @@ class Windows:
         rows = self._rows(window)
         if not self._sorts:
             return cut(rows, self.batch_size)
-        batches = cut(sorted(rows, key=_num_tokens), self.batch_size)
+        batches = cut(sorted(rows, key=lambda row: row.num_tokens), self.batch_size)
         return [batches[index] for index in epoch_order(BATCHES, f"{self.seed}/batches", window).tolist()]
 
     def _rows(self, window: int) -> list[CompletedPrompt]:
@@ -152,9 +148,8 @@ class Windows:
         rows: list[CompletedPrompt] = []
         num_dropped = 0
         while len(rows) < num:
-            for item in self._read(range(position, position + min(ROWS_AT_ONCE, num - len(rows)))):
-                if isinstance(item, ValueError):
-                    raise item
+            positions = range(position, position + min(ROWS_AT_ONCE, num - len(rows)))
+            for item in without_errors(self._read(positions)):
                 position += 1
                 num_dropped = num_dropped + 1 if item is None else 0
                 if item is not None:
@@ -217,11 +212,8 @@ class CompletionDataModule(PromptDataModule):
         max_tokens = smallest(self.max_tokens, self.policy_inputs()[1])
         for split, prompts in self.prompts.items():
             if isinstance(prompts, list):
-                rows = self.completed_of(prompts)
-                for row in rows:
-                    if isinstance(row, ValueError):
-                        raise row
-                self.completed[split] = [row for row in rows if isinstance(row, CompletedPrompt)]
+                rows = without_errors(self.completed_of(prompts))
+                self.completed[split] = [row for row in rows if row is not None]
                 num_dropped = len(rows) - len(self.completed[split])
                 report_dropped(num_dropped, len(rows), f"more than {max_tokens}", f"{self.row_name}s")
         if stage == "fit" and self.completed.get("train") == []:
@@ -238,7 +230,9 @@ class CompletionDataModule(PromptDataModule):
                 rows.append(prompt)
                 continue
             try:
-                row = self._completed(prompt, renderer)
+                assert prompt.token_ids is not None
+                completions = [renderer.completion_ids(prompt.messages, text) for text in self.completions(prompt)]
+                row = CompletedPrompt(prompt.id, prompt.token_ids, completions)
                 rows.append(row if self._fits(row, max_tokens) else None)
             except ValueError as error:
                 rows.append(error)
@@ -285,7 +279,7 @@ class CompletionDataModule(PromptDataModule):
             if not (shuffle and self.sorts_by_length):
                 return cut(in_order, size)
             windows = cut(in_order, size * BATCHES)
-            batches = cut([row for window in windows for row in sorted(window, key=_num_tokens)], size)
+            batches = cut([row for window in windows for row in sorted(window, key=lambda row: row.num_tokens)], size)
             return [batches[index] for index in epoch_order(len(batches), seed + 1, epoch).tolist()]
 
         return EpochLoader(
@@ -305,11 +299,6 @@ class CompletionDataModule(PromptDataModule):
     def teardown(self, stage: str) -> None:
         if self._windows is not None:
             self._windows.wait()
-
-    def _completed(self, prompt: Prompt, renderer: ChatRenderer) -> CompletedPrompt:
-        assert prompt.token_ids is not None
-        completions = [renderer.completion_ids(prompt.messages, text) for text in self.completions(prompt)]
-        return CompletedPrompt(prompt.id, prompt.token_ids, completions)
 
     def _fits(self, row: CompletedPrompt, max_tokens: int | None) -> bool:
         if max_tokens is None or row.num_tokens <= max_tokens:

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
 
 if TYPE_CHECKING:
     from lightrl.data.mixture import DataSource
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Row: TypeAlias = dict[str, Any]
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
@@ -114,7 +115,7 @@ def read_rows(
     elif path.is_file():
         rows = _read_file(path, max_rows)
     elif path.is_dir() or not _looks_local(source):
-        rows = _read_dataset(source, name, split, max_rows)
+        rows = _mapped_rows(load_dataset(source, name, split), max_rows)
     else:
         raise ValueError(_missing_file(path))
     if not rows:
@@ -155,14 +156,14 @@ def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
     return kept | {new: row[old] for new, old in columns.items()}
 
 
-def without_errors(made: Iterable[Made]) -> list[Prompt | None]:
-    """Raises the first ValueError among prompts."""
-    prompts: list[Prompt | None] = []
+def without_errors(made: Iterable[T | ValueError]) -> list[T]:
+    """Raises the first ValueError among items."""
+    items: list[T] = []
     for item in made:
         if isinstance(item, ValueError):
             raise item
-        prompts.append(item)
-    return prompts
+        items.append(item)
+    return items
 
 
 def function_of_rows(source: str) -> Callable[..., Any] | None:
@@ -204,34 +205,34 @@ def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
         return list(islice(TEXT_READERS[suffix](path), max_rows))
     if suffix in FILE_SUFFIXES:
         refuse_pointer(path)
-        return _read_dataset(suffix[1:], None, "train", max_rows, data_files=str(path))
+        return _mapped_rows(load_dataset(suffix[1:], None, "train", data_files=str(path)), max_rows)
     raise ValueError(
         f"Data file '{path}' must end in one of {', '.join(FILE_SUFFIXES)}, not {path.suffix!r}. Convert or rename it."
     )
 
 
-def _read_dataset(
-    source: str, name: str | None, split: str, max_rows: int | None, *, data_files: str | None = None
-) -> Rows:
-    import datasets
-
-    try:
-        dataset: Any = datasets.load_dataset(source, name, split=split, data_files=data_files)
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        if data_files is not None:
-            problem = f"is not valid {source.title()}: {error.__cause__ or error}"
-            raise ValueError(f"Data file {data_files!r} {problem}.") from error
-        raise ValueError(dataset_problem(source, name, split, error)) from error
+def _mapped_rows(dataset: Any, max_rows: int | None) -> Rows:
+    """The rows of a `datasets.Dataset`, which stay in its memory-mapped file."""
     num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
     return Rows(num_rows, lambda index: json_able(without_padding(dict(dataset[index]))))
 
 
-def dataset_problem(source: str, name: str | None, split: str, error: BaseException) -> str:
-    """Why `datasets` cannot load a source, and what to do."""
-    return (
-        f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. It must be a local "
-        f"{', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
-    )
+def load_dataset(
+    source: str, name: str | None, split: str, *, data_files: str | None = None, streaming: bool = False
+) -> Any:
+    """As `datasets.load_dataset`, with a ValueError that names the source, or the file, which cannot be loaded."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(source, name, split=split, data_files=data_files, streaming=streaming)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if data_files is not None:
+            problem = f"cannot be read as {source.title()}: {error.__cause__ or error}"
+            raise ValueError(f"Data file {data_files!r} {problem}.") from error
+        raise ValueError(
+            f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. It must be a local "
+            f"{', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
+        ) from error
 
 
 def json_able(row: Row) -> Row:
@@ -360,11 +361,10 @@ def _parsed(line: bytes) -> Row:
 
 def read_json(path: Path) -> Iterator[Row]:
     """The rows of a .json file; raises ValueError if it is not a list of objects."""
+    text = _text(path)
     try:
-        rows = json.loads(_text(path))
+        rows = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, ValueError) and str(path) in str(error):
-            raise
         raise ValueError(
             f"Data file '{path}' is not valid JSON: {_problem(error)}. If it has one object per line, name it .jsonl."
         ) from error

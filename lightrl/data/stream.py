@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from lightrl.checks.bounds import check_bounds
@@ -33,27 +34,14 @@ _MAX_MADE = 4096  # prompts made ahead of need
 _NOT_MADE = "not made"
 
 
+@dataclass(frozen=True)
 class SplitRows:
-    """The rows of all sources of a split, with their columns renamed.
+    """The rows of all sources of a split, with their columns renamed."""
 
-    Args:
-        split: its name begins the prompts' ids.
-        sources: where the rows come from.
-        parts: of each source its rows, by index or streamed.
-        columns: new column names → the data's own, for all sources.
-    """
-
-    def __init__(
-        self,
-        split: str,
-        sources: Sequence[DataSource],
-        parts: Sequence[Sequence[Row] | StreamedRows],
-        columns: Mapping[str, str],
-    ) -> None:
-        self.split = split
-        self.sources = sources
-        self.parts = parts
-        self.columns = columns
+    split: str  # its name begins the prompts' ids
+    sources: Sequence[DataSource]
+    parts: Sequence[Sequence[Row] | StreamedRows]  # of each source its rows, by index or streamed
+    columns: Mapping[str, str]  # new column names → the data's own, for all sources
 
     @property
     def sizes(self) -> list[int | None]:
@@ -72,7 +60,7 @@ class SplitRows:
             [part.row(item) for item in part.one_pass()] if isinstance(part, StreamedRows) else part
             for part in self.parts
         ]
-        return SplitRows(self.split, self.sources, read, self.columns)
+        return replace(self, parts=read)
 
     def places(self) -> Iterator[Place]:
         """The place of every row, in the order of the data."""
@@ -97,23 +85,15 @@ class SplitRows:
         return LocatedRow(row, source, where, f"{prefix}-{name}")
 
 
+@dataclass(eq=False)
 class RowPrompts:
-    """The prompts of a split's rows by position in the run, each made when it is read.
+    """The prompts of a split's rows by position in the run, each made when it is read."""
 
-    Args:
-        rows: of the split.
-        make: the rendered prompts of some rows: None for one that is dropped by a filter or for its length, ValueError
-            for a bad one.
-        seed, shuffle: of the order.
-    """
-
-    def __init__(
-        self, rows: SplitRows, make: Callable[[Sequence[LocatedRow]], list[Made]], *, seed: int, shuffle: bool
-    ) -> None:
-        self.rows = rows
-        self.seed = seed
-        self.shuffle = shuffle
-        self._make = make
+    rows: SplitRows
+    # the rendered prompts of some rows: None for one dropped by a filter or its length, ValueError for a bad one
+    make: Callable[[Sequence[LocatedRow]], list[Made]]
+    seed: int  # of the order
+    shuffle: bool
 
     @functools.cached_property
     def order(self) -> MixtureOrder:
@@ -158,7 +138,7 @@ class RowPrompts:
                 located.append(locate(item))
             except ValueError as error:
                 located.append(error)
-        made = iter(self._make([row for row in located if not isinstance(row, ValueError)]))
+        made = iter(self.make([row for row in located if not isinstance(row, ValueError)]))
         return [row if isinstance(row, ValueError) else next(made) for row in located]
 
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from lightrl.data.mixture import epoch_order
 from lightrl.data.rows import (
     TEXT_READERS,
-    dataset_problem,
     file_suffix,
     function_of_rows,
+    load_dataset,
     refuse_pointer,
     without_padding,
 )
@@ -227,8 +227,6 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping
     Raises:
         ValueError: if the source does not exist or cannot be opened.
     """
-    import datasets
-
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
     if function is not None:
@@ -239,16 +237,12 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping
         if not files:
             raise ValueError(f"Data file '{path}' does not exist, and no file fits this pattern. Fix the name.")
         return [partial(TEXT_READERS[suffix], file) for file in files]
-    is_file = suffix in _BUILDERS
     if path.is_file():
         refuse_pointer(path)
-    try:
-        if is_file:
-            dataset = datasets.load_dataset(_BUILDERS[suffix], split="train", data_files=str(path), streaming=True)
-        else:
-            dataset = datasets.load_dataset(source, name, split=split, streaming=True)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(dataset_problem(source, name, split, error)) from error
+    if suffix in _BUILDERS:
+        dataset = load_dataset(_BUILDERS[suffix], None, "train", data_files=str(path), streaming=True)
+    else:
+        dataset = load_dataset(source, name, split, streaming=True)
     return shards_of(lambda: dataset)
 
 
