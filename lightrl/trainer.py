@@ -141,6 +141,8 @@ class Trainer(RLTrainer):
             for name, load in (("load_optimizer_state_dict", load_optimizers), ("load_model_state_dict", load_model)):
                 own_load = getattr(self.strategy, name)
                 vars(self.strategy)[name] = functools.partial(load, self.strategy, own_load)
+        set_up: Any = self.strategy.setup_optimizers
+        vars(self.strategy)["setup_optimizers"] = functools.partial(self.rollout_loop.resume.set_up_optimizers, set_up)
         self._add_default_callbacks(own)
 
     def call_rl_hook(self, name: str, *args: Any) -> None:
@@ -257,6 +259,8 @@ class Trainer(RLTrainer):
         while self._muted:
             self._muted.pop().save_on_exception = True
         module = self.lightning_module
+        if self.state.fn == TrainerFn.FITTING and isinstance(module, RLModule | SupervisedModule):
+            self.rollout_loop.resume.apply_settings()
         if not isinstance(module, RLModule):
             self._restoring = None
             return super()._run_stage()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.user_code import user_code
 from lightrl.data.rows import LocatedRow, Made, Row, require_column
+from lightrl.models import CONTEXT
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Prompt
 from lightrl.workflows.conversation import read_template
@@ -377,8 +378,8 @@ def length_fit(
         return "long"
     raise ValueError(
         f"{where} (prompt {prompt.id!r}) has {num_tokens} prompt tokens, but at most {max_tokens} fit "
-        "(max_prompt_tokens, or the model's context less max_new_tokens). Shorten it, set prompt_overflow='drop', or "
-        "lower max_new_tokens."
+        f"(max_prompt_tokens, or {CONTEXT}, less max_new_tokens). Shorten it, set prompt_overflow='drop', or lower "
+        "max_new_tokens."
     )
 
 

@@ -18,6 +18,7 @@ from lightrl.data.prompts import PromptDataModule, Split, smallest
 from lightrl.data.rows import Made
 from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.windows import Windows
+from lightrl.models import CONTEXT
 from lightrl.trajectory import Prompt
 
 
@@ -168,14 +169,20 @@ class CompletionDataModule(PromptDataModule):
             return False
         raise ValueError(
             f"The {self.row_name} of prompt {row.prompt_id!r} has {row.num_tokens} tokens, more than {max_tokens} "
-            "(max_tokens, or the model's context). Shorten it, or set prompt_overflow='drop'."
+            f"(max_tokens, or {CONTEXT}). Shorten it, or set prompt_overflow='drop'."
         )
 
     def _shuffles(self) -> bool:
         return self.shuffle and not getattr(self.trainer, "overfit_batches", 0) > 0
 
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
-        return batches_in_order(self.completed[split], self.validation_batch_size, self.collate)
+        def collate(rows: Sequence[CompletedPrompt], set_name: str | None) -> Any:
+            batch = self.collate(rows)
+            return batch if set_name is None else batch._replace(set_name=set_name)
+
+        names = self.set_names(split)
+        size = self.validation_batch_size
+        return batches_in_order(self.completed[split], size, collate, lambda row: names.get(row.prompt_id))
 
 
 def _num_tokens(row: CompletedPrompt) -> int:

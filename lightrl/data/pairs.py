@@ -24,6 +24,7 @@ class PairBatch(NamedTuple):
     token_ids: Tensor  # int64 [2B, T], 0 on the padding
     loss_mask: Tensor  # bool [2B, T], True on the completion and its end token
     lengths: Tensor  # int64 [2B], tokens of each trajectory, prompt included
+    set_name: str | None = None  # of the validation set, if there are several
 
     @property
     def num_pairs(self) -> int:

@@ -26,6 +26,7 @@ class ChatBatch(NamedTuple):
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
+    set_name: str | None = None  # of the validation set, if there are several
 
     @property
     def num_measured(self) -> int:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightrl
 from lightrl import Prompt, Sampling
+from lightrl.data import DataSource
 from lightrl.module import NEEDS_OUR_TRAINER
 from lightrl.trajectory import Group
 
@@ -176,6 +177,37 @@ def test_a_users_module_may_give_the_loaders_and_log_in_its_own_validation(tmp_p
     trainer = make_trainer(tmp_path, max_epochs=1, limit_val_batches=1.0)
     trainer.fit(Own())
     assert 0 <= trainer.callback_metrics["val/highest"] <= 1
+
+
+@habit("val_dataloader that returns several", "a number for each, `val/reward/dataloader_idx_0`, as in Lightning")
+def test_several_validation_loaders_have_a_number_each(tmp_path: Path) -> None:
+    rewards = iter([1.0, 0.0, 0.5, 0.25])
+
+    class Own(TinyGRPO):
+        def reward(self, trajectory: Any) -> float:
+            return next(rewards)
+
+    loaders = [DataLoader(QUESTIONS[:2], batch_size=1), DataLoader(QUESTIONS[2:4], batch_size=2)]
+    trainer, module = make_trainer(tmp_path, limit_val_batches=1.0), Own()
+    first, second = trainer.validate(module, loaders)
+    assert first["val/reward/dataloader_idx_0"] == 0.5
+    assert second["val/reward/dataloader_idx_1"] == 0.375
+
+
+@habit("validation=[DataSource(..., label=NAME), ...]", "`val/reward` of all, and `val/reward/NAME` of each")
+def test_several_labeled_validation_sources_have_a_number_each(tmp_path: Path) -> None:
+    class Own(TinyGRPO):
+        def reward(self, trajectory: Any) -> float:
+            return float(trajectory.prompt.fields["worth"])
+
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("easy", "hard")}
+    files["easy"].write_text('{"question": "0", "worth": 1}\n' * 3)
+    files["hard"].write_text('{"question": "1", "worth": 0}\n')
+    sources = [DataSource(str(path), label=name) for name, path in files.items()]
+    data = lightrl.PromptDataModule(None, sources, batch_size=1, answer_column=None, validation_batch_size=2)
+    found, = make_trainer(tmp_path, limit_val_batches=1.0).validate(Own(), data)  # fmt: skip
+    assert [found[f"val/{name}"] for name in ("reward", "reward/easy", "reward/hard")] == [0.75, 1.0, 0.0]
+    assert [found[f"val/{name}"] for name in ("prompts", "prompts/easy", "prompts/hard")] == [4, 3, 1]
 
 
 @habit("IterableDataset", "with `max_steps`")

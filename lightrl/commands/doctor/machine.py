@@ -22,6 +22,7 @@ from lightrl.commands.plan_run import planned
 from lightrl.data import ChatRenderer, PromptDataModule
 from lightrl.engines import SGLangEngine
 from lightrl.launch.memory import UnknownMemory, bytes_text, memory_line, misfits
+from lightrl.models import context_tokens
 from lightrl.module import RLModule
 from lightrl.strategies.costs import num_parameters
 
@@ -134,7 +135,7 @@ def models(module: RLModule) -> Iterator[Finding]:
             continue
         config = role.spec.load_config()
         text = config.get_text_config()
-        context = getattr(text, "max_position_embeddings", None) or "not stated"
+        context = context_tokens(config) or "not stated"
         size = f"about {num_parameters(text):,} parameters, " if hasattr(text, "num_hidden_layers") else ""
         where = role.spec.path or "random weights"
         yield Finding("model", f"{name}: {config.model_type}, {where}, {size}context {context}")
