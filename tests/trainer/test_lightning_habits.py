@@ -270,12 +270,19 @@ class Manual(TinyGRPO):
         self.automatic_optimization = False
 
 
+class OwnStep(TinyGRPO):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("never", 1.0)
+
+
 REFUSED = refused("test_lightning_habits", [
     ("def configure_optimizers(self): return [one, another]", lambda: (lightrl.Trainer, TwoOptimizers()),
      "TwoOptimizers.configure_optimizers must return one optimizer, with a parameter group for each learning rate; "
      "`parameter_groups` gives one for each trained model."),
     ("self.automatic_optimization = False", lambda: (lightrl.Trainer, Manual()),
      "Manual.automatic_optimization must be True: the loop updates the policy with what `loss` returns."),
+    ("def training_step(self, batch, batch_idx)", lambda: (lightrl.Trainer, OwnStep()),
+     "OwnStep.training_step is never called: an RLModule has no training_step. Write loss."),
     ("lightning.Trainer().fit(RLModule)", lambda: (L.Trainer, TinyGRPO()), NEEDS_OUR_TRAINER),
 ])  # fmt: skip
 
