@@ -22,8 +22,8 @@ from lightrl.checks.choices import check_choice
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
+from lightrl.models import LONGROPE_LENGTH, ModelSpec, Outputs, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models import Metric as LossMetric
-from lightrl.models import ModelSpec, Outputs, ParallelModel, Role, check_adamw
 from lightrl.models.load_role import load_role, trainable_policy
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import parameter_groups, with_schedule
@@ -208,6 +208,7 @@ class RLModule(L.LightningModule):
         self.validation_metrics: dict[str, Metric] = {}
         self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
+        self._set_name: str | None = None  # of the present validation batch, if there are several sets
 
     # ------------------------------------------------------------------ hooks to write or override
 
@@ -309,14 +310,18 @@ class RLModule(L.LightningModule):
         roles = self.models()
         return parameter_groups(self, {name: roles[name] for name in self.trained_roles()}, lr=self.lr)
 
-    def validation_step(self, batch: list[Group], batch_idx: int) -> None:
-        """Logs mean reward, accuracy, pass@k and the reward's further numbers of judged validation groups."""
-        self._log_evaluation("val", batch)
+    def validation_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Logs mean reward, accuracy, pass@k and the reward's further numbers of judged validation groups.
 
-    def test_step(self, batch: list[Group], batch_idx: int) -> None:
-        self._log_evaluation("test", batch)
+        With several labeled sources each also has its own: `val/reward/<label>`. With several loaders Lightning adds
+        `/dataloader_idx_<n>` to the names.
+        """
+        self._log_evaluation("val", batch, dataloader_idx)
 
-    def predict_step(self, batch: list[Group], batch_idx: int) -> list[Group]:
+    def test_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._log_evaluation("test", batch, dataloader_idx)
+
+    def predict_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> list[Group]:
         return batch
 
     # ------------------------------------------------------------------ what the framework and callbacks read
@@ -372,8 +377,7 @@ class RLModule(L.LightningModule):
     @property
     def context_tokens(self) -> int | None:
         """Maximum length of prompt and completion together; None if the model states no context length."""
-        tokens: int | None = getattr(self.policy_spec.load_config().get_text_config(), "max_position_embeddings", None)
-        return tokens
+        return context_tokens(self.policy_spec.load_config())
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -382,8 +386,8 @@ class RLModule(L.LightningModule):
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
             raise ValueError(
-                f"sampling.max_new_tokens={longest} leaves no room for a prompt in the context of {context} tokens. "
-                "Lower it."
+                f"sampling.max_new_tokens={longest} leaves no room for a prompt in the context of {context} tokens "
+                f"(with longrope, {LONGROPE_LENGTH}). Lower it."
             )
         return None if context is None else context - longest
 
@@ -442,6 +446,7 @@ class RLModule(L.LightningModule):
             self._log_batch_size = 1
             return batch
         groups: list[Group] = trainer.judged_groups(batch)
+        self._set_name = getattr(batch, "set_name", None)
         self._log_batch_size = max(1, sum(len(group.trajectories) for group in groups))
         return groups
 
@@ -469,7 +474,10 @@ class RLModule(L.LightningModule):
     def _loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
         return {name: (getattr(self, name), role) for name, role in self.models().items() if role.spec.url is None}
 
-    def _log_evaluation(self, stage: str, groups: list[Group]) -> None:
+    def _log_evaluation(self, stage: str, groups: list[Group], dataloader_idx: int) -> None:
         # Lightning demands the name of an attribute with each Metric that is no submodule.
-        for name, metric in self._evaluation.update(groups, self.validation_metrics).items():
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, metric_attribute="validation_metrics")
+        for part in ("",) if self._set_name is None else ("", f"/{self._set_name}"):
+            updated = self._evaluation.update(groups, self.validation_metrics, part=f"{dataloader_idx}{part}")
+            for name, metric in updated.items():
+                key = f"{stage}/{name}{part}"
+                self.log(key, metric, on_step=False, on_epoch=True, metric_attribute="validation_metrics")

@@ -30,6 +30,7 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector", "_first_loop_iter"): {
         "loops/step_log.py"
     },
+    ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_run"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_run_stage"): {"trainer.py"},

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightrl.engines.abilities import DropsReplicas, NamesDtypes, ProvesWeights, ScoresTokens
 from lightrl.errors import LightRLError, WeightSyncError
 from lightrl.experience import Experience
+from lightrl.models import context_tokens
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import PACKED_ATTENTION, SingleModel, ranks_of
@@ -138,9 +139,9 @@ class Probe:
             )
 
     def _sequences(self, module: RLModule) -> list[list[int]]:
-        config = module.policy_config.get_text_config()
-        longest = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
-        return probe_sequences(config.vocab_size, num=self.num, num_tokens=min(self.num_tokens, longest))
+        longest = (context_tokens(module.policy_config) or 2**31) - 1
+        vocab_size = module.policy_config.get_text_config().vocab_size
+        return probe_sequences(vocab_size, num=self.num, num_tokens=min(self.num_tokens, longest))
 
     def _judge(
         self, trainer: RLTrainer, module: RLModule, weight_version: int, scores: list[list[float]] | None

@@ -235,8 +235,8 @@ class ChatRenderer:
             return False
         raise ValueError(
             f"{where} (prompt {prompt.id!r}) has {num_tokens} prompt tokens, but at most {self.max_tokens} fit "
-            "(max_prompt_tokens, or the model's context less max_new_tokens). Shorten it, set prompt_overflow='drop', "
-            "or lower max_new_tokens."
+            f"(max_prompt_tokens, or {CONTEXT}, less max_new_tokens). Shorten it, set prompt_overflow='drop', or lower "
+            "max_new_tokens."
         )
 
     def with_pictures(self, prompt: Prompt, where: str) -> Prompt:

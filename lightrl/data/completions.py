@@ -25,6 +25,7 @@ from lightrl.data.rows import Made, require_column, without_errors
 from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.streamed import ROWS_AT_ONCE
 from lightrl.experience import Experience
+from lightrl.models import CONTEXT
 from lightrl.trajectory import Prompt
 
 Item = TypeVar("Item")
@@ -307,11 +308,17 @@ class CompletionDataModule(PromptDataModule):
             return False
         raise ValueError(
             f"The {self.row_name} of prompt {row.prompt_id!r} has {row.num_tokens} tokens, more than {max_tokens} "
-            "(max_tokens, or the model's context). Shorten it, or set prompt_overflow='drop'."
+            f"(max_tokens, or {CONTEXT}). Shorten it, or set prompt_overflow='drop'."
         )
 
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
-        return batches_in_order(self.completed[split], self.validation_batch_size, self.collate)
+        def collate(rows: Sequence[CompletedPrompt], set_name: str | None) -> Any:
+            batch = self.collate(rows)
+            return batch if set_name is None else batch._replace(set_name=set_name)
+
+        names = self.set_names(split)
+        size = self.validation_batch_size
+        return batches_in_order(self.completed[split], size, collate, lambda row: names.get(row.prompt_id))
 
 
 class ChatBatch(NamedTuple):
@@ -319,6 +326,7 @@ class ChatBatch(NamedTuple):
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
+    set_name: str | None = None  # of the validation set, if there are several
 
     @property
     def num_measured(self) -> int:
@@ -399,6 +407,7 @@ class PairBatch(NamedTuple):
     token_ids: Tensor  # int64 [2B, T], 0 on the padding
     loss_mask: Tensor  # bool [2B, T], True on the completion and its end token
     lengths: Tensor  # int64 [2B], tokens of each trajectory, prompt included
+    set_name: str | None = None  # of the validation set, if there are several
 
     @property
     def num_pairs(self) -> int:

@@ -337,15 +337,15 @@ class PromptDataModule(L.LightningDataModule):
         rows = self._rows.get("train")
         if rows is None or len(rows.sources) < 2:
             return MixtureOrder([len(prompt_ids)], [1.0], seed=seed, shuffle=shuffle)
-        label_of = {located.prompt_id: located.source.label for located in self._kept["train"]}
+        label_of = self.set_names("train")
         sizes = Counter(label_of[prompt_id] for prompt_id in prompt_ids)
         for source in rows.sources:
-            if not sizes[source.label]:
+            if not sizes[str(source.label)]:
                 raise ValueError(
                     f"No row of {source.source!r} passes the filters. Remove the source, or loosen the filters."
                 )
         weights = [source.weight for source in rows.sources]
-        return MixtureOrder([sizes[source.label] for source in rows.sources], weights, seed=seed, shuffle=shuffle)
+        return MixtureOrder([sizes[str(source.label)] for source in rows.sources], weights, seed=seed, shuffle=shuffle)
 
     @property
     def prompt_stream(self) -> PromptStream:
@@ -370,7 +370,16 @@ class PromptDataModule(L.LightningDataModule):
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
         prompts = self.prompts[split]
         assert isinstance(prompts, list)
-        return prompt_batches(prompts, self.validation_batch_size)
+        return prompt_batches(prompts, self.validation_batch_size, self.set_names(split))
+
+    def set_names(self, split: Split) -> dict[str, str]:
+        """By prompt id the label of its source; empty unless `make_prompts` read several."""
+        rows = self._rows.get(split)
+        if split == "test" and not rows:
+            return self.set_names("validation")
+        if rows is None or len(rows.sources) < 2:
+            return {}
+        return {located.prompt_id: str(located.source.label) for located in self._kept.get(split, [])}
 
     def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and picture reader, from `attach` or from the trainer's module."""

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from lightrl.checks.bounds import check_bounds
@@ -348,7 +349,14 @@ class PromptBatch(list[Prompt]):
     """Prompts, which moving to a device leaves unchanged.
 
     Overriding `transfer_batch_to_device` would work too, but Lightning warns about that in a module with a data module.
+
+    Args:
+        set_name: of the validation set, if there are several.
     """
+
+    def __init__(self, prompts: Iterable[Prompt] = (), set_name: str | None = None) -> None:
+        super().__init__(prompts)
+        self.set_name = set_name
 
     def to(self, *args: Any, **kwargs: Any) -> PromptBatch:
         return self
@@ -361,12 +369,32 @@ def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> E
     return EpochLoader(stream.num_iterations, lambda epoch, index: index, trainer=trainer)
 
 
-def prompt_batches(prompts: Sequence[Prompt], batch_size: int) -> EpochLoader[PromptBatch]:
-    """A validation loader: lists of prompts in the order of the data; the last may be shorter."""
-    return batches_in_order(prompts, batch_size, PromptBatch)
+def prompt_batches(
+    prompts: Sequence[Prompt], batch_size: int, set_names: Mapping[str, str] = MappingProxyType({})
+) -> EpochLoader[PromptBatch]:
+    """A validation loader: lists of prompts in the order of the data; the last may be shorter.
+
+    Args:
+        set_names: by prompt id, of several validation sets.
+    """
+    return batches_in_order(prompts, batch_size, PromptBatch, lambda prompt: set_names.get(prompt.id))
 
 
-def batches_in_order(items: Sequence[Item], batch_size: int, collate: Callable[[Sequence[Item]], T]) -> EpochLoader[T]:
-    """Collated batches of consecutive items; the last may be smaller."""
-    num_batches = -(-len(items) // batch_size)
-    return EpochLoader(num_batches, lambda epoch, index: collate(items[index * batch_size : (index + 1) * batch_size]))
+def batches_in_order(
+    items: Sequence[Item],
+    batch_size: int,
+    collate: Callable[[Sequence[Item], str | None], T],
+    set_of: Callable[[Item], str | None],
+) -> EpochLoader[T]:
+    """Collated batches of consecutive items of one set; the last of each set may be smaller.
+
+    Args:
+        collate: makes a batch of items and of the name of their set.
+        set_of: names an item's set; None if there is one set.
+    """
+    batches = [
+        (part[start : start + batch_size], name)
+        for name, part in ((name, list(part)) for name, part in itertools.groupby(items, set_of))
+        for start in range(0, len(part), batch_size)
+    ]
+    return EpochLoader(len(batches), lambda epoch, index: collate(*batches[index]))

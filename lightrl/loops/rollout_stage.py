@@ -119,13 +119,17 @@ class RolloutStage:
         self._num_threads = 0  # before the stage, while it is open
         self._gc_threshold = gc.get_threshold()  # before the stage
 
-    def check(self, module: RLModule) -> None:
+    def check(self, module: RLModule, *, is_fit: bool = False) -> None:
         """Refuses a trainer that cannot train this module, before any model is built."""
+        name = type(module).__name__
+        if type(module).training_step is not RLModule.training_step:
+            raise ValueError(f"{name}.training_step is never called: an RLModule has no training_step. Write loss.")
+        if is_fit and type(module).loss is RLModule.loss:
+            raise TypeError(f"{name} has no loss. Write `def loss(self, experience, outputs)`, which returns a dict.")
         check_strategy(self.trainer.strategy, module)
         if not module.automatic_optimization:
             raise ValueError(
-                f"{type(module).__name__}.automatic_optimization must be True: the loop updates the policy with what "
-                "`loss` returns."
+                f"{name}.automatic_optimization must be True: the loop updates the policy with what `loss` returns."
             )
         if self.trainer.accumulate_grad_batches != 1:
             raise ValueError(

@@ -26,6 +26,9 @@ from lightrl.checks.user_code import user_code
 
 log = logging.getLogger(__name__)
 
+LONGROPE_LENGTH = "original_max_position_embeddings"
+# For messages about the length of a row.
+CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _LONGEST_PROBLEM = 600  # letters; transformers lists all families that it knows
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 # Families that read in both directions, unless their config says is_decoder.
@@ -205,7 +208,13 @@ class ModelSpec:
                 with loading(self._named, "Fix the config."):
                     model = auto_model(config).from_config(config, dtype=dtype, **options)
             return model.eval()
-        kind = auto_model(self.load_config())
+        config = self.load_config()
+        kind, tokens = auto_model(config), getattr(config.get_text_config(), "max_position_embeddings", None)
+        if tokens is not None and context_tokens(config) != tokens:
+            log.warning(
+                "%s has longrope: rows of prompt and completion are limited to its %s, %d of %d tokens. Beyond, its "
+                "logprobs depend on the other rows.", self._named, LONGROPE_LENGTH, context_tokens(config), tokens,
+            )  # fmt: skip
         check_pointers(Path(str(self.path)))
         with loading(self._named, "Copy or download its files again, and use the config.json that belongs to them."):
             model, found = kind.from_pretrained(
@@ -291,6 +300,22 @@ class ModelSpec:
                 f"tokenizer={source!r} must return a Hugging Face tokenizer, got {type(tokenizer).__name__}."
             )
         return tokenizer
+
+
+def context_tokens(config: PretrainedConfig) -> int | None:
+    """Most tokens of a row, prompt and completion together; None if the config states none.
+
+    Longrope has one set of factors up to the original length and another beyond it, for all of a row's tokens and for
+    the rows computed with it. Here all rows are within the first, so that logprobs depend on a row alone.
+    """
+    text = config.get_text_config()
+    tokens: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    if tokens is None or not any(one.get("rope_type") == "longrope" for one in ropes):
+        return tokens
+    originals = [getattr(text, LONGROPE_LENGTH, None), *(one.get(LONGROPE_LENGTH) for one in ropes)]
+    return min(tokens, *(int(length) for length in originals if length))
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:

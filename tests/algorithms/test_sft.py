@@ -8,8 +8,9 @@ from tiny import QUIET
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import lightrl
 from lightrl.algorithms.sft import SFT
-from lightrl.data import ChatBatch, SFTDataModule
+from lightrl.data import ChatBatch, DataSource, SFTDataModule
 from lightrl.models import ModelSpec
 
 CONFIG = {
@@ -188,3 +189,16 @@ def test_decay_without_an_end_of_the_run_is_refused(tmp_path: Path):
 def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         make_module(**settings)
+
+
+def test_several_labeled_validation_sources_have_a_loss_each(tmp_path: Path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("short", "long")}
+    files["short"].write_text('{"question": "1+1", "answer": "2"}\n')
+    files["long"].write_text('{"question": "5+6", "answer": "11"}\n')
+    sources = [DataSource(str(path), label=name) for name, path in files.items()]
+    data = SFTDataModule(
+        None, sources, batch_size=2, chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    (found,) = lightrl.Trainer(**(QUIET | {"default_root_dir": tmp_path})).validate(make_module(), data)
+    both, short, long = (found[f"val/loss_nats{name}"] for name in ("", "/short", "/long"))
+    assert both == pytest.approx((2 * short + 3 * long) / 5)  # tokens, with the end token

@@ -13,13 +13,17 @@ import torch
 from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     GPT2Config,
+    Lfm2Config,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    RecurrentGemmaConfig,
 )
 
 from lightrl.engines import Completion
@@ -285,6 +289,23 @@ def test_equal_prompts_are_computed_once_also_when_recomputed() -> None:
 )
 def test_what_the_fast_path_does_not_compute_goes_to_the_fallback(config: PretrainedConfig) -> None:
     assert find_family(config) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), id="a convolution for attention"),
+        pytest.param(
+            FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8),
+            id="a recurrent state beside attention",
+        ),
+        pytest.param(RecurrentGemmaConfig(**SIZES), id="no cache in the outputs"),
+        pytest.param(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1), id="no attention"),
+    ],
+)
+def test_a_model_that_keeps_more_than_key_values_is_refused_at_the_start(config: PretrainedConfig) -> None:
+    with pytest.raises(ValueError, match=f"layers of type '{config.model_type}' keep something else.*Use SGLangEngine"):
+        LocalEngine().start(config)
 
 
 @pytest.mark.skipif(fast_decoder.kernels() is None, reason="there is no C++ compiler on this machine")

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, our_threads
 
-from lightrl import RLCallback, Trajectory
+from lightrl import Experience, FSDP2Strategy, Outputs, RLCallback, RLModule, Trajectory
 from lightrl.errors import RolloutError
 from lightrl.workflows import Environment, MultiTurn
 from lightrl.workflows.environment import Step
@@ -110,3 +111,40 @@ def test_an_error_while_the_rollout_opens_leaves_nothing_behind(tmp_path: Path) 
 
     with pytest.raises(KeyError, match="environment"):
         make_trainer(tmp_path).fit(NoWorkflow(reward="digit_reward.token_reward"), datamodule=Digits())
+
+
+class LogsInLoss(TinyGRPO):
+    def loss(self, experience: Experience, outputs: Outputs) -> Any:
+        self.log("my/level", outputs.logprobs.mean())
+        return super().loss(experience, outputs)
+
+
+class NoLoss(RLModule):
+    def reward(self, trajectory: Trajectory) -> float:
+        return 0.0
+
+
+def test_a_module_without_a_loss_is_refused_before_its_models_are_loaded(tmp_path: Path) -> None:
+    module = NoLoss(TinyGRPO().policy_spec)
+    with pytest.raises(TypeError, match=r"NoLoss has no loss. Write `def loss\(self, experience, outputs\)`"):
+        make_trainer(tmp_path).fit(module, datamodule=Digits())
+    assert not hasattr(module, "policy")
+
+
+def test_a_loss_that_logs_is_told_where_metrics_go_and_nothing_of_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match=r"LogsInLoss.loss must not call self.log. Return the metric beside 'loss'"):
+        make_trainer(tmp_path, enable_checkpointing=True).fit(LogsInLoss(), datamodule=Digits())
+    assert "No checkpoint was saved" not in caplog.text
+
+
+def test_a_policy_that_yaml_gave_without_its_type_is_told_of_the_annotation() -> None:
+    with pytest.raises(TypeError, match=r"got dict. .* annotate it there: `policy: str \| ModelSpec \| Role`"):
+        TinyGRPO({"path": "my/model"})  # type: ignore[arg-type]
+
+
+def test_several_devices_and_no_strategy_are_fsdp2s(tmp_path: Path) -> None:
+    assert isinstance(make_trainer(tmp_path, devices=2).strategy, FSDP2Strategy)
+    assert isinstance(make_trainer(tmp_path, num_nodes=2).strategy, FSDP2Strategy)
+    assert isinstance(make_trainer(tmp_path).strategy, SingleDeviceStrategy)

@@ -352,8 +352,6 @@ REFUSED = refused(
             "model.microbatch_tokens instead.",
         ),
         ('Trainer(strategy="ddp")', lambda: {"strategy": "ddp"}, DDP),
-        ("Trainer(devices=2)", lambda: {"devices": 2}, DDP),
-        ("Trainer(num_nodes=2)", lambda: {"num_nodes": 2}, DDP),
     ],
 )
 

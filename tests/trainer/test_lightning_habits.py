@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightrl
 from lightrl import Prompt, Sampling
+from lightrl.data import DataSource
 from lightrl.module import NEEDS_OUR_TRAINER
 from lightrl.trainer import ignore_srun_advice
 from lightrl.trajectory import Group
@@ -147,6 +148,37 @@ def test_a_users_module_may_give_the_loaders_and_log_in_its_own_validation(tmp_p
     assert 0 <= trainer.callback_metrics["val/highest"] <= 1
 
 
+@habit("val_dataloader that returns several", "a number for each, `val/reward/dataloader_idx_0`, as in Lightning")
+def test_several_validation_loaders_have_a_number_each(tmp_path: Path) -> None:
+    rewards = iter([1.0, 0.0, 0.5, 0.25])
+
+    class Own(TinyGRPO):
+        def reward(self, trajectory: Any) -> float:
+            return next(rewards)
+
+    loaders = [DataLoader(QUESTIONS[:2], batch_size=1), DataLoader(QUESTIONS[2:4], batch_size=2)]
+    trainer, module = make_trainer(tmp_path, limit_val_batches=1.0), Own()
+    first, second = trainer.validate(module, loaders)
+    assert first["val/reward/dataloader_idx_0"] == 0.5
+    assert second["val/reward/dataloader_idx_1"] == 0.375
+
+
+@habit("validation=[DataSource(..., label=NAME), ...]", "`val/reward` of all, and `val/reward/NAME` of each")
+def test_several_labeled_validation_sources_have_a_number_each(tmp_path: Path) -> None:
+    class Own(TinyGRPO):
+        def reward(self, trajectory: Any) -> float:
+            return float(trajectory.prompt.fields["worth"])
+
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("easy", "hard")}
+    files["easy"].write_text('{"question": "0", "worth": 1}\n' * 3)
+    files["hard"].write_text('{"question": "1", "worth": 0}\n')
+    sources = [DataSource(str(path), label=name) for name, path in files.items()]
+    data = lightrl.PromptDataModule(None, sources, batch_size=1, answer_column=None, validation_batch_size=2)
+    found, = make_trainer(tmp_path, limit_val_batches=1.0).validate(Own(), data)  # fmt: skip
+    assert [found[f"val/{name}"] for name in ("reward", "reward/easy", "reward/hard")] == [0.75, 1.0, 0.0]
+    assert [found[f"val/{name}"] for name in ("prompts", "prompts/easy", "prompts/hard")] == [4, 3, 1]
+
+
 @habit("IterableDataset", "with `max_steps`")
 def test_an_iterable_dataset_trains(tmp_path: Path) -> None:
     class Endless(IterableDataset[str]):
@@ -204,12 +236,19 @@ class Manual(TinyGRPO):
         self.automatic_optimization = False
 
 
+class OwnStep(TinyGRPO):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("never", 1.0)
+
+
 REFUSED = refused("test_lightning_habits", [
     ("def configure_optimizers(self): return [one, another]", lambda: (lightrl.Trainer, TwoOptimizers()),
      "TwoOptimizers.configure_optimizers must return one optimizer, with a parameter group for each learning rate; "
      "`parameter_groups` gives one for each trained model."),
     ("self.automatic_optimization = False", lambda: (lightrl.Trainer, Manual()),
      "Manual.automatic_optimization must be True: the loop updates the policy with what `loss` returns."),
+    ("def training_step(self, batch, batch_idx)", lambda: (lightrl.Trainer, OwnStep()),
+     "OwnStep.training_step is never called: an RLModule has no training_step. Write loss."),
     ("lightning.Trainer().fit(RLModule)", lambda: (L.Trainer, TinyGRPO()), NEEDS_OUR_TRAINER),
 ])  # fmt: skip
 

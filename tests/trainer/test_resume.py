@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import functools
 import logging
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -137,7 +139,71 @@ def test_last_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     assert trainer.global_step == len(module.trained) == NUM_ITERATIONS
 
 
-def test_a_resume_with_another_seed_is_warned_of(tmp_path, monkeypatch, caplog):
+def lr_and_decay(
+    folder: Path, steps: int, *, resume: Path | None = None, scheduler: Any = None, **settings: Any
+) -> list[tuple[float, float]]:
+    """Learning rate and weight decay of each iteration; leaves a checkpoint."""
+    used: list[tuple[float, float]] = []
+
+    class Own(TinyGRPO):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            group = self.optimizers().param_groups[0]  # type: ignore[union-attr]
+            used.append((round(group["lr"], 9), group["weight_decay"]))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return optimizer if scheduler is None else ([optimizer], [scheduler(optimizer)])
+
+    trainer = make_trainer(folder, max_steps=steps)
+    trainer.fit(Own(**settings), datamodule=Digits(), ckpt_path=resume)
+    trainer.save_checkpoint(folder / "a.ckpt")
+    return used
+
+
+LINEAR = {"lr": 0.4, "lr_decay": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected", "message"),
+    [
+        ({"lr": 0.4}, {"lr": 0.2}, [(0.2, 0.0)] * 2, "lr=0.2, .* checkpoint's was 0.4"),
+        ({"lr": 0.4}, {"lr": 0.4, "weight_decay": 0.1}, [(0.4, 0.1)] * 2, "weight_decay=0.1, .* checkpoint's was 0.0"),
+        (LINEAR, {"lr": 0.4}, [(0.4, 0.0)] * 2, "lr=0.4, .* checkpoint's was 0.0.*set lr, lr_decay and the end as"),
+        ({"lr": 0.4}, LINEAR, [(0.2, 0.0), (0.1, 0.0)], "lr=0.2, .* checkpoint's was 0.4"),
+        (LINEAR, LINEAR, [(0.2, 0.0), (0.1, 0.0)], "lr=0.2, .* checkpoint's was 0.0"),
+        (LINEAR, {**LINEAR, "lr": 0.8}, [(0.4, 0.0), (0.2, 0.0)], "lr=0.4, .* checkpoint's was 0.0"),
+        ({"lr": 0.4}, {"lr": 0.4}, [(0.4, 0.0)] * 2, None),
+    ],
+    ids=["lr", "weight decay", "no decay after one that has ended", "a decay from now on", "a decay with a later end",
+         "a decay of another lr", "nothing"],
+)  # fmt: skip
+def test_a_resumed_run_has_its_own_lr_and_weight_decay_and_says_which_differ(
+    before: dict[str, Any], after: dict[str, Any], expected: Any, message: str | None,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    lr_and_decay(tmp_path, 2, **before)
+    with caplog.at_level(logging.WARNING, logger="lightrl.loops.resume"):
+        found = lr_and_decay(tmp_path, 4, resume=tmp_path / "a.ckpt", **after)
+    assert found == expected
+    said = [record.getMessage() for record in caplog.records if record.name == "lightrl.loops.resume"]
+    assert len(said) == (message is not None)
+    assert message is None or re.search(message, said[0])
+
+
+def test_an_lr_that_a_users_scheduler_and_a_callback_have_changed_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    halve: Any = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    lr_and_decay(tmp_path, 1, scheduler=halve, lr=0.4)
+    path = tmp_path / "a.ckpt"
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        assert lr_and_decay(tmp_path, 2, resume=path, scheduler=halve, lr=0.8) == [(0.4, 0.0)]
+    assert "lr=0.8 has no effect on this resumed run: StepLR goes on from the checkpoint's 0.4" in caplog.text
+
+
+def test_a_resume_with_another_seed_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer, _, _ = fit(tmp_path, flags={"max_steps": 2})
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     monkeypatch.setenv("PL_GLOBAL_SEED", "8")

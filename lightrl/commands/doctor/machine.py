@@ -21,6 +21,7 @@ from lightrl.commands.doctor.data import first_prompts, read_split, repeats
 from lightrl.commands.plan_run import planned
 from lightrl.data import ChatRenderer, PromptDataModule
 from lightrl.launch.memory import UnknownMemory, bytes_text, memory_line, misfits
+from lightrl.models import context_tokens
 from lightrl.module import RLModule
 
 _MAX_ROWS = 20_000  # of a split: what a minute reads
@@ -125,7 +126,7 @@ def models(module: RLModule) -> Iterator[Finding]:
             yield Finding("model", f"{name}: served at {role.spec.url}")
             continue
         config = role.spec.load_config()
-        context = getattr(config.get_text_config(), "max_position_embeddings", None) or "not stated"
+        context = context_tokens(config) or "not stated"
         yield Finding("model", f"{name}: {config.model_type}, {role.spec.path or 'random weights'}, context {context}")
     tokenizer, text = module.tokenizer, module.policy_spec.load_config().get_text_config()
     said = f"{len(tokenizer)} tokens for {text.vocab_size} embeddings, end token {tokenizer.eos_token!r}"

@@ -66,6 +66,7 @@ from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.writer import RequestLimits, Writer
 from lightrl.errors import EngineError
+from lightrl.models import context_tokens
 from lightrl.models.lora import AdapterShape
 from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Sampling
@@ -277,8 +278,7 @@ class SGLangEngine(
         self.weight_version = -1
         text_config = config.get_text_config()
         self._config = config
-        max_context = getattr(text_config, "max_position_embeddings", None)
-        self._limits = RequestLimits(int(text_config.vocab_size), max_context, Pictures.of(config))
+        self._limits = RequestLimits(int(text_config.vocab_size), context_tokens(config), Pictures.of(config))
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
         raise_open_files()
         self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
