@@ -76,9 +76,11 @@ class RLModule(L.LightningModule):
         loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N and B of the minibatch.
         lr: learning rate of the default AdamW.
         betas: of the default AdamW.
+        eps: of the default AdamW.
         weight_decay: of the default AdamW.
-        warmup_iterations: linear warm-up of the learning rate.
-        lr_decay: `constant`, or `linear` to 0 at the end of the run.
+        warmup_iterations: linear warm-up of the learning rate; a number below 1 is a share of the run.
+        lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
+        min_lr_ratio: part of `lr` at the end of a decay.
         reward_workers: processes that judge, for a reward given by dotted path.
         reward_timeout_s: deadline of one call of the reward.
         reward_memory_mib: memory limit of each process that judges; None for no limit.
@@ -123,9 +125,11 @@ class RLModule(L.LightningModule):
         loss_reduction: Literal["token", "sequence", "fixed"] = "token",
         lr: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
-        warmup_iterations: int = 0,
-        lr_decay: Literal["constant", "linear"] = "constant",
+        warmup_iterations: float = 0,
+        lr_decay: Literal["constant", "linear", "cosine"] = "constant",
+        min_lr_ratio: float = 0.0,
         reward_workers: int = 1,
         reward_timeout_s: float = 30.0,
         reward_memory_mib: int | None = 4096,
@@ -147,11 +151,11 @@ class RLModule(L.LightningModule):
             reward_recycle_after=reward_recycle_after,
         )
         check_bounds(0, warmup_iterations=warmup_iterations, workflow_workers=workflow_workers)
-        check_bounds(0, 1, max_failed_fraction=max_failed_fraction)
+        check_bounds(0, 1, max_failed_fraction=max_failed_fraction, min_lr_ratio=min_lr_ratio, eps=eps)
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
         if not reward_timeout_s > 0:
             raise ValueError(f"reward_timeout_s must be above 0, got {reward_timeout_s}.")
-        check_choice(("constant", "linear"), lr_decay=lr_decay)
+        check_choice(("constant", "linear", "cosine"), lr_decay=lr_decay)
         check_choice(("token", "sequence", "fixed"), loss_reduction=loss_reduction)
         has_reward = reward is not None or type(self).reward is not RLModule.reward
         if not has_reward and reward_model is None:
@@ -193,9 +197,11 @@ class RLModule(L.LightningModule):
         self.loss_reduction = loss_reduction
         self.lr = lr
         self.betas = betas
+        self.eps = eps
         self.weight_decay = weight_decay
         self.warmup_iterations = warmup_iterations
         self.lr_decay = lr_decay
+        self.min_lr_ratio = min_lr_ratio
         self.reward_workers = reward_workers
         self.reward_timeout_s = reward_timeout_s
         self.reward_memory_mib = reward_memory_mib
@@ -298,12 +304,17 @@ class RLModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW over the trained parameters, a group for each role, with warm-up and decay per iteration."""
         optimizer = torch.optim.AdamW(
-            self.parameter_groups(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
+            self.parameter_groups(),
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=True,
         )
         if not self.warmup_iterations and self.lr_decay == "constant":
             return optimizer
         num_iterations = self.trainer.estimated_stepping_batches
-        return with_schedule(optimizer, num_iterations, self.warmup_iterations, self.lr_decay)
+        return with_schedule(optimizer, num_iterations, self.warmup_iterations, self.lr_decay, self.min_lr_ratio)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: one for each trained role, with its `lr` and `weight_decay`."""

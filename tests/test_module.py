@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightrl import FakeEngine, Prompt, PromptDataModule, Role, Sampling, Traine
 from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.experience import Experience
 from lightrl.models import ModelSpec, Outputs, load_role
+from lightrl.models.optimizer import with_schedule
 from lightrl.module import RLModule
 
 CHATML = (
@@ -51,7 +53,8 @@ def module(**settings: Any) -> Reinforce:
         ({"weight_decay": -0.1}, "weight_decay must be >= 0, got -0.1"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
         ({"warmup_iterations": -1}, "warmup_iterations must be >= 0, got -1"),
-        ({"lr_decay": "cosine"}, "lr_decay must be constant or linear, got 'cosine'"),
+        ({"lr_decay": "sine"}, "lr_decay must be constant, linear or cosine, got 'sine'"),
+        ({"min_lr_ratio": 2}, "min_lr_ratio must be between 0 and 1, got 2"),
         ({"max_failed_fraction": 5.0}, "max_failed_fraction must be between 0 and 1, got 5.0"),
         ({"update_epochs": -1}, "update_epochs must be >= 1, got -1"),
         ({"reward_recycle_after": 0}, "reward_recycle_after must be >= 1, got 0"),
@@ -206,6 +209,24 @@ def test_only_the_policy_is_trained() -> None:
     assert not any(value.requires_grad for value in made.reference.parameters())
     optimizer = GRPO.configure_optimizers(made)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(made.policy.parameters()))
+
+
+def lr_factors(num_iterations: float, *settings: Any) -> list[float]:
+    """The factor on the learning rate in iterations 0 to 4."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = with_schedule(optimizer, num_iterations, *settings)["lr_scheduler"]["scheduler"]
+    return [scheduler.lr_lambdas[0](iteration) for iteration in range(5)]
+
+
+def test_the_learning_rate_warms_up_and_decays_to_its_smallest_part() -> None:
+    assert lr_factors(4, 0, "linear") == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert lr_factors(4, 0, "linear", 0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert lr_factors(4, 0, "cosine") == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.0], abs=1e-6)
+    assert lr_factors(4, 0, "cosine", 0.5) == pytest.approx([1.0, 0.926777, 0.75, 0.573223, 0.5], abs=1e-6)
+    assert lr_factors(8, 0.5, "constant") == lr_factors(8, 4, "constant") == [0.25, 0.5, 0.75, 1.0, 1.0]
+    for settings in ((0, "cosine"), (0.5, "constant")):
+        with pytest.raises(ValueError, match=r"(lr_decay='cosine'|warmup_iterations=0.5) needs the end of the run"):
+            lr_factors(math.inf, *settings)
 
 
 def test_a_roles_learning_rate_may_be_0() -> None:

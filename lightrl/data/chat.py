@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.user_code import user_code
 from lightrl.data.rows import LocatedRow, Made, Row, require_column, without_errors
+from lightrl.models import CONTEXT
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Prompt
 from lightrl.workflows.conversation import read_template

@@ -319,7 +319,7 @@ class PromptDataModule(L.LightningDataModule):
                 f"{required} to a file or a hub name, or override make_prompts."
             )
         if stage == "fit":
-            _warn_of_repeats(self.prompts)
+            warn_of_repeats(self.prompts)
             if not self.prompts["validation"]:
                 # Lightning validates if this hook is overridden, and warns about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -442,14 +442,14 @@ def _check_first(prompts: RowPrompts) -> None:
     )
 
 
-def _warn_of_repeats(prompts: Mapping[Split, Any]) -> None:
+def warn_of_repeats(prompts: Mapping[Split, Any]) -> None:
     """Logs train prompts that repeat, and validation prompts that are train prompts; those made at the start."""
     splits = [prompts["train"], prompts["validation"]]
     train, validation = (split if isinstance(split, list) else [] for split in splits)
-    seen = {tuple(prompt.token_ids or []) for prompt in train}
+    seen = {(tuple(prompt.token_ids or []), prompt.images) for prompt in train}
     if len(seen) < len(train):
         logger.warning("%d of %d train prompts repeat another one.", len(train) - len(seen), len(train))
-    known = sum(tuple(prompt.token_ids or []) in seen for prompt in validation)
+    known = sum((tuple(prompt.token_ids or []), prompt.images) in seen for prompt in validation)
     if known:
         logger.warning(
             "%d of %d validation prompts are train prompts too: they do not show how the policy does on new ones.",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrl.algorithms import GRPO, ReferenceKL
 from lightrl.experience import Experience
-from lightrl.functional import ImportanceWeights
+from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops.update import MinibatchLoss
 from lightrl.models import LoRA, Role
 from lightrl.rewards import OverlongPenalty
@@ -50,6 +50,13 @@ def test_the_loss_equals_the_papers_formula_token_by_token() -> None:
         module, minibatch, lambda ratio, advantage: -min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage)
     )
     assert float(make_loss(module, minibatch)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_rewards_are_shaped_before_the_advantages_of_those_that_do_not_undo_it() -> None:
+    shaping = RewardShaping(bias=-1.0, scaling=4.0, clip=2.0)
+    module = make_module(advantage_mean=None, advantage_std=None, reward_shaping=shaping)
+    experience = replace(random_experience(), rewards=torch.tensor([0.0, 0.75, 1.0, 1.25, 3.0, 1.0, 1.0, 1.0, 1.0]))
+    assert module.advantages(experience).tolist() == [-2.0, -1.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_decoupled_loss_is_centered_on_the_proximal_policy_and_weighted() -> None:

@@ -106,8 +106,9 @@ class SGLangEngine(
     If a server is lost, hangs or fails (5xx), its requests continue elsewhere with what they have; no token is counted
     twice. An error in the request (4xx) is raised. If no server is left, the EngineError tells what happened to each.
 
-    Logprobs are SGLang's `output_token_logprobs`: those before top-p and top-k, as `Completion` defines them. The seed
-    of a request determines its tokens only if the servers run with `enable_deterministic_inference`.
+    Logprobs are SGLang's `output_token_logprobs`, with top-p or top-k those within the token's support, as `Completion`
+    defines them. The seed of a request determines its tokens only if the servers run with
+    `enable_deterministic_inference`.
 
     Args:
         urls: addresses of running servers, such as `http://host:30000`, or one of a registry.
