@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch.utils._pytree import tree_leaves
 
 from lightrl.checks.disk_errors import cause_to_show
@@ -19,7 +20,7 @@ from lightrl.concurrency.owner import own_mark, remove_left_behind
 from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, write_error
 from lightrl.strategies.checkpoint_fit import check_optimizers, check_weights, parameter_of, refusal
 from lightrl.strategies.checkpoint_folder import load_optimizer_state, read_folder
-from lightrl.strategies.safe_reader import named, of_run
+from lightrl.strategies.safe_reader import check_records, named, of_run
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -54,6 +55,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         remove_left_behind(Path(path).parent, "*.part")
         if Path(path).is_dir():
             return read_folder(Path(path))
+        files = get_filesystem(path)
+        if "http" not in files.protocol and files.isfile(str(path)):
+            with files.open(str(path), "rb") as file:
+                check_records(file, path)
         with named(path):
             checkpoint = super().load_checkpoint(path, map_location, weights_only is None or weights_only)
         return of_run(checkpoint, path)
