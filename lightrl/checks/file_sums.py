@@ -1,4 +1,4 @@
-"""SHA-256 sums of a folder's files, in the form of `sha256sum`: whether a file still has the bytes that it was given."""
+"""SHA-256 sums of a folder's files, as `sha256sum` writes them: whether a file still has the bytes it was given."""
 
 from __future__ import annotations
 

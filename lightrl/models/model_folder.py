@@ -166,7 +166,7 @@ class ModelDescription:
         if self.adapter_config is not None and any(is_adapter(name) for name in tensors):
             tensors = self._merged(tensors)
         model_class = self._model_class()
-        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-")) as folder:
+        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
             (Path(folder) / "config.json").write_text(self.config, encoding="utf-8")
             config = model_class.config_class.from_pretrained(folder)
             generation_config = None
@@ -212,7 +212,7 @@ class ModelDescription:
         assert self.adapter_config is not None
         assert self.base is not None
         model = replace(ModelSpec(**json.loads(self.base)), attn_implementation=None).load_model()
-        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-")) as folder:
+        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
             save_adapter(tensors, self.adapter_config, Path(folder))
             LoRA(adapter=folder).add_to(model)
         head = scalar_head(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lightrl.checks.disk_errors import cause_to_show
 from lightrl.checks.publish import publish
 from lightrl.concurrency.owner import own_mark, remove_left_behind
-from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, write_error
+from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, logged_behind_failure, write_error
 from lightrl.strategies.checkpoint_fit import check_optimizers, check_weights, parameter_of, refusal
 from lightrl.strategies.checkpoint_folder import load_optimizer_state, read_folder
 from lightrl.strategies.safe_reader import check_records, named, of_run
@@ -89,26 +90,32 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self._writes.remove(path)
 
     def teardown(self) -> None:
-        self._writes.wait()
+        with logged_behind_failure():
+            self._writes.wait()
 
 
 def _write(target: Path, write: Callable[[Any], Any], num_bytes: int, progress: Progress) -> None:
     """Writes a file that is whole or absent, and removes what dead writers left beside it."""
     part = target.with_name(f"{target.name}.{own_mark()}.part")
     with progress.at_disk():
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
             with io.BufferedWriter(TrackedFile(part, progress), 2**20) as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
             publish(part, target)
         except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-            part.unlink(missing_ok=True)  # first, so that its space counts as free
+            _discard(part)  # first, so that its space counts as free
             raise write_error(error, target, "write permission", num_bytes) from cause_to_show(error)
         finally:
-            part.unlink(missing_ok=True)
+            _discard(part)
         remove_left_behind(target.parent, "*.part")
+
+
+def _discard(part: Path) -> None:
+    with contextlib.suppress(OSError):  # of a disk that is read-only now, for which the write has failed too
+        part.unlink(missing_ok=True)
 
 
 def num_tensor_bytes(tree: Any) -> int:

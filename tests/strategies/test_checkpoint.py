@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -110,6 +111,22 @@ def test_ctrl_c_ends_the_wait_for_a_disk_and_saving_at_the_end_is_bounded(tmp_pa
     finally:
         signal.signal(signal.SIGALRM, previous)
     disk.answer()
+
+
+def test_a_disk_that_turns_read_only_is_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match=r"one.ckpt could not be written: Read-only file system\. The disk needs"):
+        AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "one.ckpt")
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"one.ckpt could not be written: Not a directory\. .*another default_root_dir"):
+        AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "file" / "in it" / "one.ckpt")
 
 
 def test_a_write_that_takes_long_but_goes_on_is_no_hang(tmp_path: Path) -> None:

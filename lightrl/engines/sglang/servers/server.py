@@ -275,7 +275,8 @@ class SGLangServer:
         if self._held_port is not None:
             self._held_port.close()
         if self._secrets_file is not None:
-            self._secrets_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # called while an error is handled
+                self._secrets_file.unlink(missing_ok=True)
 
     def _command(self, secrets_file: str) -> list[str]:
         if self._custom_command is not None:
