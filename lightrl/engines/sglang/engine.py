@@ -47,7 +47,7 @@ from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.following import Leader, SGLangFollower
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
-from lightrl.engines.sglang.open_files import raise_open_files
+from lightrl.engines.sglang.open_files import connections_within, raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.routes import check_routes
 from lightrl.engines.sglang.servers.command import dtype_of_auto, usable_token
@@ -138,7 +138,7 @@ class SGLangEngine(
             sends them again with what was written). Those with `min_new_tokens` are always aborted.
         verify_sync: compares models at the start, and after a sync each server's version and parameters with the
             trainer's; see docs/serve-with-sglang.md.
-        max_connections: concurrent generations per server; more queue here.
+        max_connections: concurrent generations per server; more queue here. Fewer if the limit of open files is low.
         timeouts: how long to wait for what.
         probe_interval_s: between two health checks of a server.
         max_retries: of a request in a row, without a token in between.
@@ -214,6 +214,7 @@ class SGLangEngine(
         self.interrupt = interrupt
         self.verify_sync = verify_sync
         self.max_connections = max_connections
+        self._num_connections = max_connections  # within the limit of open files
         self.timeouts = timeouts
         self.probe_interval_s = probe_interval_s
         self.max_retries = max_retries
@@ -280,7 +281,18 @@ class SGLangEngine(
         max_context = getattr(text_config, "max_position_embeddings", None)
         self._limits = RequestLimits(int(text_config.vocab_size), max_context, Pictures.of(config))
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
-        raise_open_files()
+        num_servers = len(urls) if urls is not None else self.num_servers or 1
+        limit = raise_open_files()
+        self._num_connections = min(self.max_connections, connections_within(limit, num_servers))
+        if self._num_connections < self.max_connections:
+            log.warning(
+                "This process may open %d files, so at most %d requests go to each server at once; more queue here. "
+                "For engine.max_connections=%d, raise the limit (ulimit -n, LimitNOFILE) to %d.",
+                limit,
+                self._num_connections,
+                self.max_connections,
+                limit + num_servers * (self.max_connections - self._num_connections),
+            )
         self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
         members = _assemble(self, config, Path(self._scratch.name))
         members.registry, members.may_grow = registry, registry is not None
@@ -301,7 +313,9 @@ class SGLangEngine(
             elif self.transport == "delta":
                 receivers = self.receivers or [entry.receiver for entry in found if entry.receiver] or None
                 self._receivers.connect(receivers, [as_url(url) for url in urls])
-            self._router.start(members, Path(self._scratch.name), self._token, self.timeouts)
+            self._router.start(
+                members, Path(self._scratch.name), self._token, self.timeouts, connections_within(limit, 1)
+            )
             for url in urls:
                 self._home.call(members.join(as_url(url)), self.timeouts.request_s)
             self._home.call(members.reach(), self.timeouts.startup_s + self.timeouts.request_s)
@@ -363,7 +377,7 @@ class SGLangEngine(
         writer = self._open_writer()
         assert self._members is not None
         assert self._loading is not None
-        share = max(1, self.max_connections // num_followers)
+        share = min(self._num_connections, max(1, self.max_connections // num_followers))
         gateway = None if (one := self._members.gateway) is None else (one.url, one.token)
         follower = SGLangFollower(
             self._members.salt, self._token, self.timeouts, share, self.max_retries, self._limits, gateway
@@ -447,7 +461,7 @@ def _assemble(engine: SGLangEngine, config: PretrainedConfig, scratch: Path) -> 
     members = Members(
         engine._home,
         lambda url: SGLangClient(
-            url, token=engine._token, timeouts=engine.timeouts, max_connections=engine.max_connections
+            url, token=engine._token, timeouts=engine.timeouts, max_connections=engine._num_connections
         ),
         lambda url: loading.give(url),
         lambda url: loading.let_go(url),

@@ -47,7 +47,7 @@ class Gateway(Connection):
     """
 
     def __init__(self, url: str, token: str | None, pool: ServerPool, **settings: Any):
-        super().__init__(url, token=token, max_connections=0, **settings)
+        super().__init__(url, token=token, **settings)
         self.name = f"Gateway {self.url}"
         self.token = token
         self.state = GatewayState()

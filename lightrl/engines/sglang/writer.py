@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.engines.abilities import Followers
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.sglang.client import ABORT_TIMEOUT_S, SGLangClient, abort_at, is_unknown_adapter
-from lightrl.engines.sglang.connection import ServerRefused
+from lightrl.engines.sglang.connection import OutOfFiles, ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.request import Answer, CompletionDraft, MalformedAnswer, RequestPictures, read_answer
@@ -260,10 +260,12 @@ class Writer:
         if is_refused and self.adapters is not None and is_unknown_adapter(error):
             self._members.lose(url, str(error))
             is_refused = False
-        if is_refused or not isinstance(error, (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer)):
+        passing = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
+        if is_refused or not isinstance(error, passing):
             raise error
         failures.num += 1
-        failures.urls.add(url)
+        if not isinstance(error, OutOfFiles):
+            failures.urls.add(url)
         if isinstance(error, (EngineTimeout, EngineUnreachable)):  # it may have lost only this request
             self._home.spawn(self._members.look(url))
         if failures.num > self._max_retries:

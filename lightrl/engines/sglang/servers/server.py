@@ -24,6 +24,7 @@ from lightrl.checks.printable import end_of_log
 from lightrl.concurrency import parent_guard
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
+from lightrl.engines.sglang.open_files import is_out_of_files
 from lightrl.engines.sglang.servers.command import (
     SGLangPython,
     command_line,
@@ -299,13 +300,13 @@ class SGLangServer:
         return Path(name)
 
     def _status_of(self, route: str, within_s: float = _PROBE_TIMEOUT_S) -> int | None:
-        """HTTP status of a GET; None without an answer in time."""
+        """HTTP status of a GET; None without an answer in time, 0 if this process may not open a connection."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=within_s)
         try:
             connection.request("GET", route, headers={"Authorization": f"Bearer {self.token}"})
             return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return None
+        except (OSError, http.client.HTTPException) as error:
+            return 0 if is_out_of_files(error) else None
         finally:
             connection.close()
 
