@@ -57,10 +57,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if Path(path).is_dir():
             return read_folder(Path(path))
         files = get_filesystem(path)
-        if "http" not in files.protocol and files.isfile(str(path)):
-            with files.open(str(path), "rb") as file:
-                check_records(file, path)
         with named(path):
+            if "http" not in files.protocol and files.isfile(str(path)):
+                with files.open(str(path), "rb") as file:
+                    check_records(file)
             checkpoint = super().load_checkpoint(path, map_location, weights_only is None or weights_only)
         return of_run(checkpoint, path)
 

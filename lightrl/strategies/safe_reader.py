@@ -54,8 +54,8 @@ class DamagedCheckpoint(ValueError):
 
 def load_plain(file: Path, **options: Any) -> dict[str, Any]:
     """The content of a checkpoint's file, on the CPU; raises ValueError if it is damaged or more than plain data."""
-    check_records(file, file)
     with named(file):
+        check_records(file)
         content = torch.load(file, map_location="cpu", weights_only=True, **options)
     return of_run(content, file)
 
@@ -81,25 +81,13 @@ def named(file: str | Path) -> Iterator[None]:
         ) from cause
 
 
-def check_records(content: Path | IO[bytes], file: str | Path, of: str = "") -> None:
-    """Reads what `torch.save` wrote once, and compares each record with its CRC-32.
-
-    Args:
-        content: a file, or the part of one that holds a value.
-        file: its name, for the message.
-        of: the name of that value.
-
-    Raises:
-        ValueError: if a record has other bytes than were written; it names file and record.
-    """
-    with named(file), zipfile.ZipFile(content) as records:
+def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
+    """Reads once what `torch.save` wrote; raises ValueError for a record with other bytes than its CRC-32 says."""
+    with zipfile.ZipFile(content) as records:
         packed = [info.filename for info in records.infolist() if info.compress_type != zipfile.ZIP_STORED]
         damaged = packed[0] if packed else records.testzip()
     if damaged is not None:
-        raise DamagedCheckpoint(
-            f"{str(file)!r} is damaged: record {damaged!r}{of and f' of {of}'} has other bytes than were written "
-            "(CRC-32). Use an earlier checkpoint."
-        )
+        raise ValueError(f"record {damaged} of {of} has other bytes than were written, by its CRC-32")
 
 
 def _without_advice(error: BaseException) -> BaseException:
@@ -156,9 +144,9 @@ class SafeReader(FileSystemReader):
         for index in sorted(indices, key=lambda index: self.storage_data[index].offset):
             place = self.storage_data[index]
             file = Path(self.path) / place.relative_path
-            with file.open("rb") as stream:
+            with named(file), file.open("rb") as stream:
                 stream.seek(place.offset)
-                check_records(io.BytesIO(stream.read(place.length)), file, of=index.fqn)
+                check_records(io.BytesIO(stream.read(place.length)), index.fqn)
         return super().read_data(plan, planner)
 
 

@@ -252,7 +252,8 @@ def test_damaged_bytes_are_refused_with_the_files_name(what: str, damage: Damage
 
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
-    ("what", "record"), [("a file", "'archive/data/1'"), ("__0_0.distcp", "'archive/data/0' of state_dict.policy.1")]
+    ("what", "record"),
+    [("a file", "data/1 of the file"), ("__0_0.distcp", "data/0 of state_dict.policy.1")],
 )
 def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, tmp_path: Path) -> None:
     file = saved_both_ways(tmp_path)[what]
@@ -261,7 +262,7 @@ def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, 
     content = bytearray(file.read_bytes())
     content[content.index(weight.numpy().tobytes()) + 3] ^= 0x40  # the largest bit of a float32's exponent
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{file.name}' is damaged: record {record} has other bytes than were written"):
+    with pytest.raises(ValueError, match=rf"{file.name}' .* damaged \(record archive/{record} has other bytes than"):
         AtomicCheckpointIO().load_checkpoint(checkpoint)
 
 

@@ -286,13 +286,10 @@ class SGLangEngine(
         self._num_connections = min(self.max_connections, connections_within(limit, num_servers))
         if self._num_connections < self.max_connections:
             log.warning(
-                "This process may open %d files, so at most %d requests go to each server at once; more queue here. "
-                "For engine.max_connections=%d, raise the limit (ulimit -n, LimitNOFILE) to %d.",
-                limit,
-                self._num_connections,
+                "This process may open %d files (ulimit -n, LimitNOFILE), so at most %d requests go to each server at "
+                "once instead of max_connections=%d; more queue here.", limit, self._num_connections,
                 self.max_connections,
-                limit + num_servers * (self.max_connections - self._num_connections),
-            )
+            )  # fmt: skip
         self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
         members = _assemble(self, config, Path(self._scratch.name))
         members.registry, members.may_grow = registry, registry is not None
@@ -313,9 +310,7 @@ class SGLangEngine(
             elif self.transport == "delta":
                 receivers = self.receivers or [entry.receiver for entry in found if entry.receiver] or None
                 self._receivers.connect(receivers, [as_url(url) for url in urls])
-            self._router.start(
-                members, Path(self._scratch.name), self._token, self.timeouts, connections_within(limit, 1)
-            )
+            self._router.start(members, Path(self._scratch.name), self._token, self.timeouts)
             for url in urls:
                 self._home.call(members.join(as_url(url)), self.timeouts.request_s)
             self._home.call(members.reach(), self.timeouts.startup_s + self.timeouts.request_s)

@@ -19,7 +19,7 @@ from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.gateway import Gateway, GatewayState
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
-from lightrl.engines.sglang.open_files import connections_within, raise_open_files
+from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.pool import PooledServer
 from lightrl.engines.sglang.sync.loading import Loading
 from lightrl.engines.sglang.timeouts import Timeouts
@@ -155,14 +155,11 @@ class SGLangFollower:
     weight_version: int = -1
 
     async def open(self, report: Callable[[str, str, str], object]) -> None:
-        limit = raise_open_files()
+        raise_open_files()
         self._home = HomeLoop(lambda: self._members.pool.describe(), lambda: None, timeout_s=self.timeouts.request_s)
         self._members = _ToldMembers(self._home, self._client, report, salt=self.salt, timeouts=self.timeouts)
         if self.gateway is not None:
-            within = connections_within(limit, 1)
-            self._members.gateway = Gateway(
-                *self.gateway, self._members.pool, timeouts=self.timeouts, max_connections=within
-            )
+            self._members.gateway = Gateway(*self.gateway, self._members.pool, timeouts=self.timeouts)
         self._writer = Writer(
             self._home, self._members, limits=self.limits, timeouts=self.timeouts, max_retries=self.max_retries
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Collection, Iterator
@@ -29,6 +30,8 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.models.pictures import Pictures
 from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from lightrl.engines.sglang.sync.served_adapters import ServedAdapters
@@ -291,9 +294,12 @@ class Writer:
         try:
             with self._adapter(draft, rid, client):
                 body, timeout_s = draft.body(rid, members.cache_key(url)), limit_s + ABORT_TIMEOUT_S
+                since = time.monotonic()
                 with span("request", "server", url, prompt=len(draft.prompt)) as sent:
                     answer, url = await self._send(url, body, timeout_s)
                     sent.args["tokens"] = len(answer.token_ids)
+                if slow := members.pool.note_answer(url, time.monotonic() - since, len(answer.token_ids)):
+                    log.warning("%s", slow)
         except asyncio.CancelledError:
             abort()
             raise

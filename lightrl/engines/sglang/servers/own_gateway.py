@@ -56,16 +56,12 @@ class Router:
         self._setting = setting
         self._fleet: ServerFleet | None = None
 
-    def start(
-        self, members: Members, folder: Path, token: str | None, timeouts: Timeouts, max_connections: int
-    ) -> None:
+    def start(self, members: Members, folder: Path, token: str | None, timeouts: Timeouts) -> None:
         """Sets the members' gateway, which gets the servers' token; raises ValueError if smg is not installed."""
         if self._setting is None:
             return
         if self._setting != "smg":
-            members.gateway = Gateway(
-                as_url(self._setting), token, members.pool, timeouts=timeouts, max_connections=max_connections
-            )
+            members.gateway = Gateway(as_url(self._setting), token, members.pool, timeouts=timeouts)
             return
         if importlib.util.find_spec("smg") is None:
             raise ValueError(
@@ -79,7 +75,7 @@ class Router:
             [process], on_lost=lambda *_: None, on_started=lambda *_: None, hang_timeout_s=timeouts.hang_s
         )
         (url,) = self._fleet.start()
-        members.gateway = Gateway(url, process.token, members.pool, timeouts=timeouts, max_connections=max_connections)
+        members.gateway = Gateway(url, process.token, members.pool, timeouts=timeouts)
 
     def stop(self) -> None:
         """Ends the one that was started here. May be called twice."""
