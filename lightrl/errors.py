@@ -5,6 +5,7 @@ LightRLError
 │   ├── EngineUnreachable     nothing answers
 │   ├── EngineTimeout         an answer is overdue
 │   └── WeightSyncError       the engine did not take the new weights
+│       └── WeightSyncUndone  and serves those before
 ├── RolloutError              a workflow or an environment failed, or no batch came in time
 ├── RewardError               a reward function raised, returned no finite number, hung or was killed
 ├── OtherRankFailed           another process of the run failed first, so this one had to stop
@@ -32,6 +33,10 @@ class EngineTimeout(EngineError):
 
 class WeightSyncError(EngineError):
     """The engine did not take the new weights, or a check showed that it has others."""
+
+
+class WeightSyncUndone(WeightSyncError):
+    """The engine did not take the new weights and serves those before, so the same sync may be tried again."""
 
 
 class RolloutError(LightRLError):

@@ -39,6 +39,7 @@ from lightrl.callbacks import (
 from lightrl.callbacks.model_lines import ModelLines
 from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
+from lightrl.checks.disk_errors import nearest_folder
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
@@ -55,6 +56,7 @@ from lightrl.strategies import (
     load_optimizers,
     named_strategy,
 )
+from lightrl.strategies.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
@@ -252,6 +254,8 @@ class Trainer(RLTrainer):
             if isinstance(module, RLModule):
                 self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
+                if vars(rank_zero_only)["rank"] == 0:
+                    self._check_folders()
                 warn_of_monitors(self)
                 # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
@@ -344,7 +348,8 @@ class Trainer(RLTrainer):
         if isinstance(self.lightning_module, RLModule) and not hasattr(self.lightning_module, "policy"):
             log.warning("No checkpoint was saved at %s: the run failed before its models were loaded.", filepath)
             return
-        super().save_checkpoint(filepath, weights_only, storage_options)
+        with logged_behind_failure():
+            super().save_checkpoint(filepath, weights_only, storage_options)
 
     def _warn_of_no_checkpoint(self, path: Any) -> None:
         log.warning(
@@ -373,6 +378,19 @@ class Trainer(RLTrainer):
                 self.callbacks[index] = ModelCheckpoint(save_last=keeps, save_on_exception=keeps)
                 if keeps:
                     self.callbacks.append(TimedCheckpoint())
+
+    def _check_folders(self) -> None:
+        """Refuses folders that this run cannot write to, before it has computed anything that would be lost."""
+        folders = [getattr(one, "save_dir", None) or self.default_root_dir for one in self.loggers]
+        for saves in self.checkpoint_callbacks:  # beside the first logger's files, unless it says where
+            folders.append(getattr(saves, "dirpath", None) or (folders or [self.default_root_dir])[0])
+        for folder in folders:
+            present = nearest_folder(Path(folder))
+            if "://" not in str(folder) and not os.access(present, os.W_OK):
+                raise ValueError(
+                    f"The run would write to {folder}, but {present} is read-only, or not writable by this user. Set "
+                    "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
+                )
 
     def _check_callbacks(self) -> None:
         required = (WeightSync, StalenessControl, RolloutMetrics)

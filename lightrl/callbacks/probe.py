@@ -37,6 +37,7 @@ USUAL_NATS = 0.2
 LEAST_NATS = 1e-5  # what does not shrink with the format, such as tables of rotary embeddings
 MISMATCH_NATS = 1e-3  # more for sampled tokens: they are further from the context's start, and may be few
 MIN_MISMATCH_TOKENS = 64
+LARGEST = 16.0  # × the bound of the mean: the largest of a million normal roundings is 6 means; real tails are longer
 
 
 def bound_nats(eps: float, mean_abs_logprob: float) -> float:
@@ -129,10 +130,12 @@ class Probe:
         if self._rounding is None or difference is None or num_tokens < MIN_MISMATCH_TOKENS:
             return
         bound = max(mismatch_bound_nats(self._rounding, metrics["entropy_nats"]), self.max_nats or 0.0)
-        if difference > bound:
+        largest = metrics["sync/max_mismatch_present_abs_dlogp_nats"]
+        if difference > bound or largest > LARGEST * bound:
             raise WeightSyncError(
                 f"The {num_tokens:.0f} tokens that the engine sampled with the present weights differ by "
-                f"{difference:.3g} nats each from the trainer's logprobs (at most {bound:.3g} for "
+                f"{difference:.3g} nats each from the trainer's logprobs, and one of them by {largest:.3g} (at most "
+                f"{bound:.3g} and {LARGEST * bound:.3g} for "
                 f"{' and '.join(self._rounding.dtypes)}), although the probe agreed after the sync. Look for stale "
                 "key-values (a prefix cache that was not flushed), a server that restarted with older weights, or "
                 "sampling settings that trainer and engine apply differently; or increase WeightSync.max_probe_nats."

@@ -103,6 +103,7 @@ def make_plan(
     gpus = launch.gpus_per_node or gpus_per_host or -(-needed // launch.nodes)
     split = _trainer_split(layout, facts)
     settings, notes = _settings(layout, facts)
+    notes += [facts.assumed] if facts.assumed else []
     ranks_of, servers_of = place(layout, launch.nodes, gpus, split[1])
     check_model(layout, facts, split)
     notes += check_memory(layout, facts, split, launch.gpu_memory_gb)

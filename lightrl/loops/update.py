@@ -114,6 +114,7 @@ class MinibatchLoss:
                 # Whole rows: after older tokens, an engine may go on with their key-values.
                 is_present = (is_present | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mask)
                 metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, is_present
+                metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, is_present
                 metrics["sync/num_present_tokens"] = torch.ones_like(mismatch), is_present
             self._join(parts_of(metrics, mask))
         if outputs.values is not None:

@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from lightrl.checks.file_sums import check_sums
 from lightrl.checks.user_code import user_code
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,14 @@ def check_family(config: PretrainedConfig, source: str) -> None:
         )
 
 
-def check_pointers(folder: Path) -> None:
-    """Raises ValueError if a file of weights is what Git LFS leaves in its place."""
+def check_files(folder: Path) -> None:
+    """Raises ValueError if a file is not what the export wrote, or one of weights is what Git LFS leaves in its place.
+
+    A folder of another program has no sums to compare.
+    """
+    check_sums(
+        folder, "Copy the folder again, or export it again. If you changed this file on purpose, delete its line there."
+    )
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
         with file.open("rb") as content:
             if content.read(35) == b"version https://git-lfs.github.com/":
@@ -195,6 +202,8 @@ class ModelSpec:
     def load_model(self) -> PreTrainedModel:
         """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
         self._check_is_here()
+        if self.path is not None:
+            check_files(Path(self.path))
         if self.head == "scalar":
             return self._load_scalar_model()
         dtype = getattr(torch, self.dtype or "float32")
@@ -215,7 +224,6 @@ class ModelSpec:
                 "%s has longrope: rows of prompt and completion are limited to its %s, %d of %d tokens. Beyond, its "
                 "logprobs depend on the other rows.", self._named, LONGROPE_LENGTH, context_tokens(config), tokens,
             )  # fmt: skip
-        check_pointers(Path(str(self.path)))
         with loading(self._named, "Copy or download its files again, and use the config.json that belongs to them."):
             model, found = kind.from_pretrained(
                 self.path,

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from fake_sglang.process import FakeServerProcess
+from waits import no_more_files
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.connection import OutOfFiles
 from lightrl.engines.sglang.servers.server import HeldPort
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
@@ -97,6 +99,16 @@ def test_a_server_that_hangs_up_is_said_in_words(server: FakeServerProcess) -> N
     server.fault("drop")
     with pytest.raises(EngineUnreachable, match="the server closed the connection before it answered"):
         ask(server.url, lambda client: client.generate(body()), num_retries=0)
+
+
+def test_a_process_that_may_open_no_more_files_does_not_blame_the_server(server: FakeServerProcess) -> None:
+    async def scenario(client: SGLangClient) -> None:
+        with no_more_files():
+            await client.model_info()
+
+    with pytest.raises(OutOfFiles, match=r"This machine could not open a connection to .*ulimit -n") as caught:
+        ask(server.url, scenario, num_retries=1)
+    assert "Check that it is running" not in str(caught.value)
 
 
 def test_control_goes_on_while_all_connections_generate(server: FakeServerProcess) -> None:

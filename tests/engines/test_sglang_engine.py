@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +15,7 @@ from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation
 from fake_sglang.process import FakeServerProcess
 from sync_cases import config_of, one_weight, running
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from waits import NUM_TOKENS, SLOWLY, until, until_written
+from waits import NUM_TOKENS, SLOWLY, no_more_files, until, until_written
 
 from lightrl.engines.sglang.addresses import addresses_from_environment
 from lightrl.engines.sglang.engine import SGLangEngine
@@ -96,6 +98,31 @@ def test_many_requests_at_once_are_shared_by_the_servers(start, engine_on):
 
     assert len({tuple(group[0].token_ids) for group in run(scenario())}) == 200
     assert [server.stats()["requests"]["/generate"] for server in servers] == [100, 100]
+
+
+def test_a_low_limit_of_open_files_caps_the_requests_in_flight_and_says_so(
+    start, engine_on, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    engine_on(start(), start())
+    (text,) = [record.getMessage() for record in caplog.records if "may open 1024 files" in record.getMessage()]
+    num = int(re.search(r"at most (\d+) requests go to each server", text)[1])
+    assert 200 < num < 440  # (1024 - 128 - what pytest has open) / 2 - 16
+
+
+def test_requests_wait_for_free_files_and_no_server_is_lost_for_them(start, engine_on) -> None:
+    server = start()
+    engine = engine_on(server, probe_interval_s=0.02)
+
+    async def scenario() -> Any:
+        with no_more_files():
+            task = asyncio.create_task(engine.generate([1, 2], Sampling(max_new_tokens=3), session="s"))
+            await asyncio.sleep(0.3)
+            assert not task.done()
+        return await task
+
+    assert len(run(scenario())[0].token_ids) == 3
+    assert engine.pool.servers[server.url].losses == ()
 
 
 def test_a_request_that_is_refused_is_not_asked_again(start, engine_on):

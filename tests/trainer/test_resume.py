@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import logging
+import os
 import re
 import traceback
 from pathlib import Path
@@ -322,6 +323,32 @@ def test_a_callback_that_fails_on_an_exception_leaves_nothing_behind(tmp_path: P
     trainer = make_trainer(tmp_path, callbacks=[FullDisk(), StopAfter(1)])
     with pytest.raises(OSError, match="no space left"):
         trainer.fit(TinyGRPO(), datamodule=Digits())  # the fixture looks for threads
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_the_error_of_a_run_is_not_hidden_by_a_checkpoint_that_cannot_be_written_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, save_async: bool
+) -> None:
+    (tmp_path / "file").touch()
+    saves = ModelCheckpoint(dirpath=tmp_path / "file" / "checkpoints", save_on_exception=True)
+    callbacks = [saves, StopAfter(1)]
+    plugins = [AtomicCheckpointIO(save_async=save_async)]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, plugins=plugins)
+    with pytest.raises(Stop):
+        trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert "could not be written: Not a directory" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_models_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda folder, mode: mode != os.W_OK or folder != tmp_path)
+    make_trainer(tmp_path, max_steps=1).fit(TinyGRPO(), datamodule=Digits())  # which writes nothing
+    module = TinyGRPO()
+    trainer = make_trainer(tmp_path / "runs", enable_checkpointing=True)
+    with pytest.raises(ValueError, match=rf"write to {tmp_path}/runs, but {tmp_path} is read-only.*default_root_dir"):
+        trainer.fit(module, datamodule=Digits())
+    assert not hasattr(module, "policy")
 
 
 def test_a_failed_run_can_go_on_with_the_same_trainer(tmp_path: Path) -> None:

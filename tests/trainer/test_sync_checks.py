@@ -142,6 +142,30 @@ def test_tokens_of_stale_key_values_end_the_run(tmp_path):
         fit(tmp_path, StaleCache(), lr=1e-2, group_size=32, max_steps=5)
 
 
+class OneWrongAnswer(LocalEngine):
+    """One completion of the iteration at version 1 comes with the logprobs of another one."""
+
+    def __init__(self, wrong_by: float) -> None:
+        super().__init__()
+        self.wrong_by = wrong_by
+        self.num_wrong = 0
+
+    async def generate(self, *args, **settings):
+        completions = await super().generate(*args, **settings)
+        if self.weight_version == 1 and not self.num_wrong:
+            self.num_wrong = 1
+            wrong = [value - self.wrong_by for value in completions[0].logprobs]
+            completions[0] = replace(completions[0], logprobs=wrong)
+        return completions
+
+
+def test_one_answer_with_other_logprobs_ends_the_run_although_the_mean_is_within_its_bound(tmp_path):
+    engine = OneWrongAnswer(0.05)
+    with pytest.raises(WeightSyncError, match=r"e-05 nats each .* one of them by 0\.05 \(at most 0\.001\d+ and 0\.016"):
+        fit(tmp_path, engine, lr=1e-5, group_size=256)
+    assert engine.num_wrong == 1
+
+
 class TwoReplicas(LocalEngine):
     """`right` has the weights; `wrong` scores as at the first load, until it is dropped."""
 
@@ -201,6 +225,34 @@ def test_servers_are_verified_by_digests_and_by_the_probe(tmp_path, servers, cap
     assert engine.last_sync.proofs == {server.url: "digests" for server in servers}
     (line,) = [record.message for record in caplog.records if "are checked by" in record.message]
     assert "digests of every parameter on 2 of 2 servers and a probe of 2 sequences after each load" in line
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_sync_that_fails_once_is_tried_again_where_the_only_server_kept_its_weights(
+    tmp_path, servers, caplog, blocking
+):
+    class FailsOnce(Callback):
+        def on_weights_synced(self, trainer, module, weight_version):
+            if weight_version == 0:
+                servers[0].fault("error", "/update_weights_from_disk", count=1)
+
+    engine = SGLangEngine(urls=[servers[0].url])
+    trainer = fit(tmp_path, engine, FailsOnce(), WeightSync(blocking=blocking), lr=1e-5, max_steps=2)
+    assert trainer.weight_version == engine.weight_version == 2
+    (warning,) = [record.message for record in caplog.records if "once more" in record.message]
+    assert "Weight version 1 reached no server" in warning
+    assert f"{servers[0].url} serves version 0 again" in warning
+
+
+def test_a_sync_that_fails_twice_ends_the_run(tmp_path, servers):
+    class Fails(Callback):
+        def on_weights_synced(self, trainer, module, weight_version):
+            servers[0].fault("error", "/update_weights_from_disk", count=1)
+            servers[0].fault("error", "/update_weights_from_disk", count=1, skip=1)  # of the version before
+
+    with pytest.raises(WeightSyncError, match=r"Weight version 1 reached no server.* serves version 0 again"):
+        fit(tmp_path, SGLangEngine(urls=[servers[0].url]), Fails(), lr=1e-5)
+    assert num_loads(servers[0]) == 5  # version 0, then twice 1 and 0
 
 
 class Doubtful(SGLangEngine):

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 
 import lightrl
+from lightrl.checks.disk_errors import nearest_folder
 from lightrl.checks.printable import escape_unprintable
 from lightrl.commands.doctor.data import first_prompts, read_split, repeats
 from lightrl.commands.plan_run import planned
@@ -105,9 +106,7 @@ def host_memory() -> tuple[int, int]:
 
 def disk(root: str, needed_bytes: float = 0) -> Finding:
     """Whether the run's folder can be written, and has room for `needed_bytes`."""
-    folder = Path(root).absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest_folder(Path(root))
     if not os.access(folder, os.W_OK):
         fix = "Set trainer.default_root_dir to another folder."
         return Finding("disk", f"{folder} cannot be written.", "fails", fix)
