@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,9 +27,8 @@ from transformers import (
 
 from lightrl.engines import Completion
 from lightrl.engines.local import fast_decoder
-from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
+from lightrl.engines.local.fast_decoder import find_family
 from lightrl.engines.local.local_engine import LocalEngine
-from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
@@ -215,13 +213,6 @@ def test_the_global_random_state_and_thread_count_are_left_alone() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_no_thread_is_left_after_close() -> None:
-    case = make_case(qwen3())
-    assert "lightrl-local-engine" in {thread.name for thread in threading.enumerate()}
-    case.engine.close()
-    assert "lightrl-local-engine" not in {thread.name for thread in threading.enumerate()}
-
-
 def test_an_error_while_decoding_reaches_all_requests_with_its_cause(qwen3_case: EngineCase) -> None:
     qwen3_case.load(0)
     engine = qwen3_case.engine
@@ -238,42 +229,6 @@ def test_an_error_while_decoding_reaches_all_requests_with_its_cause(qwen3_case:
         run(qwen3_case.generate([1], Sampling()))
     with pytest.raises(EngineError, match="decode thread failed"):
         qwen3_case.load(1)
-
-
-def test_one_engine_serves_several_event_loops(qwen3_case: EngineCase) -> None:
-    qwen3_case.load(0)
-    results: dict[int, list[int]] = {}
-
-    def client(seed: int) -> None:
-        results[seed] = run(qwen3_case.generate([1, 2], Sampling(max_new_tokens=20, seed=seed)))[0].token_ids
-
-    threads = [threading.Thread(target=client, args=(seed % 2,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results[0] == run(qwen3_case.generate([1, 2], Sampling(max_new_tokens=20, seed=0)))[0].token_ids
-    assert results[0] != results[1]
-
-
-class CountingDecoder(LlamaDecoder):
-    """Notes which sequences it computed."""
-
-    def append(self, sequences: Any, owners: Any) -> torch.Tensor:
-        self.computed = [list(sequence) for sequence in sequences]
-        return super().append(sequences, owners)
-
-
-def test_equal_prompts_are_computed_once_also_when_recomputed() -> None:
-    config = qwen3()
-    family = find_family(config)
-    decoder = CountingDecoder(config, family, dtype=torch.float32, device=torch.device("cpu"))
-    batch = RunningBatch(decoder, max_rows=8, vocab_size=61, device=torch.device("cpu"))
-    rows = [Row((1, 2, 3), Sampling(max_new_tokens=4), seed) for seed in range(4)]
-    batch.admit([*rows, Row((5,), Sampling(), 0)], weight_version=0)
-    assert decoder.computed == [[1, 2, 3], [5]]
-    batch.recompute(weight_version=1)
-    assert decoder.computed == [[1, 2, 3], [5]]
 
 
 @pytest.mark.parametrize(
@@ -308,17 +263,6 @@ def test_a_model_that_keeps_more_than_key_values_is_refused_at_the_start(config:
         LocalEngine().start(config)
 
 
-@pytest.mark.skipif(fast_decoder.kernels() is None, reason="there is no C++ compiler on this machine")
-def test_the_kernels_split_the_rows_among_the_engines_threads_and_a_small_model_without_them_has_one() -> None:
-    fast, small = LocalEngine(threads=3), LocalEngine()
-    fast.start(qwen3())
-    small.start(gpt2())
-    found = (fast._decoder.kernels.threads, small.threads)
-    fast.close()
-    small.close()
-    assert found == (3, 1)
-
-
 def test_bfloat16_weights_serve() -> None:
     case = make_case(qwen3(), dtype="bfloat16")
     case.load(0)
@@ -336,8 +280,3 @@ def test_bfloat16_weights_serve() -> None:
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         LocalEngine(**arguments)
-
-
-def test_a_context_beyond_the_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_position_embeddings=256"):
-        LocalEngine(max_context=257).start(qwen3())

@@ -252,14 +252,6 @@ def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(
     check_tokens(case, 2)
 
 
-def test_a_name_that_an_earlier_run_left_is_replaced(case, serving):
-    case.load(0)
-    later = serving()
-    later.models = [MODELS[3]]
-    later.load(0)
-    check_tokens(later, 0)
-
-
 def test_colocated_servers_cannot_serve_adapters():
     with pytest.raises(ValueError, match="needs placement='separate'"):
         SGLangEngine(adapters="served", placement="colocated")

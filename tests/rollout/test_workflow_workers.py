@@ -21,7 +21,7 @@ from fake_gateway import FakeGateway
 from fake_sglang.process import FakeServerProcess
 from test_controller import Numbers
 from transformers import Qwen3Config
-from worker_workflows import BlockingOnce, Dropping, Dying, Two, Unreadable, Words
+from worker_workflows import BlockingOnce, Dropping, Dying, SlowToRead, Two, Unreadable, Words
 
 from lightrl.engines import SGLangEngine, Timeouts
 from lightrl.errors import RolloutError
@@ -274,6 +274,14 @@ def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.L
     drops = {drop.prompt_id: drop for drop in controller.drain_drops()}  # perhaps also what was played beside it
     assert "3 workflow workers died in turn while they played prompt 'p1'" in drops["p1"].message
     assert "ended with exit code 7" in caplog.text
+
+
+def test_a_worker_that_is_starting_ends_with_its_controller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.rollout.tasks._CANCEL_AGAIN_S", 0.2)
+    controller = make(1, SlowToRead(Words()))  # type: ignore[arg-type]
+    wait_until(workers_of)
+    controller.close()
+    assert not workers_of()
 
 
 @pytest.mark.extra

@@ -68,3 +68,10 @@ class Unreadable(SingleTurn):
 
     def __setstate__(self, state: object) -> None:
         raise RuntimeError("no copy of me works")
+
+
+class SlowToRead(SingleTurn):
+    """A worker that reads it is not ready for a minute."""
+
+    def __setstate__(self, state: object) -> None:
+        time.sleep(60)
