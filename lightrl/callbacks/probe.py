@@ -82,7 +82,6 @@ class Probe:
     def reset(self) -> None:
         self._dropped: set[str] = set()
         self._rounding: Rounding | None = None  # of an engine that has scored, on every rank
-        self._has_logged = False
 
     def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
         """The trainer's scores, [B, T]; None if the engine cannot score or it is not its turn, on every rank."""
@@ -93,9 +92,7 @@ class Probe:
             return None
         return trainer_scores(trainer, module, self._sequences(module))
 
-    def compare(
-        self, trainer: RLTrainer, module: RLModule, weight_version: int, scores: list[list[float]] | None
-    ) -> dict[str, float]:
+    def compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
         """After the load: the metrics of this sync.
 
         Raises:
@@ -105,7 +102,7 @@ class Probe:
         result: dict[str, Any] = {"metrics": {}, "problem": None, "rounding": None}
         if ranks.is_main and not trainer.rollout.is_recorded:
             try:
-                result["metrics"] = self._judge(trainer, module, weight_version, scores)
+                result["metrics"] = self._judge(trainer, module, scores)
             except LightRLError as error:
                 result["problem"] = str(error)
             result["rounding"] = vars(self._rounding) if self._rounding is not None else None
@@ -146,9 +143,7 @@ class Probe:
         vocab_size = module.policy_config.get_text_config().vocab_size
         return probe_sequences(vocab_size, num=self.num, num_tokens=min(self.num_tokens, longest))
 
-    def _judge(
-        self, trainer: RLTrainer, module: RLModule, weight_version: int, scores: list[list[float]] | None
-    ) -> dict[str, float]:
+    def _judge(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
         """Rank 0's part of `compare`."""
         engine: object = trainer.rollout.engine
         proofs = dict(engine.proofs()) if isinstance(engine, ProvesWeights) else {}
@@ -183,7 +178,6 @@ class Probe:
             self._dropped -= set(scored)
             if scored:
                 metrics["sync/probe_abs_dlogp_nats"] = max(differences[name] for name in scored)
-        self._log_checks(trainer, weight_version, proofs, is_probed=bool(scored))
         if proven:
             metrics["sync/verified_fraction"] = len(proven & serving) / max(1, len(serving))
         return metrics
@@ -203,26 +197,6 @@ class Probe:
         for name, problem in wrong.items():
             log.warning("Dropping %s after the weight sync: %s. It gets the weights again.", name, problem)
             engine.drop_replica(name, problem)
-
-    def _log_checks(self, trainer: RLTrainer, weight_version: int, proofs: dict[str, Any], *, is_probed: bool) -> None:
-        """One line, once; waits for a sync that is probed."""
-        engine = trainer.rollout.engine
-        name = type(engine).__name__
-        every = engine.probe_every_n_loads if isinstance(engine, ScoresTokens) and self.num else 0
-        if self._has_logged or (every and not is_probed and weight_version % every):
-            return
-        self._has_logged = True
-        checks = []
-        if proofs:
-            num = sum(proof == "digests" for proof in proofs.values())
-            checks.append(f"digests of every parameter on {num} of {len(proofs)} servers")
-        if is_probed and self._rounding is not None:
-            checks.append(
-                f"a probe of {self.num} sequences after {f'every {every} loads' if every > 1 else 'each load'}, with "
-                f"the bound of {' and '.join(self._rounding.dtypes)}"
-            )
-        text = " and ".join(checks) or "nothing: the engine cannot score tokens, or WeightSync has probe=0"
-        log.info("Weight syncs to %s are checked by %s.", name, text)
 
 
 def probe_sequences(vocab_size: int, *, num: int, num_tokens: int) -> list[list[int]]:

@@ -264,7 +264,7 @@ class WeightSync(RLCallback):
     ) -> None:
         """The engine has the version: probes it and calls the hook."""
         self._acknowledged_version = weight_version
-        self._metrics = self._probe.compare(trainer, module, weight_version, scores)
+        self._metrics = self._probe.compare(trainer, module, scores)
         trainer.call_rl_hook("on_weights_synced", weight_version)
 
 

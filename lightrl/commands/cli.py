@@ -38,6 +38,7 @@ from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import UsageError, Written, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.commands.earlier_runs import check_links, last_checkpoint
+from lightrl.commands.setting_help import asked_help
 from lightrl.launch import Launch
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
@@ -117,6 +118,9 @@ class LightRLCLI(LightningCLI):
         command, *rest = args
         is_run = command in self._subcommand_parsers
         self._written = Written.read(rest) if is_run else Written({}, {})
+        if is_run and (text := asked_help(self._subcommand_parsers[command], command, rest)) is not None:
+            sys.stdout.write(text)
+            raise SystemExit(0)
         try:
             self.config: Namespace = parser.parse_args(args)
         except ArgumentError as error:

@@ -133,6 +133,7 @@ class ModelSpec:
         attn_implementation: as in transformers; None is its default.
         seed: of the random weights with `config`; None is that of `seed_everything`.
         trust_remote_code: run the Python code of a hub repository; only if you trust its owner.
+        options: further arguments of `from_pretrained`.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model, one number per position, which
             `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that returns 0.
     """
@@ -145,7 +146,7 @@ class ModelSpec:
     attn_implementation: str | None = None
     seed: int | None = None
     trust_remote_code: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `from_pretrained`
+    options: dict[str, Any] = field(default_factory=dict)
     head: Literal["vocabulary", "scalar"] = "vocabulary"
 
     def __post_init__(self) -> None:

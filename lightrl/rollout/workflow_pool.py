@@ -188,7 +188,7 @@ class WorkflowPool:
                     f"The {name} ended with {how} before it had played a trajectory, {num_useless} times in a row. Its "
                     "output is above. Fix what it died of, or set workflow_workers to 0."
                 )
-            again = f"Its {num_lost} trajectories are played again." if num_lost else "It was playing nothing."
+            again = f"Trajectories to play again: {num_lost}." if num_lost else "It was playing nothing."
             log.warning("The %s ended with %s. %s", name, how, again)
 
     async def _started(self, name: str, guard: str) -> _Worker | None:

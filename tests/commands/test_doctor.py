@@ -66,7 +66,7 @@ def test_every_row_of_the_data_is_read(settings, config, capsys):
 def test_a_data_file_is_not_read_as_settings(settings, config, capsys):
     row = json.dumps({"source": "other.jsonl", "question": "1", "answer": "1"})
     assert main(["doctor", "data", "--config", config(data_settings(settings, [row]))]) == 0
-    assert capsys.readouterr().out.startswith("train: 1 prompts")
+    assert capsys.readouterr().out.startswith("train: 1 prompt of")
 
 
 def test_rows_that_a_run_would_drop_are_counted(settings, config, capsys):
@@ -79,7 +79,7 @@ def test_all_bad_rows_are_named_not_only_the_first(settings, config, capsys):
     lines = ['{"question": "1"}', '{"question": "1", "answer": "1"}', "{", '{"question": "", "answer": "2"}']
     assert main(["doctor", "data", "--config", config(data_settings(settings, lines))]) == 1
     said = capsys.readouterr().out
-    assert "1 prompts of " in said
+    assert "1 prompt of " in said
     assert "3 bad" in said
     assert "Row 1 of 'rows.jsonl' has no column 'answer'" in said
     assert "Line 3 of 'rows.jsonl' is not valid JSON" in said

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,8 +80,8 @@ def test_prompts_of_both_splits_and_repeated_ones_are_counted(settings, config, 
     name = config(with_rows(settings, ["1", "2", "2", "3"], ["3", "4"]))
     assert main(["doctor", "run", "--config", name]) == 0
     text = capsys.readouterr().out
-    assert "1 train prompts repeat another one." in text
-    assert "1 of 2 validation prompts are train prompts too." in text
+    assert "Train prompts that repeat another one: 1." in text
+    assert "Validation prompts that are train prompts too: 1 of 2." in text
     assert verdicts(text)["data"] == {"ok", "warning"}
 
 
@@ -88,7 +89,10 @@ def test_the_data_alone_are_compared_too(settings, config, capsys):
     name = config(with_rows(settings, ["1", "2", "2"], ["2", "4"]))
     assert main(["doctor", "data", "--config", name]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2:] == ["1 train prompts repeat another one", "1 validation prompts are train prompts too"]
+    assert lines[2:] == [
+        "train prompts that repeat another one: 1",
+        "validation prompts that are train prompts too: 1 of 2",
+    ]
 
 
 def test_a_setting_that_does_not_exist_is_code_2(settings, config, capsys):
@@ -96,9 +100,9 @@ def test_a_setting_that_does_not_exist_is_code_2(settings, config, capsys):
     assert "lrr" in capsys.readouterr().err
 
 
-def test_a_server_that_does_not_answer_fails_the_trial_with_its_url(settings, config, capsys):
+def test_a_server_that_does_not_answer_fails_the_trial_soon_and_with_its_url(settings, config, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules[Trial.__module__], "_ANSWER_S", 0.2)
     settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": {"urls": ["http://127.0.0.1:9"]}}
-    settings["trainer"]["engine"]["init_args"]["start_timeout_s"] = 1.0
     assert main(["doctor", "run", "--config", config(settings)]) == 1
     text = capsys.readouterr().out
     assert verdicts(text)["trial"] == {"fails"}

@@ -251,7 +251,7 @@ def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(ma
     load(controller, 1)
     groups += controller.take(1)
     assert groups == expected
-    assert "ended with signal 9. Its 4 trajectories are played again" in caplog.text
+    assert "ended with signal 9. Trajectories to play again: 4" in caplog.text
     assert ("did not answer for loop_timeout_s=3" in caplog.text) == (number == signal.SIGSTOP)
     wait_until(lambda: len(workers_of()) == 2)  # another one in its place
 

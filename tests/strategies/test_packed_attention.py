@@ -132,7 +132,7 @@ def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkey
     monkeypatch.setattr(packed_attention, "KERNELS", kernels)
     monkeypatch.setattr(packed_attention, "_is_tried_on", lambda device: True)
     kernel_for.cache_clear()
-    with caplog.at_level(logging.INFO, "lightrl"):
+    with caplog.at_level(logging.DEBUG, "lightrl"):
         assert [kernel_for(CPU, torch.float32, 8, 8) for _ in range(2)] == ["sdpa", "sdpa"]
     kernel_for.cache_clear()
     (line,) = [record.message for record in caplog.records]

@@ -1,7 +1,6 @@
 """Engines that acknowledge an update and have other weights, in a real fit: each ends the run or is dropped."""
 
 import asyncio
-import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -70,13 +69,9 @@ def test_the_base_without_its_adapters_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_an_engine_without_digests_is_probed_and_logs_no_verified_fraction(tmp_path, caplog, blocking):
-    with caplog.at_level(logging.INFO, "lightrl"):
-        trainer = fit(tmp_path, Faulty("no parameter"), WeightSync(blocking=blocking), lr=1e-5)
-    lines = [record.message for record in caplog.records if "are checked by" in record.message]
-    assert lines == [
-        "Weight syncs to Faulty are checked by a probe of 2 sequences after each load, with the bound of float32."
-    ]
+def test_an_engine_without_digests_is_probed_and_logs_no_verified_fraction(tmp_path, blocking):
+    trainer = fit(tmp_path, Faulty("no parameter"), WeightSync(blocking=blocking), lr=1e-5)
+    assert trainer.callback_metrics["sync/probe_abs_dlogp_nats"] < 1e-5
     assert "sync/verified_fraction" not in trainer.callback_metrics
 
 
@@ -214,17 +209,14 @@ def servers(tmp_path):
         yield made
 
 
-def test_servers_are_verified_by_digests_and_by_the_probe(tmp_path, servers, caplog):
+def test_servers_are_verified_by_digests_and_by_the_probe(tmp_path, servers):
     engine = SGLangEngine(urls=[server.url for server in servers])
-    with caplog.at_level(logging.INFO, "lightrl"):
-        trainer = fit(tmp_path, engine, lr=1e-5, group_size=32)
+    trainer = fit(tmp_path, engine, lr=1e-5, group_size=32)
     metrics = trainer.callback_metrics
     assert float(metrics["sync/verified_fraction"]) == 1.0
     assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
     assert float(metrics["sync/mismatch_present_abs_dlogp_nats"]) < 1e-5
     assert engine.last_sync.proofs == {server.url: "digests" for server in servers}
-    (line,) = [record.message for record in caplog.records if "are checked by" in record.message]
-    assert "digests of every parameter on 2 of 2 servers and a probe of 2 sequences after each load" in line
 
 
 @pytest.mark.parametrize("blocking", [True, False])

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from lightrl.checks.printable import escape_unprintable
+from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.commands.config_layers import UsageError
 from lightrl.data import PromptDataModule, PromptStream, wrap_train_loader
 from lightrl.module import RLModule
@@ -43,16 +43,17 @@ class SplitReport:
     def counts_text(self) -> str:
         lengths = sorted(self.num_tokens)
         of = f" of {lengths[0]} to {lengths[-1]} tokens (median {statistics.median(lengths):g})" if lengths else ""
-        return f"{len(lengths)} prompts{of}, {self.num_dropped} rows dropped, {len(self.problems)} bad"
+        dropped = f"{count_text(self.num_dropped, 'row')} dropped"
+        return f"{count_text(len(lengths), 'prompt')}{of}, {dropped}, {len(self.problems)} bad"
 
 
 def repeats(train: SplitReport, validation: SplitReport) -> list[str]:
     """What is said of prompts that are there more than once."""
     copies = train.times_seen.total() - len(train.times_seen)
-    lines = [f"{copies} train prompts repeat another one"] if copies else []
+    lines = [f"train prompts that repeat another one: {copies}"] if copies else []
     shared = sum(num for key, num in validation.times_seen.items() if key in train.times_seen)
-    of = f"{shared} of {len(validation.num_tokens)}"
-    return [*lines, f"{of} validation prompts are train prompts too"] if shared else lines
+    text = f"validation prompts that are train prompts too: {shared} of {len(validation.num_tokens)}"
+    return [*lines, text] if shared else lines
 
 
 def attach(module: Any, datamodule: Any) -> None:
@@ -108,10 +109,8 @@ def check_data(module: Any, datamodule: Any) -> int:
     """Prints what every train and validation row gives, and every bad one; returns 1 if there is one."""
     attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
-        raise UsageError(
-            f"lightrl doctor data reads files and hub datasets, but {type(datamodule).__name__} makes its own prompts. "
-            "Those are all checked when a run starts."
-        )
+        name = type(datamodule).__name__
+        raise UsageError(f"lightrl doctor data reads files and hub datasets. A run checks the prompts of {name}.")
     reports = [read_split(datamodule, "train"), read_split(datamodule, "validation")]
     lines: list[str] = []
     for report in reports:

@@ -17,7 +17,7 @@ import torch
 
 import lightrl
 from lightrl.checks.disk_errors import nearest_folder
-from lightrl.checks.printable import escape_unprintable
+from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.commands.doctor.data import first_prompts, read_split, repeats
 from lightrl.commands.plan_run import planned
 from lightrl.data import ChatRenderer, PromptDataModule
@@ -65,7 +65,7 @@ def devices(trainer: L.Trainer) -> Iterator[Finding]:
     kind = trainer.strategy.root_device.type
     used = f"{trainer.world_size} x {kind}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads per process"
     num_gpus = torch.cuda.device_count()
-    text = f"The trainer uses {used}; this machine has {num_gpus} GPUs."
+    text = f"The trainer uses {used}; this machine has {count_text(num_gpus, 'GPU')}."
     fix = "Set trainer.accelerator to auto or gpu."
     yield judged("devices", text, "warning", fix, is_wrong=num_gpus > 0 and kind == "cpu")
     memories = [("The host", *host_memory(), _LEAST_FREE, "End other processes.")]
@@ -154,4 +154,4 @@ def data(module: RLModule, datamodule: Any) -> Iterator[Finding]:
         fix = "Fix these; lightrl doctor data lists all."
         yield judged("data", text, "fails", fix, is_wrong=bool(report.problems))
     for text in repeats(*reports):
-        yield Finding("data", f"{text}.", "warning", "Remove the copies, unless they are meant.")
+        yield Finding("data", f"{text[0].upper()}{text[1:]}.", "warning", "Remove the copies, unless they are meant.")

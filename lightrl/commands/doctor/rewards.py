@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.callbacks.trajectory_log import printable_on_stdout, shorten
-from lightrl.checks.printable import escape_unprintable
+from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.module import RLModule
 from lightrl.rewards import ReplayRow, replay
 
@@ -63,7 +63,7 @@ def _summary(rows: Sequence[ReplayRow], options: argparse.Namespace) -> str:
     rewards = [row.reward for row in rows if row.reward is not None]
     failed = Counter(row.reason for row in rows if row.reason is not None)
     reasons = f" ({', '.join(f'{reason} {num}' for reason, num in sorted(failed.items()))})" if failed else ""
-    lines = [f"{len(rows)} completions: {len(rewards)} judged, {failed.total()} failed{reasons}"]
+    lines = [f"{count_text(len(rows), 'completion')}: {len(rewards)} judged, {failed.total()} failed{reasons}"]
     if rows:
         latencies = [row.latency_s for row in rows]
         lines.append(f"latency: median {ms_text(statistics.median(latencies))}, longest {ms_text(max(latencies))}")
@@ -77,7 +77,7 @@ def _summary(rows: Sequence[ReplayRow], options: argparse.Namespace) -> str:
         lines.append(f"All rewards are {rewards[0]:.3g}: a group with equal rewards teaches nothing.")
     num = sum(not row.is_deterministic for row in rows)
     if num:
-        lines.append(f"{num} completions got different results in {options.repeats} calls: resumes will differ.")
+        lines.append(f"Completions with different results in {options.repeats} calls: {num}. Resumes will differ.")
     elif options.repeats > 1:
         lines.append(f"judged {options.repeats} times, with the same results")
     return "\n".join(lines)

@@ -30,7 +30,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.callbacks.probe import Rounding, mismatch_bound_nats, rounding
-from lightrl.checks.printable import duration_text
+from lightrl.checks.printable import count_text, duration_text, one_period
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import FIXABLE, chain, keep_traceback, unwrapped
@@ -48,6 +48,7 @@ from lightrl.trajectory import Trajectory
 _NUM_ITERATIONS = 2
 _NUM_REPLAYED = 8
 _ALMOST_ALL = 0.9
+_ANSWER_S = 10.0  # that a server which runs already may take
 _PROBE = "sync/probe_abs_dlogp_nats"
 _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
@@ -91,12 +92,15 @@ class _RunCheck(LightRLCLI):
         for name, value in (_SHORTENED | {"default_root_dir": str(self.folder)}).items():
             trainer[name] = value
         engine = trainer.get("engine")
-        folder = (engine.get("init_args") or {}).get("weight_folder") if isinstance(engine, Namespace) else None
+        given = (engine.get("init_args") if isinstance(engine, Namespace) else None) or Namespace()
+        if given.get("urls"):  # of servers that run already
+            given.timeouts.startup_s = min(given.timeouts.startup_s, _ANSWER_S)
+        folder = given.get("weight_folder")
         if folder is not None:  # servers elsewhere see it too; what other runs have there stays
             Path(folder).mkdir(parents=True, exist_ok=True)
             prefix = own_prefix("lightrl-doctor-", Path(folder))
             self._weights = tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
-            trainer.engine.init_args.weight_folder = self._weights.name
+            given.weight_folder = self._weights.name
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Leaves out the callbacks that write, and the user's own."""
@@ -156,15 +160,15 @@ class _RunCheck(LightRLCLI):
             every = next((item.every_n_iterations for item in self.items if isinstance(item, TrajectoryLog)), 1)
             batches = _num_batches(datamodule, self.given.get("limit_val_batches"))
             self._note(forecast(measured, self.root, logged_bytes=logged / every, validation_batches=batches))
-        num, took = self.verdicts, time.monotonic() - self.begun_s
-        warnings = f"{num['warning']} warning{'s' * (num['warning'] != 1)}"
-        sys.stdout.write(f"\n{num['ok']} ok, {warnings}, {num['fails']} failed, in {took:.0f} s. Nothing was kept.\n")
+        warnings, took = count_text(self.verdicts["warning"], "warning"), time.monotonic() - self.begun_s
+        verdicts = f"{self.verdicts['ok']} ok, {warnings}, {self.verdicts['fails']} failed"
+        sys.stdout.write(f"\n{verdicts}, in {took:.0f} s. Nothing was kept.\n")
 
     @rank_zero_only
     def _note(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             self.verdicts[finding.verdict] += 1
-            sys.stdout.write(f"{finding}\n")
+            sys.stdout.write(f"{one_period(str(finding))}\n")
             sys.stdout.flush()
 
 
@@ -288,7 +292,7 @@ def _completions(measured: Trial, module: RLModule) -> Iterator[Finding]:
 
 def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
     for reason, messages in measured.dropped.items():
-        text = f"{len(messages)} trajectories were dropped ({reason}): {messages[0]}"
+        text = f"Trajectories that were dropped ({reason}): {len(messages)}. {messages[0]}"
         verdict: Any = "fails" if reason.startswith("reward") else "warning"
         yield Finding("reward", text, verdict, "lightrl doctor reward shows more.")
     rewards = [item.reward for item in measured.trajectories if item.reward is not None]
