@@ -97,10 +97,10 @@ def ignore_srun_advice() -> None:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
-def _takes_several(accelerator: Any = "auto", devices: Any = "auto", num_nodes: int = 1, **others: Any) -> bool:
+def _takes_several(flags: Mapping[str, Any]) -> bool:
     """Whether Lightning would spread a run with these flags over several processes."""
-    connector = _AcceleratorConnector(accelerator=accelerator, devices=devices, num_nodes=num_nodes)
-    return not isinstance(connector.strategy, SingleDeviceStrategy)
+    given = {name: flags[name] for name in ("accelerator", "devices", "num_nodes") if flags.get(name) is not None}
+    return not isinstance(_AcceleratorConnector(**given).strategy, SingleDeviceStrategy)
 
 
 class Trainer(RLTrainer):
@@ -135,7 +135,7 @@ class Trainer(RLTrainer):
         own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
-            if strategy == "auto" and _takes_several(**kwargs):
+            if strategy == "auto" and _takes_several(kwargs):
                 strategy = FSDP2Strategy()
             # Lightning appends its defaults to the very list it gets; a copy keeps them apart from the user's.
             super().__init__(

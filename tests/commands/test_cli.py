@@ -96,6 +96,28 @@ def test_a_fit_leaves_config_csv_and_tensorboard_in_one_folder(settings, config,
     assert not [text for text in ("Tip:", "GPU available", "FLOPs") if text in output.out + output.err]
 
 
+def test_packages_log_at_their_own_level_into_a_file_per_rank(settings, config, monkeypatch):
+    package = logging.getLogger("lightrl.rollout")
+    monkeypatch.setattr(package, "level", package.level)  # put back
+    settings["logging"] = {"lightrl.rollout": "debug", "lightrl.loops": "error"}
+    monkeypatch.setattr(logging.getLogger("lightrl.loops"), "level", 0)
+    assert main(["fit", "--config", config(settings)]) == 0
+    logging.getLogger("lightrl.rollout.controller").debug("after the run")
+    assert package.level == logging.DEBUG
+    lines = Path("lightning_logs/version_0/logs/rank-0.log").read_text().splitlines()
+    names = [line.split()[3].rstrip(":") for line in lines if line[:2] == "20"]
+    assert "lightrl.callbacks.run_files" in names
+    assert not [name for name in names if name.startswith("lightrl.loops")]
+    assert "after the run" not in lines[-1]
+    assert yaml.safe_load(Path("lightning_logs/version_0/config.yaml").read_text())["logging"] == settings["logging"]
+
+
+def test_a_level_for_a_package_that_is_not_there_is_refused(settings, config, capsys):
+    settings["logging"] = {"lightrl.rolout": "debug"}
+    assert main(["fit", "--config", config(settings)]) == 2
+    assert "there is no lightrl.rolout in lightrl" in capsys.readouterr().err
+
+
 def test_ckpt_path_last_goes_on_from_the_newest_run_and_keeps_its_files(settings, config):
     name = config(settings)
     assert main(["fit", "--config", name]) == 0
