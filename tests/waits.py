@@ -1,7 +1,5 @@
 """What a test waits for instead of a while: however slow the machine is, a test then acts when the moment is there."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

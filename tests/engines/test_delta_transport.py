@@ -360,6 +360,7 @@ def test_an_engine_starts_a_receiver_beside_its_servers_and_leaves_nothing(tmp_p
     assert not folder.exists()
 
 
+@pytest.mark.extra
 def test_a_receiver_that_dies_is_restarted_and_the_next_sync_goes_on():
     engine = SGLangEngine(servers=1, command=FAKE_SERVER, transport="delta", weights_dtype="bfloat16")
     engine.start(tiny_policy().load_config())
@@ -381,6 +382,7 @@ def test_servers_without_a_receiver_on_their_host_are_refused_at_the_start(monke
         engine.start(tiny_policy().load_config())
 
 
+@pytest.mark.extra
 def test_a_receiver_ends_with_the_program_that_started_it():
     code = "import sys, time; from lightrl.engines.sglang.sync.receivers import Receivers; r = Receivers();"
     code += "r.start('127.0.0.1', 't'); print(r._fleet.servers[0].pid, r._folder, flush=True); time.sleep(600)"

@@ -238,6 +238,7 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
     check_tokens(case, 0)
 
 
+@pytest.mark.extra
 def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder, serving):
     words = [*COMMAND, "--port", "{port}", "--model-path", str(folder)]
     case = serving(servers=1, command=[*words, *flags(LORA)], probe_interval_s=0.1)

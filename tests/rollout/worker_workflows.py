@@ -1,7 +1,5 @@
 """What test_workflow_workers.py plays in workers: a module that they can import."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+
+
 import os
 import random
 import signal
@@ -145,9 +147,7 @@ def test_a_write_that_takes_long_but_goes_on_is_no_hang(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("can_swap", [True, False])
 @pytest.mark.parametrize("old", ["folder", "file", "link", "nothing"])
-def test_a_folder_takes_the_place_of_what_was_there(
-    old: str, can_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_takes_the_place_of_what_was_there(old, can_swap, tmp_path, monkeypatch):
     if not can_swap:
         monkeypatch.setattr("lightrl.checks.publish._swap", lambda left, right: False)
     part, place = tmp_path / "last.ckpt.part", tmp_path / "last.ckpt"
@@ -166,6 +166,7 @@ def test_a_folder_takes_the_place_of_what_was_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "last.ckpt"]
 
 
+<<<<<<< HEAD
 # ---------------------------------------------------------------------- damage
 
 
@@ -268,6 +269,8 @@ def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, 
 
 # ---------------------------------------------------------------------- optimizers, by parameter name
 
+=======
+>>>>>>> main
 LAYERS = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
 FIRST, SECOND = LAYERS.parameters()
 
@@ -310,6 +313,3 @@ def test_settings_come_by_parameter_name_into_other_groups(own: Optimizer) -> No
 def test_another_optimizer_is_refused_with_what_differs(saved: Optimizer, own: Optimizer, difference: str) -> None:
     with pytest.raises(ValueError, match=rf"The checkpoint does not fit .*: {difference}\. Model, .* Resume with"):
         resumed(saved, own)
-
-
-# ---------------------------------------------------------------------- strategies

@@ -1,7 +1,5 @@
 """What the probes find, for families whose code is known; a wrong yes would train on wrong logprobs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny import FAMILIES, VOCABULARY, tiny_model

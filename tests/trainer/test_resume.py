@@ -1,7 +1,5 @@
 """A run that is resumed is the run that never stopped: to the bit on-policy, without loss or repetition otherwise."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import logging
@@ -22,12 +20,6 @@ from lightrl import Experience, FakeEngine, Outputs, Sampling, StalenessControl
 from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO
 
-pytestmark = [
-    # Lightning's, about a resume with other callbacks or another folder than those of the run before
-    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
-]
 NUM_ITERATIONS = 7  # epochs of 3: iterations 3 and 6 are ends of epochs
 # Of the wall clock; and the probe of a weight sync, which the first load of each process has.
 WALL_TIME = ("time/", "rollout/tokens_per_s", "update/tokens_per_s", "sync/probe")
@@ -38,13 +30,9 @@ class Noisy(TinyGRPO):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(
-            num_minibatches=2,
-            update_epochs=2,
-            warmup_iterations=5,
-            validation_sampling=Sampling(max_new_tokens=6),
-            validation_group_size=2,
-            **kwargs,
-        )
+            num_minibatches=2, update_epochs=2, warmup_iterations=5, validation_sampling=Sampling(max_new_tokens=6),
+            validation_group_size=2, **kwargs,
+        )  # fmt: skip
 
     def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
         result = super().loss(experience, outputs)
@@ -70,13 +58,7 @@ class Record(Callback):
         self.validation[trainer.global_step] = {name: float(value) for name, value in values if name.startswith("val/")}
 
 
-def fit(
-    folder: Path,
-    *,
-    resume: Path | None = None,
-    flags: dict[str, Any] | None = None,
-    callbacks: list[Callback] | None = None,
-) -> tuple[L.Trainer, Noisy, Record]:
+def fit(folder, *, resume=None, flags=None, callbacks=None):
     torch.manual_seed(5)
     module, record = Noisy(), Record()
     settings = {"max_steps": NUM_ITERATIONS, "limit_val_batches": 1.0, "num_sanity_val_steps": 1} | (flags or {})
@@ -156,18 +138,13 @@ def test_last_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     assert trainer.global_step == len(module.trained) == NUM_ITERATIONS
 
 
-def test_a_resume_with_another_seed_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resume_with_another_seed_is_warned_of(tmp_path, monkeypatch, caplog):
     trainer, _, _ = fit(tmp_path, flags={"max_steps": 2})
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     monkeypatch.setenv("PL_GLOBAL_SEED", "8")
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         fit(tmp_path, resume=tmp_path / "a.ckpt")
     assert "made with seed 0, this run has seed 8" in caplog.text
-
-
-# ---------------------------------------------------------------------- asynchronous
 
 
 class Stop(Exception):
@@ -191,17 +168,12 @@ def engine() -> FakeEngine:
     return FakeEngine(seconds_per_token=lambda prompt, sampling: 0.03 if prompt[0] == 4 else 0.002)
 
 
-def fit_async(
-    folder: Path, staleness: int, *, resume: Path | None = None, callbacks: list[Callback] | None = None, num: int = 8
-) -> TinyGRPO:
+def fit_async(folder, staleness, *, resume=None, callbacks=None, num=8):
     module = TinyGRPO()
     trainer = make_trainer(
-        folder,
-        engine=engine(),
-        max_steps=num,
-        enable_checkpointing=True,
+        folder, engine=engine(), max_steps=num, enable_checkpointing=True,
         callbacks=[StalenessControl(staleness), *(callbacks or [])],
-    )
+    )  # fmt: skip
     with contextlib.suppress(Stop):
         trainer.fit(module, datamodule=Digits(), ckpt_path=resume)
     return module
@@ -232,9 +204,7 @@ def test_a_crash_between_updates_saves_a_checkpoint_from_which_nothing_is_lost(h
 
 
 @pytest.mark.parametrize("hook", ["on_minibatch_end", "on_policy_updated", "on_weights_synced"])
-def test_a_crash_within_an_iteration_saves_no_checkpoint(
-    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_crash_within_an_iteration_saves_no_checkpoint(hook, tmp_path, caplog):
     save = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_train_steps=2, filename="{step}")
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         fit_async(tmp_path, 1, callbacks=[save, StopAfter(3, hook)])
@@ -256,9 +226,6 @@ def test_max_epochs_holds_after_a_crash_and_a_resume(tmp_path: Path) -> None:
         trainer.fit(second, datamodule=Digits(), ckpt_path=folder / "step=4.ckpt")
         assert trainer.global_step == 6
         assert sorted(position for batch in first.trained + second.trained for position in batch) == list(range(12))
-
-
-# ---------------------------------------------------------------------- the file
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) -> None:
