@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import errno
-
-
 import os
 import random
 import signal
@@ -166,10 +164,6 @@ def test_a_folder_takes_the_place_of_what_was_there(old, can_swap, tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "last.ckpt"]
 
 
-<<<<<<< HEAD
-# ---------------------------------------------------------------------- damage
-
-
 @pytest.fixture(scope="module")
 def world_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -267,10 +261,6 @@ def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, 
         AtomicCheckpointIO().load_checkpoint(checkpoint)
 
 
-# ---------------------------------------------------------------------- optimizers, by parameter name
-
-=======
->>>>>>> main
 LAYERS = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
 FIRST, SECOND = LAYERS.parameters()
 

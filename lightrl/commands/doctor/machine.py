@@ -16,14 +16,9 @@ import lightning as L
 import torch
 
 import lightrl
-<<<<<<< HEAD
 from lightrl.checks.disk_errors import nearest_folder
-from lightrl.commands.doctor.data import first_prompts, read_splits
-from lightrl.commands.doctor.findings import Finding, judged
-=======
 from lightrl.checks.printable import escape_unprintable
 from lightrl.commands.doctor.data import first_prompts, read_split, repeats
->>>>>>> main
 from lightrl.commands.plan_run import planned
 from lightrl.data import ChatRenderer, PromptDataModule
 from lightrl.launch.memory import UnknownMemory, bytes_text, memory_line, misfits
