@@ -1,4 +1,4 @@
-"""Delta syncs between real processes: trainers, weight receivers and servers, whoever of them is killed."""
+"""Delta syncs between real processes: weight receivers and servers, whoever of them is killed."""
 
 import hashlib
 import json
