@@ -48,7 +48,7 @@ class RewardError(LightRLError):
 
     Args:
         message: what happened, what was expected, how to fix it.
-        reason: `raised`, `not_finite`, `timeout` or `killed`.
+        reason: `raised`, `invalid`, `not_finite`, `timeout` or `killed`.
     """
 
     def __init__(self, message: str, *, reason: str = "raised") -> None:
