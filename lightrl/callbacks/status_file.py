@@ -69,11 +69,14 @@ class StatusFile(RLCallback):
         self._enter(trainer, "end of the iteration")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):
+            self._enter(trainer, "interrupted")
+            return
         self._content["error"] = f"{type(exception).__name__}: {exception}"
         self._enter(trainer, "failed")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self._content.get("phase") != "failed":
+        if self._content.get("phase") not in ("failed", "interrupted"):
             self._enter(trainer, "done")
 
     def _enter(self, trainer: L.Trainer, phase: str) -> None:

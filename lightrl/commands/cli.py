@@ -33,7 +33,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 import lightrl
 from lightrl.callbacks.complaints import ComplaintLog
 from lightrl.callbacks.loggers import log_settings
-from lightrl.callbacks.run_files import RunFiles
+from lightrl.callbacks.run_files import RunFiles, contents
 from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import UsageError, Written, nearest_files
@@ -218,8 +218,11 @@ class LightRLCLI(LightningCLI):
 
     def after_fit(self) -> None:
         folder = run_folder(self.trainer)
-        if folder is not None and not any(isinstance(item, lightrl.LearningCurve) for item in self.trainer.callbacks):
-            self.trainer.print(f"Run folder: {folder}")
+        if folder is None:
+            return
+        is_listed = any(isinstance(item, lightrl.LearningCurve) for item in self.trainer.callbacks)
+        lines = [] if is_listed else [f"Run folder: {folder}", *contents(folder)]
+        self.trainer.print("\n".join([*lines, f"lightrl inspect {folder}"]))
 
     def predict(self, **kwargs: Any) -> None:
         """Writes the trajectories of an RLModule to the run's folder, one per line."""

@@ -223,6 +223,8 @@ def silence_irrelevant() -> None:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # MLflow has one for each table that it appends to
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    # of a hub that is not reached: the error at the end says it in one line
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     # a progress bar for each load of a model's weights, some of milliseconds
     from transformers.utils import logging as transformers_logging
 

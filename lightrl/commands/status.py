@@ -66,7 +66,7 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
 def _freshness(status: Mapping[str, Any], now: float) -> str:
     """How old this is, and whether its process still runs, where that can be seen from here."""
     age = f"written {duration_text(now - status['at'])} ago"
-    if status["phase"] in ("done", "failed"):
+    if status["phase"] in ("done", "failed", "interrupted"):
         return age
     is_here = status["host"] == socket.gethostname()
     if is_here and not Path(f"/proc/{status['pid']}").exists() and Path("/proc/self").exists():

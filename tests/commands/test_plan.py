@@ -180,7 +180,7 @@ def test_the_plan_says_which_devices_it_assumed(
     assert said in out if said else "assumed" not in out
 
 
-@pytest.mark.parametrize(("gigabytes", "fits"), [(12, False), (40, True)])
+@pytest.mark.parametrize(("gigabytes", "fits"), [(40, False), (150, True)])
 def test_plan_and_launch_agree_on_what_fits_four_ranks_of_a_model_of_1_5_billion(
     gigabytes: int, fits: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,3 +74,15 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     with pytest.raises(UsageError, match="has no run and no launch"):
         status_text(tmp_path)
     assert run([]) == 2
+
+
+def test_ctrl_c_is_an_interruption_and_no_failure(tmp_path: Path) -> None:
+    callback = StatusFile()
+    callback._path = tmp_path / "status.json"
+    trainer = SimpleNamespace(engine=None, global_step=1, max_steps=2)
+    callback._content = {"pid": 1, "host": "elsewhere"}
+    callback.on_exception(trainer, None, KeyboardInterrupt())  # type: ignore[arg-type]
+    callback.teardown(trainer, None, "fit")  # type: ignore[arg-type]
+    text = status_text(tmp_path)
+    assert "phase      interrupted" in text
+    assert "error" not in text
