@@ -356,12 +356,12 @@ class PromptDataModule(L.LightningDataModule):
         label_of = self.set_names("train")
         sizes = Counter(label_of[prompt_id] for prompt_id in prompt_ids)
         for source in rows.sources:
-            if not sizes[source.label]:
+            if not sizes[str(source.label)]:
                 raise ValueError(
                     f"No row of {source.source!r} passes the filters. Remove the source, or loosen the filters."
                 )
         weights = [source.weight for source in rows.sources]
-        return MixtureOrder([sizes[source.label] for source in rows.sources], weights, seed=seed, shuffle=shuffle)
+        return MixtureOrder([sizes[str(source.label)] for source in rows.sources], weights, seed=seed, shuffle=shuffle)
 
     @property
     def prompt_stream(self) -> PromptStream:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightrl.errors import TrainingError
@@ -40,7 +40,7 @@ def in_words(where: str, experience: Experience) -> Iterator[None]:
         raise ValueError(f"{where} must not call self.log. Return the metric beside 'loss', under its name.") from error
     except (AttributeError, TypeError) as error:
         missing = FIELDS - experience.tensors().keys()
-        if isinstance(getattr(error, "obj", None), Experience):
+        if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
             near = difflib.get_close_matches(str(error.name), FIELDS, 1) or sorted(experience.tensors())
             raise AttributeError(
                 f"{where} reads experience.{error.name}, which does not exist. Use {' or '.join(near)}."
