@@ -45,9 +45,7 @@ async def fails_at_times(prompt: Prompt, base_url: str, api_key: str) -> float:
 
 class AgentRun(TinyGRPO):
     def __init__(self, agent: Any) -> None:
-        super().__init__(
-            workflow=lambda tokenizer: AgentWorkflow(tokenizer, agent, max_tokens=32, chat_template=TEMPLATE)
-        )
+        super().__init__(workflow=lambda tokenizer: AgentWorkflow(tokenizer, agent, max_tokens=32))
         self.judged: list[Trajectory] = []
         self.dropped: list[str] = []
 
@@ -73,7 +71,7 @@ def _no_port_is_left() -> Any:
 
 def test_two_iterations_train_on_both_turns_of_the_agent_and_stamp_the_version_of_each(tmp_path: Path) -> None:
     module = AgentRun(two_requests)
-    make_trainer(tmp_path, max_steps=2, limit_val_batches=1).fit(module, datamodule=Digits())
+    make_trainer(tmp_path, max_steps=2, limit_val_batches=1).fit(module, datamodule=Digits(chat_template=TEMPLATE))
     assert [len(experience) for experience in module.experiences] == [2 * GROUP_SIZE, 2 * GROUP_SIZE]
     assert module.dropped == []
     for version, experience in enumerate(module.experiences):
@@ -88,7 +86,7 @@ def test_two_iterations_train_on_both_turns_of_the_agent_and_stamp_the_version_o
 
 def test_agents_that_fail_are_dropped_and_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     module = AgentRun(fails_at_times)
-    make_trainer(tmp_path, max_steps=2).fit(module, datamodule=Digits())
+    make_trainer(tmp_path, max_steps=2).fit(module, datamodule=Digits(chat_template=TEMPLATE))
     assert module.dropped
     assert all("fails_at_times raised RuntimeError: no luck" in message for message in module.dropped)
     assert tiny_run.our_threads() == []

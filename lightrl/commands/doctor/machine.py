@@ -19,7 +19,7 @@ import lightrl
 from lightrl.commands.doctor.data import first_prompts, read_splits
 from lightrl.commands.doctor.findings import Finding, judged
 from lightrl.commands.plan_run import planned
-from lightrl.data import ChatRenderer, PromptDataModule
+from lightrl.data import PromptDataModule
 from lightrl.engines import SGLangEngine
 from lightrl.launch.memory import UnknownMemory, bytes_text, memory_line, misfits
 from lightrl.module import RLModule
@@ -148,8 +148,7 @@ def data(module: RLModule, datamodule: Any) -> Iterator[Finding]:
     """How the first prompt ends, where the policy begins to write; rows, lengths, what train and validation share."""
     for prompt in first_prompts(module, datamodule, 1):
         end = str(module.tokenizer.decode(prompt.token_ids or []))[-_SHOWN_CHARS:]
-        renderer = ChatRenderer(module.tokenizer, chat_template=getattr(datamodule, "chat_template", None))
-        is_plain = renderer.chat_template is None
+        is_plain = module.tokenizer.chat_template is None
         how = "Without a chat template the first prompt is plain text" if is_plain else "The chat template renders it"
         fix = "Set data.chat_template, unless the model was trained on plain text."
         is_wrong = is_plain and prompt.messages is not None
