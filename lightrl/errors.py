@@ -5,6 +5,7 @@ LightRLError
 │   ├── EngineUnreachable     nothing answers
 │   ├── EngineTimeout         an answer is overdue
 │   └── WeightSyncError       the engine did not take the new weights
+│       └── WeightSyncUndone  and serves those before
 ├── RolloutError              a workflow or an environment failed, or no batch came in time
 ├── RewardError               a reward function raised, returned no finite number, hung or was killed
 ├── OtherRankFailed           another process of the run failed first, so this one had to stop
@@ -34,6 +35,10 @@ class WeightSyncError(EngineError):
     """The engine did not take the new weights, or a check showed that it has others."""
 
 
+class WeightSyncUndone(WeightSyncError):
+    """The engine did not take the new weights and serves those before, so the same sync may be tried again."""
+
+
 class RolloutError(LightRLError):
     """A workflow or an environment failed, or no batch of groups was finished before the deadline."""
 
@@ -43,7 +48,7 @@ class RewardError(LightRLError):
 
     Args:
         message: what happened, what was expected, how to fix it.
-        reason: `raised`, `not_finite`, `timeout` or `killed`.
+        reason: `raised`, `invalid`, `not_finite`, `timeout` or `killed`.
     """
 
     def __init__(self, message: str, *, reason: str = "raised") -> None:

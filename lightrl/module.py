@@ -24,8 +24,8 @@ from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.errors import RewardError
 from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
+from lightrl.models import LONGROPE_LENGTH, ModelSpec, Outputs, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models import Metric as LossMetric
-from lightrl.models import ModelSpec, Outputs, ParallelModel, Role, check_adamw
 from lightrl.models.load_role import load_role, trainable_policy
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import parameter_groups, with_schedule
@@ -79,9 +79,11 @@ class RLModule(L.LightningModule):
         loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N and B of the minibatch.
         lr: learning rate of the default AdamW.
         betas: of the default AdamW.
+        eps: of the default AdamW.
         weight_decay: of the default AdamW.
-        warmup_iterations: linear warm-up of the learning rate.
-        lr_decay: `constant`, or `linear` to 0 at the end of the run.
+        warmup_iterations: linear warm-up of the learning rate; a number below 1 is a share of the run.
+        lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
+        min_lr_ratio: part of `lr` at the end of a decay.
         reward_workers: processes that judge, for a reward given by dotted path.
         reward_timeout_s: deadline of one call of the reward.
         reward_memory_mib: memory limit of each process that judges; None for no limit.
@@ -126,9 +128,11 @@ class RLModule(L.LightningModule):
         loss_reduction: Literal["token", "sequence", "fixed"] = "token",
         lr: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
-        warmup_iterations: int = 0,
-        lr_decay: Literal["constant", "linear"] = "constant",
+        warmup_iterations: float = 0,
+        lr_decay: Literal["constant", "linear", "cosine"] = "constant",
+        min_lr_ratio: float = 0.0,
         reward_workers: int = 1,
         reward_timeout_s: float = 30.0,
         reward_memory_mib: int | None = 4096,
@@ -150,11 +154,11 @@ class RLModule(L.LightningModule):
             reward_recycle_after=reward_recycle_after,
         )
         check_bounds(0, warmup_iterations=warmup_iterations, workflow_workers=workflow_workers)
-        check_bounds(0, 1, max_failed_fraction=max_failed_fraction)
+        check_bounds(0, 1, max_failed_fraction=max_failed_fraction, min_lr_ratio=min_lr_ratio, eps=eps)
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
         if not reward_timeout_s > 0:
             raise ValueError(f"reward_timeout_s must be above 0, got {reward_timeout_s}.")
-        check_choice(("constant", "linear"), lr_decay=lr_decay)
+        check_choice(("constant", "linear", "cosine"), lr_decay=lr_decay)
         check_choice(("token", "sequence", "fixed"), loss_reduction=loss_reduction)
         has_reward = reward is not None or type(self).reward is not RLModule.reward
         if not has_reward and reward_model is None:
@@ -196,9 +200,11 @@ class RLModule(L.LightningModule):
         self.loss_reduction = loss_reduction
         self.lr = lr
         self.betas = betas
+        self.eps = eps
         self.weight_decay = weight_decay
         self.warmup_iterations = warmup_iterations
         self.lr_decay = lr_decay
+        self.min_lr_ratio = min_lr_ratio
         self.reward_workers = reward_workers
         self.reward_timeout_s = reward_timeout_s
         self.reward_memory_mib = reward_memory_mib
@@ -211,6 +217,7 @@ class RLModule(L.LightningModule):
         self.validation_metrics: dict[str, Metric] = {}
         self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
+        self._set_name: str | None = None  # of the present validation batch, if there are several sets
 
     # ------------------------------------------------------------------ hooks to write or override
 
@@ -300,26 +307,35 @@ class RLModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW over the trained parameters, a group for each role, with warm-up and decay per iteration."""
         optimizer = torch.optim.AdamW(
-            self.parameter_groups(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
+            self.parameter_groups(),
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=True,
         )
         if not self.warmup_iterations and self.lr_decay == "constant":
             return optimizer
         num_iterations = self.trainer.estimated_stepping_batches
-        return with_schedule(optimizer, num_iterations, self.warmup_iterations, self.lr_decay)
+        return with_schedule(optimizer, num_iterations, self.warmup_iterations, self.lr_decay, self.min_lr_ratio)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: one for each trained role, with its `lr` and `weight_decay`."""
         roles = self.models()
         return parameter_groups(self, {name: roles[name] for name in self.trained_roles()}, lr=self.lr)
 
-    def validation_step(self, batch: list[Group], batch_idx: int) -> None:
-        """Logs mean reward, accuracy, pass@k and the reward's further numbers of judged validation groups."""
-        self._log_evaluation("val", batch)
+    def validation_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Logs mean reward, accuracy, pass@k and the reward's further numbers of judged validation groups.
 
-    def test_step(self, batch: list[Group], batch_idx: int) -> None:
-        self._log_evaluation("test", batch)
+        With several labeled sources each also has its own: `val/reward/<label>`. With several loaders Lightning adds
+        `/dataloader_idx_<n>` to the names.
+        """
+        self._log_evaluation("val", batch, dataloader_idx)
 
-    def predict_step(self, batch: list[Group], batch_idx: int) -> list[Group]:
+    def test_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._log_evaluation("test", batch, dataloader_idx)
+
+    def predict_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> list[Group]:
         return batch
 
     # ------------------------------------------------------------------ what the framework and callbacks read
@@ -375,8 +391,7 @@ class RLModule(L.LightningModule):
     @property
     def context_tokens(self) -> int | None:
         """Maximum length of prompt and completion together; None if the model states no context length."""
-        tokens: int | None = getattr(self.policy_spec.load_config().get_text_config(), "max_position_embeddings", None)
-        return tokens
+        return context_tokens(self.policy_spec.load_config())
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -385,8 +400,8 @@ class RLModule(L.LightningModule):
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
             raise ValueError(
-                f"sampling.max_new_tokens={longest} leaves no room for a prompt in the context of {context} tokens. "
-                "Lower it."
+                f"sampling.max_new_tokens={longest} leaves no room for a prompt in the context of {context} tokens "
+                f"(with longrope, {LONGROPE_LENGTH}). Lower it."
             )
         return None if context is None else context - longest
 
@@ -445,6 +460,7 @@ class RLModule(L.LightningModule):
             self._log_batch_size = 1
             return batch
         groups: list[Group] = trainer.judged_groups(batch)
+        self._set_name = getattr(batch, "set_name", None)
         self._log_batch_size = max(1, sum(len(group.trajectories) for group in groups))
         return groups
 
@@ -480,7 +496,10 @@ class RLModule(L.LightningModule):
     def _loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
         return {name: (getattr(self, name), role) for name, role in self.models().items() if role.spec.url is None}
 
-    def _log_evaluation(self, stage: str, groups: list[Group]) -> None:
+    def _log_evaluation(self, stage: str, groups: list[Group], dataloader_idx: int) -> None:
         # Lightning demands the name of an attribute with each Metric that is no submodule.
-        for name, metric in self._evaluation.update(groups, self.validation_metrics).items():
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, metric_attribute="validation_metrics")
+        for part in ("",) if self._set_name is None else ("", f"/{self._set_name}"):
+            updated = self._evaluation.update(groups, self.validation_metrics, part=f"{dataloader_idx}{part}")
+            for name, metric in updated.items():
+                key = f"{stage}/{name}{part}"
+                self.log(key, metric, on_step=False, on_epoch=True, metric_attribute="validation_metrics")

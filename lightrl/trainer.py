@@ -20,6 +20,8 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -37,6 +39,7 @@ from lightrl.callbacks import (
 from lightrl.callbacks.model_lines import ModelLines
 from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
+from lightrl.checks.disk_errors import nearest_folder
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
@@ -45,7 +48,15 @@ from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import AtomicCheckpointIO, SplitsModels, load_model, load_optimizers, named_strategy
+from lightrl.strategies import (
+    AtomicCheckpointIO,
+    FSDP2Strategy,
+    SplitsModels,
+    load_model,
+    load_optimizers,
+    named_strategy,
+)
+from lightrl.strategies.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
@@ -86,6 +97,12 @@ def ignore_srun_advice() -> None:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
+def _takes_several(flags: Mapping[str, Any]) -> bool:
+    """Whether Lightning would spread a run with these flags over several processes."""
+    given = {name: flags[name] for name in ("accelerator", "devices", "num_nodes") if flags.get(name) is not None}
+    return not isinstance(_AcceleratorConnector(**given).strategy, SingleDeviceStrategy)
+
+
 class Trainer(RLTrainer):
     """Lightning's Trainer for RLModules: every flag keeps its meaning, one training batch is one iteration.
 
@@ -96,7 +113,7 @@ class Trainer(RLTrainer):
     Args:
         engine: what generates; `LocalEngine()`, in this process, if None.
         callbacks: one or several, Lightning's and lightrl's.
-        strategy: Lightning's, an object, or `FSDP2Strategy`, by name too.
+        strategy: Lightning's, an object, or `FSDP2Strategy`, by name too, which is `auto` with several devices.
         log_every_n_steps: as in Lightning; None is every iteration for an RLModule, Lightning's 50 for other modules.
         kwargs: Lightning's.
     """
@@ -118,6 +135,8 @@ class Trainer(RLTrainer):
         own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
+            if strategy == "auto" and _takes_several(kwargs):
+                strategy = FSDP2Strategy()
             # Lightning appends its defaults to the very list it gets; a copy keeps them apart from the user's.
             super().__init__(
                 callbacks=list(own),
@@ -141,6 +160,8 @@ class Trainer(RLTrainer):
             for name, load in (("load_optimizer_state_dict", load_optimizers), ("load_model_state_dict", load_model)):
                 own_load = getattr(self.strategy, name)
                 vars(self.strategy)[name] = functools.partial(load, self.strategy, own_load)
+        set_up: Any = self.strategy.setup_optimizers
+        vars(self.strategy)["setup_optimizers"] = functools.partial(self.rollout_loop.resume.set_up_optimizers, set_up)
         self._add_default_callbacks(own)
 
     def call_rl_hook(self, name: str, *args: Any) -> None:
@@ -203,7 +224,7 @@ class Trainer(RLTrainer):
                 "callbacks may be those of the checkpoint. Create a new Trainer and new callbacks."
             )
         is_recorded = any(hasattr(data, "recorded_groups") for data in (*args, *kwargs.values()))
-        with self._checked(model, has_judge=not is_recorded):
+        with self._checked(model, has_judge=not is_recorded, is_fit=True):
             super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -222,15 +243,19 @@ class Trainer(RLTrainer):
             return super().predict(model, *args, **kwargs)
 
     @contextlib.contextmanager
-    def _checked(self, model: L.LightningModule | None, *, has_judge: bool = True) -> Iterator[None]:
+    def _checked(
+        self, model: L.LightningModule | None, *, has_judge: bool = True, is_fit: bool = False
+    ) -> Iterator[None]:
         """Refuses, before any model is built, what cannot train an RLModule; inside, Lightning's warnings fit one."""
         module = self.lightning_module if model is None else model
         self._mute_checkpoints()  # until the stage runs: a run whose state is half restored has nothing to save
         with warnings.catch_warnings():
             ignore_srun_advice()
             if isinstance(module, RLModule):
-                self._stage.check(module)
+                self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
+                if vars(rank_zero_only)["rank"] == 0:
+                    self._check_folders()
                 warn_of_monitors(self)
                 # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
@@ -257,6 +282,8 @@ class Trainer(RLTrainer):
         while self._muted:
             self._muted.pop().save_on_exception = True
         module = self.lightning_module
+        if self.state.fn == TrainerFn.FITTING and isinstance(module, RLModule | SupervisedModule):
+            self.rollout_loop.resume.apply_settings()
         if not isinstance(module, RLModule):
             self._restoring = None
             return super()._run_stage()
@@ -274,7 +301,8 @@ class Trainer(RLTrainer):
         failed_before = self.rollout_loop.ranks.failed_before
         if resume.why_no_checkpoint is not None:  # closing may have failed to read the state
             for callback in self._mute_checkpoints():
-                if failed_before is None:  # else the rank that failed says it
+                # else the rank that failed says it, or there was nothing to save
+                if failed_before is None and self.global_step:
                     self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
         if failed_before is not None and isinstance(error, Exception):
             raise OtherRankFailed(
@@ -320,7 +348,8 @@ class Trainer(RLTrainer):
         if isinstance(self.lightning_module, RLModule) and not hasattr(self.lightning_module, "policy"):
             log.warning("No checkpoint was saved at %s: the run failed before its models were loaded.", filepath)
             return
-        super().save_checkpoint(filepath, weights_only, storage_options)
+        with logged_behind_failure():
+            super().save_checkpoint(filepath, weights_only, storage_options)
 
     def _warn_of_no_checkpoint(self, path: Any) -> None:
         log.warning(
@@ -349,6 +378,19 @@ class Trainer(RLTrainer):
                 self.callbacks[index] = ModelCheckpoint(save_last=keeps, save_on_exception=keeps)
                 if keeps:
                     self.callbacks.append(TimedCheckpoint())
+
+    def _check_folders(self) -> None:
+        """Refuses folders that this run cannot write to, before it has computed anything that would be lost."""
+        folders = [getattr(one, "save_dir", None) or self.default_root_dir for one in self.loggers]
+        for saves in self.checkpoint_callbacks:  # beside the first logger's files, unless it says where
+            folders.append(getattr(saves, "dirpath", None) or (folders or [self.default_root_dir])[0])
+        for folder in folders:
+            present = nearest_folder(Path(folder))
+            if "://" not in str(folder) and not os.access(present, os.W_OK):
+                raise ValueError(
+                    f"The run would write to {folder}, but {present} is read-only, or not writable by this user. Set "
+                    "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
+                )
 
     def _check_callbacks(self) -> None:
         required = (WeightSync, StalenessControl, RolloutMetrics)

@@ -67,15 +67,24 @@ class Sampling:
 
     `top_k` and `top_p` truncate the distribution. Training is exact with them: a token's logprobs, the engine's and the
     trainer's, are those within its support, the tokens that it was drawn from.
+
+    Args:
+        temperature: 0 is greedy.
+        top_p: 1 keeps every token; below, at most the MAX_SUPPORT likeliest.
+        top_k: -1 keeps every token.
+        max_new_tokens: of a completion; a turn has one.
+        min_new_tokens: no stop token is drawn before this many tokens.
+        stop_token_ids: a completion ends with the first of these and includes it.
+        seed: int64; seed and position fix the uniform number that draws a token.
     """
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # 1 keeps every token; below, at most the MAX_SUPPORT likeliest
-    top_k: int = -1  # -1 keeps every token
-    max_new_tokens: int = 128  # of a completion; a turn has one
-    min_new_tokens: int = 0  # no stop token is drawn before this many tokens
-    stop_token_ids: tuple[int, ...] = ()  # a completion ends with the first of these and includes it
-    seed: int = 0  # int64; seed and position fix the uniform number that draws a token
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:

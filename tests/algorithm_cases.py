@@ -1,7 +1,5 @@
 """Every algorithm under every reduction, for the invariances; add a new algorithm to ALGORITHMS."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +32,6 @@ from lightrl.functional import ImportanceWeights
 from lightrl.loops.update import MinibatchLoss
 from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.single import Form
 from lightrl.trajectory import Sampling
 
 TOPK = 4
@@ -119,9 +116,7 @@ def advantages_of(module: GRPO, experience: Experience) -> Tensor:
     return found["advantages"] if isinstance(found, dict) else found
 
 
-def minibatch_gradient(
-    module: GRPO, minibatch: Experience, *, form: Form | None = None, microbatch_tokens: int = 10**6
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+def minibatch_gradient(module, minibatch, *, form=None, microbatch_tokens=10**6):
     """The gradient of one minibatch's losses by parameter, of all trained models, and its metrics."""
     settings = LogprobSettings(
         temperature=module.sampling.temperature, entropy_needs_gradient=module.needs_entropy_gradient
@@ -157,9 +152,7 @@ def sequence_loss_by_hand(module: GRPO, minibatch: Experience, loss_of: Callable
     return total
 
 
-def assert_same(
-    found: tuple[dict[str, Tensor], dict[str, float]], expected: tuple[dict[str, Tensor], dict[str, float]]
-) -> None:
+def assert_same(found, expected):
     """Gradients up to float32's rounding of sums, which is relative to the largest; metrics likewise."""
     largest = max(float(value.abs().max()) for value in expected[0].values())
     assert largest > 0

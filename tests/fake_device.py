@@ -7,8 +7,6 @@ size depends on values. Copies to the device count too, unless they are non-bloc
 Source: test/test_privateuseone_python_backend.py of torch; needs torch >= 2.11.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from typing import Any

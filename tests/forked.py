@@ -88,13 +88,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         if reason is None:
             pipes = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
             request = {
-                "words": words,
-                "environment": environment,
-                "folder": str(Path(given["cwd"] or ".").absolute()),
-                "new_session": given["start_new_session"],
-                "children_fork": self._children_fork,
-                "parent": os.getpid(),
-            }
+                "words": words, "environment": environment, "folder": str(Path(given["cwd"] or ".").absolute()),
+                "new_session": given["start_new_session"], "children_fork": self._children_fork, "parent": os.getpid(),
+            }  # fmt: skip
             pid = server.fork(request, [stream if pipe == -1 else pipe for stream, pipe in enumerate(pipes)])
             if pid is not None:
                 self.pid = pid

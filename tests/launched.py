@@ -1,7 +1,5 @@
 """What tests of launches share: a program in place of SGLang, and a run's settings for it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

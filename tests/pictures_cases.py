@@ -1,7 +1,5 @@
 """A tiny Llava of random weights whose pictures change its logits, pictures to show it, and trajectories that do."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

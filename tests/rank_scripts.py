@@ -31,9 +31,7 @@ TESTS = Path(__file__).parent
 ROUNDING = 1e-5
 
 
-def finished(
-    script: Path, folder: Path, *args: str, timeout_s: float = 170, real: bool = False
-) -> subprocess.CompletedProcess[str]:
+def finished(script, folder, *args, timeout_s=170, real=False):
     """The script's process after its end, whatever its exit code; Lightning starts the other ranks by itself.
 
     Args:

@@ -3,8 +3,6 @@
 So what still reads the memory that a model had before its move to another device and back says something else.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

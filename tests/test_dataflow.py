@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -77,17 +75,7 @@ def test_nothing_runs_beside_rewards_that_another_call_waits_for(reader: ModelCa
         ([own("token_ids")], "'token_ids' produces 'token_ids', which 'the rollout' produces already"),
         ([own("late", after=("update",)), UPDATE], "'late' comes after the update 'update', but an iteration ends"),
     ],
-    ids=[
-        "name twice",
-        "no such role",
-        "nobody runs it",
-        "no producer",
-        "after nobody",
-        "circle",
-        "twice",
-        "given",
-        "late",
-    ],
+    ids=["name twice", "no such role", "nobody runs", "no producer", "nobody", "circle", "twice", "given", "late"],
 )
 def test_calls_that_make_no_graph_are_refused(calls: list[ModelCall], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -105,10 +93,7 @@ def test_calls_that_make_no_graph_are_refused(calls: list[ModelCall], message: s
         ({"kind": "judge", "run": len}, "kind of model call 'style' must be generate, infer or train, got 'judge'"),
         ({"outputs": ("x",), "run": len, "microbatch_tokens": 0}, "microbatch_tokens of model call 'style'"),
         ({"role": "policy"}, r"forward of 'policy', .* outputs must be one key, got \[\]"),
-        (
-            {"role": "policy", "outputs": ("x", "y")},
-            r"outputs must be one key, got \['x', 'y'\]",
-        ),
+        ({"role": "policy", "outputs": ("x", "y")}, r"outputs must be one key, got \['x', 'y'\]"),
         (
             {"role": "policy", "outputs": ("x",), "topk": 4},
             "outputs must be one key, then teacher_topk_ids, then teacher_topk_l",

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from typing import Any
@@ -14,30 +12,18 @@ from lightrl.trajectory import Prompt, Trajectory
 
 def trajectory(**changes: Any) -> Trajectory:
     fields = {
-        "prompt": Prompt(id="sum-1", token_ids=[5, 6]),
-        "group_id": 12,
-        "sample": 0,
-        "token_ids": [5, 6, 7, 1],
-        "loss_mask": [False, False, True, True],
-        "behavior_logprobs": [0.0, 0.0, -1.5, -0.25],
-        "weight_versions": [-1, -1, 4, 5],
-        "completion_ids": [7, 1],
-        "completion": "7",
-        "reward": 1.0,
-    }
+        "prompt": Prompt(id="sum-1", token_ids=[5, 6]), "group_id": 12, "sample": 0, "token_ids": [5, 6, 7, 1],
+        "loss_mask": [False, False, True, True], "behavior_logprobs": [0.0, 0.0, -1.5, -0.25],
+        "weight_versions": [-1, -1, 4, 5], "completion_ids": [7, 1], "completion": "7", "reward": 1.0,
+    }  # fmt: skip
     return Trajectory(**{**fields, **changes})
 
 
 def test_rows_are_padded_on_the_right_with_what_means_nothing() -> None:
     short = trajectory(
-        token_ids=[5, 7],
-        loss_mask=[False, True],
-        behavior_logprobs=[0.0, -1.0],
-        weight_versions=[-1, 3],
-        reward=0.0,
-        group_id=13,
-        is_truncated=True,
-    )
+        token_ids=[5, 7], loss_mask=[False, True], behavior_logprobs=[0.0, -1.0], weight_versions=[-1, 3], reward=0.0,
+        group_id=13, is_truncated=True,
+    )  # fmt: skip
     experience = Experience.from_trajectories([trajectory(), short])
     assert experience.token_ids.tolist() == [[5, 6, 7, 1], [5, 7, 0, 0]]
     assert experience.loss_mask.tolist() == [[False, False, True, True], [False, True, False, False]]

@@ -6,18 +6,15 @@ import sys
 import forked
 import pytest
 
-from benchmarks.kill_matrix import CELLS, Cell, expected
-from benchmarks.kill_run import BLOCK, KILL, PHASES, RAISE, STOP
+from benchmarks.kill_matrix import CELLS, Cell
+from benchmarks.kill_run import KILL
 
-# Each actor once, in phases that differ; `pytest -m extra` plays the others.
+# Four actors, in phases that differ; `pytest -m extra` has all other cells.
 SHORT = (
     Cell("trainer", "sync", KILL),
     Cell("rank", "update", KILL),
     Cell("server", "sync", KILL),
     Cell("reward worker", "reward", KILL),
-    Cell("environment", "rollout", STOP),
-    Cell("workflow worker", "rollout", KILL),
-    Cell("controller thread", "score", RAISE),
 )
 
 
@@ -41,17 +38,7 @@ def assert_as_expected(cells: tuple[Cell, ...], timeout_s: float = 400) -> None:
     assert [row["problems"] for row in played] == [[]] * len(cells)
 
 
-def test_the_matrix_has_every_actor_in_every_phase_killed_and_stopped() -> None:
-    actors = {cell.actor for cell in CELLS}
-    assert len(actors) * len(PHASES) == 49
-    kinds = {actor: {RAISE, BLOCK} if actor == "controller thread" else {KILL, STOP} for actor in actors}
-    assert {(cell.actor, cell.phase, cell.signal) for cell in CELLS} == {
-        (actor, phase, kind) for actor in actors for phase in PHASES for kind in kinds[actor]
-    }
-    assert all(expected(cell).dropped <= 1 for cell in CELLS)
-
-
-@pytest.mark.timeout(420)  # 40 s of processor time, which a machine that does other things stretches
+@pytest.mark.timeout(420)
 def test_killed_anywhere_a_run_loses_no_trajectory_in_silence_and_trains_on_none_twice() -> None:
     assert_as_expected(SHORT)
 
@@ -64,6 +51,7 @@ def test_the_other_cells_of_the_matrix(actor: str) -> None:
 
 
 @pytest.mark.timeout(420)
+@pytest.mark.extra
 def test_a_short_soak_with_failing_rewards_and_killed_servers_ends_with_what_it_began() -> None:
     (row,) = rows("benchmarks.soak", "--iterations", "60", "--kill-every", "25", "--staleness", "2")
     assert (row["iterations"], row["killed_servers"], row["not_finite"]) == (60, 2, 0)

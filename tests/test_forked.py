@@ -1,7 +1,5 @@
 """A forked process against a fresh one: what it reads, prints, returns and leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -64,23 +62,6 @@ def test_it_ends_as_a_fresh_one_ends(tmp_path: Path, do: str, code: int) -> None
     assert ("at the end" in fork.stdout) == ("atexit" in do)
 
 
-def test_children_of_its_children_are_forked_and_end_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    environment = forked.server.environment
-    monkeypatch.setattr(forked, "server", forked.ForkServer(environment))  # whatever became of the other one
-    caplog.set_level(logging.DEBUG, "forked")
-    (tmp_path / "parent.py").write_text(
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, __file__.replace('parent', 'child')], stdout=subprocess.PIPE)\n"
-        "print(child.stdout.readline().decode(), flush=True)\nchild.wait()"
-    )
-    (tmp_path / "child.py").write_text("import time; print(open('/proc/self/cmdline').read(), flush=True)")
-    command = [sys.executable, str(tmp_path / "parent.py")]
-    done = forked.run(command, children_fork=True, capture_output=True, text=True, env=environment)
-    assert "forked.serve" in done.stdout, caplog.text
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -88,15 +69,14 @@ def test_children_of_its_children_are_forked_and_end_with_them(
         ({"preexec_fn": os.getpid}, "a setting of Popen"),
     ],
 )
-def test_what_a_fork_cannot_do_is_done_by_a_fresh_process(
-    settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_fork_cannot_do_is_done_by_a_fresh_process(settings, reason, caplog):
     caplog.set_level(logging.DEBUG, "forked")
     with forked.Popen([sys.executable, "-m", "this"], stdout=subprocess.PIPE, **settings) as process:
         assert process.communicate()[0].startswith(b"The Zen")
     assert reason in caplog.text
 
 
+@pytest.mark.extra
 def test_the_fork_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import forked, os, psutil, sys, time; forked.server.environment = dict(os.environ)\n"

@@ -1,12 +1,11 @@
-from __future__ import annotations
-
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, LETTERS, VOCABULARY, char_tokenizer, random_experience, tiny_model, tiny_spec
+from tiny import FAMILIES, LETTERS, VOCABULARY, char_tokenizer, tiny_model, tiny_spec
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -16,8 +15,8 @@ from lightrl import FakeEngine, Prompt, PromptDataModule, Role, Sampling, Traine
 from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.errors import RolloutError
 from lightrl.experience import Experience
-from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Outputs, load_role
+from lightrl.models.optimizer import with_schedule
 from lightrl.module import RLModule
 
 CHATML = (
@@ -55,7 +54,8 @@ def module(**settings: Any) -> Reinforce:
         ({"weight_decay": -0.1}, "weight_decay must be >= 0, got -0.1"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
         ({"warmup_iterations": -1}, "warmup_iterations must be >= 0, got -1"),
-        ({"lr_decay": "cosine"}, "lr_decay must be constant or linear, got 'cosine'"),
+        ({"lr_decay": "sine"}, "lr_decay must be constant, linear or cosine, got 'sine'"),
+        ({"min_lr_ratio": 2}, "min_lr_ratio must be between 0 and 1, got 2"),
         ({"max_failed_fraction": 5.0}, "max_failed_fraction must be between 0 and 1, got 5.0"),
         ({"update_epochs": -1}, "update_epochs must be >= 1, got -1"),
         ({"reward_recycle_after": 0}, "reward_recycle_after must be >= 1, got 0"),
@@ -85,11 +85,6 @@ def test_a_module_without_a_reward_is_refused() -> None:
         GRPO(tiny_spec())
 
 
-def test_a_reward_may_be_given_instead_of_written() -> None:
-    assert GRPO(tiny_spec(), reward=judge).reward_source is judge
-    assert module().reward_source is None
-
-
 def test_validation_is_greedy_with_the_same_limits_unless_told() -> None:
     sampling = Sampling(max_new_tokens=9, min_new_tokens=2)
     assert module(sampling=sampling).validation_sampling == Sampling(0.0, max_new_tokens=9, min_new_tokens=2)
@@ -97,25 +92,14 @@ def test_validation_is_greedy_with_the_same_limits_unless_told() -> None:
     assert module(sampling=sampling, validation_sampling=other).validation_sampling == other
 
 
-def test_advantages_are_those_of_the_group_by_default() -> None:
-    experience = random_experience()
-    expected = group_advantages(experience.rewards, experience.group_ids)
-    assert torch.equal(module().advantages(experience), expected)
-
-
 @pytest.mark.parametrize(
     ("num_minibatches", "update_epochs", "expected"), [(1, 1, 0), (2, 1, 1), (1, 2, 1)], ids=["one", "two", "epochs"]
 )
-def test_proximal_logprobs_cost_a_forward_only_with_several_updates(
-    num_minibatches: int, update_epochs: int, expected: int
-) -> None:
+def test_proximal_logprobs_cost_a_forward_only_with_several_updates(num_minibatches, update_epochs, expected):
     several = module(num_minibatches=num_minibatches, update_epochs=update_epochs)
     assert len(several.score_calls()) == expected
     several.needs_proximal_logprobs = False
     assert several.score_calls() == []
-
-
-# ---------------------------------------------------------------------- tokens
 
 
 def folder_with(tmp_path: Path, tokenizer: Any, **ids: Any) -> str:
@@ -158,11 +142,7 @@ def test_a_turn_end_that_is_no_named_special_token_is_found_too(tmp_path: Path) 
 def test_without_a_chat_template_there_is_no_turn_end() -> None:
     made = module()
     made.configure_model()
-    assert made.stop_token_ids() == {
-        "generation config": [1],
-        "model config": [1],
-        "tokenizer": [1],
-    }
+    assert made.stop_token_ids() == {"generation config": [1], "model config": [1], "tokenizer": [1]}
 
 
 def endless_tokenizer() -> Any:
@@ -194,9 +174,7 @@ def tokenizer_of_another_family() -> Any:
     )
 
 
-def test_a_role_that_reads_other_tokens_is_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_role_that_reads_other_tokens_is_refused(monkeypatch, caplog):
     other = replace(tiny_spec(), tokenizer="test_module.tokenizer_of_another_family")
     with pytest.raises(
         ValueError, match=r"tokenizer of the reference .* other tokens at 2 of .* '4' at \d+ instead of"
@@ -220,9 +198,6 @@ def test_the_context_bounds_the_prompt() -> None:
         module(sampling=Sampling(max_new_tokens=64)).max_prompt_tokens  # noqa: B018
 
 
-# ---------------------------------------------------------------------- roles and checkpoints
-
-
 def with_reference() -> GRPO:
     made = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
     made.configure_model()
@@ -235,6 +210,24 @@ def test_only_the_policy_is_trained() -> None:
     assert not any(value.requires_grad for value in made.reference.parameters())
     optimizer = GRPO.configure_optimizers(made)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(made.policy.parameters()))
+
+
+def lr_factors(num_iterations: float, *settings: Any) -> list[float]:
+    """The factor on the learning rate in iterations 0 to 4."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = with_schedule(optimizer, num_iterations, *settings)["lr_scheduler"]["scheduler"]
+    return [scheduler.lr_lambdas[0](iteration) for iteration in range(5)]
+
+
+def test_the_learning_rate_warms_up_and_decays_to_its_smallest_part() -> None:
+    assert lr_factors(4, 0, "linear") == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert lr_factors(4, 0, "linear", 0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert lr_factors(4, 0, "cosine") == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.0], abs=1e-6)
+    assert lr_factors(4, 0, "cosine", 0.5) == pytest.approx([1.0, 0.926777, 0.75, 0.573223, 0.5], abs=1e-6)
+    assert lr_factors(8, 0.5, "constant") == lr_factors(8, 4, "constant") == [0.25, 0.5, 0.75, 1.0, 1.0]
+    for settings in ((0, "cosine"), (0.5, "constant")):
+        with pytest.raises(ValueError, match=r"(lr_decay='cosine'|warmup_iterations=0.5) needs the end of the run"):
+            lr_factors(math.inf, *settings)
 
 
 def test_a_roles_learning_rate_may_be_0() -> None:
@@ -262,13 +255,6 @@ def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:
     assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
 
 
-def test_configuring_twice_keeps_the_models() -> None:
-    made = with_reference()
-    policy = made.policy
-    made.configure_model()
-    assert made.policy is policy
-
-
 class TwoPrompts(PromptDataModule):
     def __init__(self) -> None:
         super().__init__(train=None, batch_size=2, validation_batch_size=2)
@@ -280,22 +266,6 @@ class TwoPrompts(PromptDataModule):
 def trainer(folder: Path, engine: FakeEngine | None = None, **settings: Any) -> Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     return Trainer(engine=engine or FakeEngine(), default_root_dir=folder, **{**quiet, **settings})
-
-
-def test_a_checkpoint_of_a_run_holds_the_policy_alone_and_loads_by_itself(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"reward": lambda trajectory: float(trajectory.completion_ids[0]), "group_size": 2}
-    settings["sampling"] = Sampling(max_new_tokens=4)
-    made = GRPO(tiny_spec(), reference=ReferenceKL(0.1, tiny_spec(seed=1)), lr=0.1, **settings)
-    run = trainer(tmp_path, max_steps=1)
-    run.fit(made, TwoPrompts())
-    path = run.checkpoint_callback.last_model_path
-    state = torch.load(path, weights_only=True)["state_dict"]
-    assert state
-    assert all(name.startswith("policy.") for name in state)
-    again = GRPO.load_from_checkpoint(
-        path, policy=tiny_spec(), reference=ReferenceKL(0.1, tiny_spec(seed=1)), weights_only=True, **settings
-    )
-    assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
 
 
 def test_the_data_modules_chat_template_is_the_whole_runs(tmp_path: Path) -> None:
@@ -372,8 +342,3 @@ def test_accuracy_is_the_rewards_own_or_a_reward_of_at_least_one() -> None:
 
     assert [with_reward(reward).accuracy for reward in (0.99, 1.0, 1.5)] == [0.0, 1.0, 1.0]
     assert with_reward(5.0, accuracy=0.5).accuracy == 0.5
-
-
-def test_lightnings_own_trainer_is_told_who_trains_this_module() -> None:
-    with pytest.raises(RuntimeError, match=r"Use lightrl\.Trainer instead of lightning\.Trainer"):
-        module().training_step(None, 0)

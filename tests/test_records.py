@@ -1,11 +1,8 @@
 """What is said about results: made from records, and nowhere without one."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,24 +17,6 @@ FACTS = (
     "Always answering `9` is right for 33 % of them",
     "so a change is small against noise where accuracy is 50 %",
 )
-
-
-def make_record(seed: int, curve: dict[str, Any], **values: Any) -> dict[str, Any]:
-    digest = records.settings_digest("quickstart/grpo")
-    machine = {"processor": "AMD EPYC 9B14", "cores": 2, "gpu": None, "load_1min": 0.5}
-    own = {"example": "quickstart/grpo", "seed": seed, "settings": digest, "machine": machine, "threads": 1}
-    took = {"seconds": 90.0, "cpu_seconds": 120.0, "peak_rss_gb": 0.7, "load_at_end": 1.1}
-    return {**own, **took, "curve": curve, **values}
-
-
-def keep(folder: Path, record: dict[str, Any]) -> None:
-    (folder / f"quickstart-grpo-{record['seed']}.json").write_text(json.dumps(record))
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(records, "RECORDS", tmp_path)
-    return tmp_path
 
 
 def claims(text: str) -> list[str]:
@@ -62,59 +41,8 @@ def test_no_result_is_claimed_without_a_record() -> None:
     assert not {page: sentences for page, sentences in found.items() if sentences}
 
 
-@pytest.mark.parametrize(
-    ("text", "num"),
-    [
-        ("It reaches 97 % of held-out prompts. Yes.", 1),
-        ("# 19 % of samples are\n# right. Fast.", 1),
-        ("<!-- records: line x -->97.0 % of held-out prompts<!-- end --> after that.", 0),
-        ("# Reaches: 97.0 % of held-out prompts.\n", 0),
-        ("The trainer idles 41 % of its time.", 0),
-    ],
-)
-def test_a_claim_is_a_share_of_right_answers_outside_of_what_is_written(text: str, num: int) -> None:
-    assert len(claims(text)) == num
-
-
-def test_a_record_gives_the_line_the_rows_and_the_table(kept: Path) -> None:
-    for seed, end in ((0, 0.97121), (1, 0.5)):
-        held_out = [[0, 0.0], [20, 0.4], [300, end]]
-        sampled = [[iteration, 0.2 if iteration < 290 else 0.9] for iteration in range(300)]
-        curve = {"val/accuracy_fraction": held_out, "rollout/accuracy_fraction": sampled}
-        keep(kept, make_record(seed, curve, cpu_seconds=120.0 + 60 * seed))
-    line = "97.1, 50.0 % of held-out prompts after 300 iterations, seeds 0, 1 (0.0 % before)"
-    empty = "<!-- records: {} -->{}<!-- end -->"
-    assert line in records.page_text(empty.format("line quickstart/grpo", ""))
-    row = "| a | `quickstart/grpo.yaml` | 7 | 99 % | yes |"
-    rows = records.page_text(empty.format("rows", f"\n{row}\n"))
-    assert f"| a | `quickstart/grpo.yaml` | 2.5 | {line} | yes |" in rows
-    table = records.page_text(empty.format("table quickstart/grpo", ""))
-    assert "| right of held-out prompts, greedy, after 300 iterations | 97.1 % | 50.0 % |" in table
-    assert "| right of the last 10 iterations' samples | 90.0 % | 90.0 % |" in table
-    assert "| wall seconds, start to end (load of the 2 cores) | 90 (1.1) | 90 (1.1) |" in table
-    header = records.rewritten()[ROOT / "examples/quickstart/grpo.yaml"]
-    assert f"# Takes: 150 CPU-seconds and 0.7 GB of memory, on an AMD EPYC with 1 thread.\n# Reaches: {line}." in header
-
-
-def test_a_record_of_other_settings_does_not_count(kept: Path) -> None:
-    curve = {"val/accuracy_fraction": [[300, 0.9]]}
-    keep(kept, make_record(0, curve, settings="of an earlier file"))
-    keep(kept, make_record(1, curve))
-    assert [record["seed"] for record in records.records_of("quickstart/grpo")] == [1]
-    (kept / "quickstart-grpo-1.json").unlink()
-    assert records.reaches(records.records_of("quickstart/grpo")) == "not measured"
-
-
-def test_stages_before_are_those_whose_exports_an_example_starts_from() -> None:
-    assert records.stages_before("quickstart/grpo") == []
-    assert records.stages_before("countdown/grpo") == ["countdown/sft"]
-    assert records.stages_before("distillation/topk") == ["sft/sft", "sft/grpo"]
-    before = records.stages_before("ppo/from_export")
-    assert set(before) == {"sft/sft", "sft/grpo", "reward_model/reward_model"}
-    assert before.index("sft/sft") < before.index("sft/grpo")
-
-
 @pytest.mark.slow
+@pytest.mark.extra
 def test_a_run_leaves_its_record(tmp_path: Path) -> None:
     arguments = ["--run", "quickstart/grpo", "--seeds", "7", "--quick", "--threads", "1"]
     records.main([*arguments, "--work", str(tmp_path / "work"), "--out", str(tmp_path)])

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -108,12 +106,8 @@ def test_seeds_differ_by_each_of_their_parts_and_are_the_same_on_every_machine()
 
 CODES = {"i": "int32", "f": "float32", "d": "float64", "?": "bool", "B": "uint8"}
 NUMBERS: dict[str, list[float]] = {
-    "i": [5, 5, -(2**31), 2**31 - 1],
-    "f": [0.5, 0.1],
-    "d": [0.1],
-    "?": [True, False],
-    "B": [0, 255],
-}
+    "i": [5, 5, -(2**31), 2**31 - 1], "f": [0.5, 0.1], "d": [0.1], "?": [True, False], "B": [0, 255],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("as_runs", [False, True], ids=["each number", "runs"])

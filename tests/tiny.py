@@ -3,8 +3,6 @@
 Shapes: B trajectories, T tokens, V = 17 tokens of the vocabulary.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -165,15 +163,7 @@ def with_supports(experience: Experience, vocabulary: int = VOCABULARY) -> tuple
     return experience.with_tensors(fields), allowed
 
 
-def slow_distributions(
-    model: PreTrainedModel,
-    experience: Experience,
-    *,
-    temperature: float = 1.0,
-    min_new_tokens: int = 0,
-    stop_token_ids: tuple[int, ...] = (),
-    allowed: Tensor | None = None,
-) -> Tensor:
+def slow_distributions(model, experience, *, temperature=1.0, min_new_tokens=0, stop_token_ids=(), allowed=None):
     """Log-probabilities [B, T, V] from Hugging Face's logits, one trajectory and one token at a time; else 0."""
     found = torch.zeros(*experience.token_ids.shape, VOCABULARY)
     for row, length in enumerate(experience.lengths.tolist()):
@@ -194,21 +184,9 @@ def slow_distributions(
     return found
 
 
-def slow_outputs(
-    model: PreTrainedModel,
-    experience: Experience,
-    *,
-    temperature: float = 1.0,
-    min_new_tokens: int = 0,
-    stop_token_ids: tuple[int, ...] = (),
-    allowed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def slow_outputs(model, experience, *, temperature=1.0, min_new_tokens=0, stop_token_ids=(), allowed=None):
     """Logprobs and entropy [B, T] from Hugging Face's logits, one trajectory and one token at a time."""
-    rules: dict[str, Any] = {
-        "min_new_tokens": min_new_tokens,
-        "stop_token_ids": stop_token_ids,
-        "allowed": allowed,
-    }
+    rules: dict[str, Any] = {"min_new_tokens": min_new_tokens, "stop_token_ids": stop_token_ids, "allowed": allowed}
     found = slow_distributions(model, experience, temperature=temperature, **rules)
     logprobs = found.gather(-1, experience.token_ids[..., None])[..., 0]
     return logprobs, -(found.exp() * found.clamp(min=-1e9)).sum(-1)

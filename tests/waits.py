@@ -1,10 +1,12 @@
 """What a test waits for instead of a while: however slow the machine is, a test then acts when the moment is there."""
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
+import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from fake_sglang.process import FakeServerProcess
 
@@ -23,3 +25,16 @@ async def until(is_true: Callable[[], object]) -> None:
 async def until_written(server: FakeServerProcess, num_requests: int = 1) -> None:
     """Until so many requests run, each with a token at least."""
     await until(lambda: sum(count > 0 for count in server.stats()["written"]) == num_requests)
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """Inside, this process can open no further file or socket."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path(os.devnull).open("rb") as lowest:
+        limit = lowest.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

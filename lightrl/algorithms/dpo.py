@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.supervised import SupervisedModule
-from lightrl.data.pairs import PairBatch
+from lightrl.data import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
 from lightrl.functional.preference import PreferenceLoss

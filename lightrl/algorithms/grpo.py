@@ -13,6 +13,7 @@ from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (
     ImportanceWeights,
+    RewardShaping,
     clipped_ratio_loss,
     group_advantages,
     interpolated_proximal_logprobs,
@@ -48,6 +49,7 @@ class GRPO(RLModule):
         reference: a KL term in the loss.
         entropy_coef: weight of an entropy bonus; below 0, of a penalty on entropy.
         overlong_penalty: added to the reward of completions near the length limit.
+        reward_shaping: bias, scaling and clip of the rewards; None leaves them as they are.
         kwargs: those of RLModule.
     """
 
@@ -69,6 +71,7 @@ class GRPO(RLModule):
         reference: ReferenceKL | None = None,
         entropy_coef: float = 0.0,
         overlong_penalty: OverlongPenalty | None = None,
+        reward_shaping: RewardShaping | None = None,
         **kwargs: Any,
     ) -> None:
         check_choice(("token", "sequence"), ratio_level=ratio_level)
@@ -100,6 +103,7 @@ class GRPO(RLModule):
         self.kl_coef = 0.0 if reference is None else reference.coef  # PPO's adapts
         self.entropy_coef = entropy_coef
         self.overlong_penalty = overlong_penalty
+        self.reward_shaping = reward_shaping
         self.needs_proximal_logprobs = weights is not None and not weights.approximate_proximal
         self.needs_entropy_gradient = entropy_coef != 0
         # With one token the equations refuse what they cannot compute, before anything is loaded.
@@ -116,7 +120,13 @@ class GRPO(RLModule):
         return [*super().score_calls(), *([] if self.reference_kl is None else [self.reference_kl.score_call()])]
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
-        """The rewards, with the penalty on overlong completions, [B]."""
+        """The rewards with the penalty on overlong completions, then `reward_shaping`, [B]."""
+        rewards = self.penalized_rewards(experience)[:, None]
+        shaping = self.reward_shaping
+        return (rewards if shaping is None else shaping(rewards, torch.ones_like(rewards, dtype=torch.bool)))[:, 0]
+
+    def penalized_rewards(self, experience: Experience) -> Tensor:
+        """The rewards with the penalty on overlong completions, [B]."""
         if self.overlong_penalty is None:
             return experience.rewards
         return experience.rewards + self.overlong_penalty(experience.loss_token_counts, self.sampling.max_new_tokens)

@@ -16,7 +16,6 @@ from lightrl.checks.bounds import check_bounds
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (
-    RewardShaping,
     ValueNormalizer,
     batch_normalized,
     explained_variance,
@@ -84,7 +83,6 @@ class PPO(GRPO):
         value_coef: weight of the critic's loss if it shares the policy's body.
         critic_warmup_iterations: first iterations that train the critic alone; on the policy's body, its head alone.
         whiten_advantages: normalize them over all loss tokens of the iteration.
-        reward_shaping: bias, scaling and clip of the rewards; None leaves them as they are.
         reference: a KL term, in the reward or in the loss.
         early_stop: skips updates once the policy has moved too far.
         kwargs: those of GRPO, less the group's statistics.
@@ -107,7 +105,6 @@ class PPO(GRPO):
         value_coef: float = 0.1,
         critic_warmup_iterations: int = 0,
         whiten_advantages: bool = True,
-        reward_shaping: RewardShaping | None = None,
         reference: AdaptiveKL | None = None,
         early_stop: EarlyStop | None = None,
         group_size: int = 1,
@@ -138,7 +135,6 @@ class PPO(GRPO):
         self.value_coef = value_coef
         self.critic_warmup_iterations = critic_warmup_iterations
         self.whiten_advantages = whiten_advantages
-        self.reward_shaping = reward_shaping
         self.early_stop = early_stop
         # With one token the equations refuse what they cannot compute, before anything is loaded.
         one = torch.ones(1, 1)
@@ -221,10 +217,10 @@ class PPO(GRPO):
         """Shaped rewards on the tokens that earned them, [B, T]; an outcome's on the last loss token."""
         mask = experience.loss_mask
         if experience.token_rewards is None:
-            rewards = on_last_loss_token(self.shaped_rewards(experience), mask)
+            rewards = on_last_loss_token(self.penalized_rewards(experience), mask)
         else:
             rewards = on_loss_tokens(experience.token_rewards, mask)
-            rewards = rewards + on_last_loss_token(self.shaped_rewards(experience) - experience.rewards, mask)
+            rewards = rewards + on_last_loss_token(self.penalized_rewards(experience) - experience.rewards, mask)
         return rewards if self.reward_shaping is None else self.reward_shaping(rewards, mask)
 
     def _adapt_kl_coef(self, kl_nats: float, num_trajectories: int) -> None:

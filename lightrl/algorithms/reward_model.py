@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.supervised import SupervisedModule
-from lightrl.data.pairs import PairBatch
+from lightrl.data import PairBatch
 from lightrl.functional import bradley_terry_loss
 from lightrl.models import ModelSpec, Role
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from lightrl.algorithms.supervised import SupervisedModule
-from lightrl.data.supervised import ChatBatch
+from lightrl.data import ChatBatch
 from lightrl.functional.logprobs import hidden_logprobs, predicted_token_ids, predicting_positions
 from lightrl.strategies import head_is_plain
 

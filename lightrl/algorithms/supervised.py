@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data import ChatBatch, PairBatch
-from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw
+from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
 
@@ -104,7 +104,7 @@ class SupervisedModule(L.LightningModule):
     @property
     def max_prompt_tokens(self) -> int | None:
         """The model's context length, for prompt and completion together; None if it states none."""
-        return getattr(self.policy_role.spec.load_config(), "max_position_embeddings", None)
+        return context_tokens(self.policy_role.spec.load_config())
 
     def setup(self, stage: str) -> None:
         """
@@ -164,15 +164,17 @@ class SupervisedModule(L.LightningModule):
         self._log_means(self.log_room, {name: value.detach() for name, value in means.items()}, on_step=True)
         return self.accumulated(means["loss"], number, batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._log_evaluation("val", batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._log_evaluation("test", batch)
 
     def _log_evaluation(self, stage: str, batch: Any) -> None:
         means, number = self.means(self.measure, batch)
-        self._log_means(stage, means, on_step=False, batch_size=number)
+        name = getattr(batch, "set_name", None)
+        of_set = {} if name is None else {f"{key}/{name}": value for key, value in means.items()}
+        self._log_means(stage, means | of_set, on_step=False, batch_size=number)
 
     def means(self, measure: Callable[[Any], dict[str, Tensor]], batch: Any) -> tuple[dict[str, Tensor], int]:
         """Means to log and minimize, and their count. Averaged over ranks they are those of the batch.

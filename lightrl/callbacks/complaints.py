@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.printable import count_text
 
 if TYPE_CHECKING:
     import lightning as L
@@ -54,7 +55,7 @@ class ComplaintLog(RLCallback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if self._num_dropped.total() > _MAX_DROPS:
             more = ", ".join(f"{num} {reason}" for reason, num in self._num_dropped.most_common())
-            self.add("rollout", "dropped", f"{self._num_dropped.total()} trajectories in all: {more}")
+            self.add("rollout", "dropped", f"{count_text(self._num_dropped.total(), 'trajectory')} in all: {more}")
         self._num_dropped.clear()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightrl.callbacks.monitors import check_monitors, is_ours, names_of_validation
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.printable import count_text
 
 if TYPE_CHECKING:
     import lightning as L
@@ -100,12 +101,16 @@ class RolloutMetrics(RLCallback):
         self._num_written_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
+        self._is_resumed = False  # the first groups were written before this fit
         self._overlapped_s: float | None = None  # from the last rollout's end to this one's
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._num_failed, self._warns_at = 0, 1
         self._num_skipped = 0.0
         self._thrown_away = MeansSince()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._is_resumed, self._rollout_ended_s = trainer.global_step > 0, None
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._num_loss_tokens = 0
@@ -200,7 +205,8 @@ class RolloutMetrics(RLCallback):
         writing_s = seconds.get("rollout")
         if rl_trainer.rollout.settings.max_staleness > 0:
             values["time/straggler_wait_s"] = rl_trainer.rollout.progress()["straggler_wait_s"]
-            writing_s = writing_s if self._overlapped_s is None else self._overlapped_s
+            own_s = None if self._is_resumed else writing_s
+            writing_s = own_s if self._overlapped_s is None else self._overlapped_s
         if writing_s and not rl_trainer.rollout.is_recorded:
             values["rollout/tokens_per_s"] = self._num_written_tokens / writing_s
         if seconds.get("update"):
@@ -282,8 +288,8 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     correct_fraction = statistics.fmean(trajectory.accuracy for trajectory in trajectories)
     what = (
-        f"No group has had any reward variance for {num_iterations} iterations ({len(groups)} groups of two or more): "
-        "within a group every trajectory got the same reward"
+        f"No group has had any reward variance for {count_text(num_iterations, 'iteration')} ({len(groups)} groups of "
+        "two or more): within a group every trajectory got the same reward"
     )
     effect = "All advantages are 0, so without a KL term the gradient is 0 and the policy learns nothing. "
     if all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):

@@ -27,6 +27,7 @@ KINDS = {
     "checkpoints": "fit --ckpt_path checkpoints/last.ckpt continues",
     "trace": "where the time went: summary.json, trace.json",
     "complaints": "warnings, errors and drops, a file per rank",
+    "logs": "log lines, a file per rank; set levels by logging:",
     "failed_rewards.jsonl": "whose reward failed; lightrl doctor replay",
     "journal-*.jsonl": "turns of agents, from which a resumed run continues",
     "traceback.txt": "the error that ended the run",
@@ -42,17 +43,29 @@ def contents(folder: Path) -> list[str]:
 
 
 class RunFiles(RLCallback):
-    """Writes the README.txt when a stage is set up, and logs the folder's path.
+    """Writes the README.txt when a stage is set up, logs the folder's path, and keeps lightrl's log lines of each rank.
 
     Nothing is written without a logger or with `fast_dev_run`, or where the disk is full.
     """
+
+    def __init__(self) -> None:
+        self._log_file: logging.FileHandler | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         folder = trainer.log_dir  # on all ranks: it comes from rank 0
         for saves in trainer.checkpoint_callbacks if folder else []:
             if getattr(saves, "dirpath", "") is None:  # where Lightning's are too, unless CSVLogger is not the first
                 vars(saves)["dirpath"] = str(Path(str(folder)) / "checkpoints")
-        if not (folder and trainer.is_global_zero and trainer.loggers) or getattr(trainer, "fast_dev_run", False):
+        if not (folder and trainer.loggers) or getattr(trainer, "fast_dev_run", False):
+            return
+        self._close_log()
+        with contextlib.suppress(OSError):
+            path = Path(folder) / "logs" / f"rank-{trainer.global_rank}.log"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._log_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+            self._log_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+            logging.getLogger("lightrl").addHandler(self._log_file)
+        if not trainer.is_global_zero:
             return
         log.info("run folder: %s", folder)
         lines = [
@@ -64,3 +77,15 @@ class RunFiles(RLCallback):
         with contextlib.suppress(OSError):
             Path(folder).mkdir(parents=True, exist_ok=True)
             write_whole(Path(folder) / "README.txt", "\n".join(lines) + "\n")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._close_log()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._close_log()
+
+    def _close_log(self) -> None:
+        if self._log_file is not None:
+            logging.getLogger("lightrl").removeHandler(self._log_file)
+            self._log_file.close()
+            self._log_file = None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.callbacks.probe import Probe
 from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.errors import EngineTimeout, WeightSyncError
+from lightrl.errors import EngineTimeout, WeightSyncError, WeightSyncUndone
 from lightrl.module import RLModule
 from lightrl.rollout import Rollout
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -28,6 +29,8 @@ import torch
 from torch import Tensor
 
 from lightrl.engines.abilities import SharesDevices
+
+log = logging.getLogger(__name__)
 
 # Engine and trainer on the same devices: each has the memory while it works.
 #
@@ -108,14 +111,15 @@ class WeightSync(RLCallback):
     (the largest of all replicas), has a bound; see probe.py. One wrong replica of several is dropped and gets the
     weights again, otherwise the run stops. LocalEngine, to which weights are copied in memory, is probed after every
     tenth sync. `sync/verified_fraction` is the share of replicas whose digests are the trainer's; an engine without
-    digests does not log it. The first sync logs which checks there are.
+    digests does not log it. The first sync logs which checks there are. A sync that fails is tried once more if the
+    engine serves the version before.
 
     Two things keep behavior and present logprobs apart, and `policy/kl_behavior_nats` measures both together. The
     engine's numbers: `sync/mismatch_*` compares the trained tokens of the present version, with the logprobs that the
     engine gave when it sampled, in an iteration's first minibatch; without such tokens, as when each group waits its η
     versions, the probe remains. `sync/mismatch_present_abs_dlogp_nats` is over trajectories of the present version
-    alone and has a bound too: it shows stale caches, and restarts between syncs. The policy's lag: `policy/lag_*`, by
-    the trainer's numbers alone; see lag_probe.py.
+    alone and has a bound too, and the largest difference another: they show stale caches, and restarts between syncs.
+    The policy's lag: `policy/lag_*`, by the trainer's numbers alone; see lag_probe.py.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates.
@@ -226,15 +230,18 @@ class WeightSync(RLCallback):
         start = time.perf_counter()
         scores = self._probe.trainer_side(trainer, module, weight_version)
         ranks = ranks_of(trainer.strategy)
-        shares = self._shares.buckets(trainer, module, self.bucket_bytes, is_blocking=self.blocking)
-        buckets = _gathered(shares, ranks)
+
+        def buckets() -> Iterator[Bucket]:
+            shares = self._shares.buckets(trainer, module, self.bucket_bytes, is_blocking=self.blocking)
+            return _gathered(shares, ranks)
+
         if self.blocking:
             with ranks.own_deadline():  # the engine's
-                trainer.rollout.load_weights(buckets, weight_version=weight_version)
+                _load(trainer.rollout, buckets, weight_version)
                 self._acknowledge(trainer, module, weight_version, scores)
         else:
             self._load = _BackgroundLoad(weight_version, scores)
-            self._load.start(trainer.rollout.local if ranks.is_main else None, self._copy, buckets)
+            self._load.start(trainer.rollout.local if ranks.is_main else None, self._copy, buckets())
         self.last_sync_s = time.perf_counter() - start
 
     def _finish(self, trainer: RLTrainer, module: RLModule) -> None:
@@ -257,8 +264,17 @@ class WeightSync(RLCallback):
     ) -> None:
         """The engine has the version: probes it and calls the hook."""
         self._acknowledged_version = weight_version
-        self._metrics = self._probe.compare(trainer, module, weight_version, scores)
+        self._metrics = self._probe.compare(trainer, module, scores)
         trainer.call_rl_hook("on_weights_synced", weight_version)
+
+
+def _load(rollout: Rollout, buckets: Callable[[], Iterable[Bucket]], weight_version: int) -> None:
+    """Loads a version; once more if the engine failed and serves the one before: one lost answer ends no run."""
+    try:
+        rollout.load_weights(buckets(), weight_version=weight_version)
+    except WeightSyncUndone as error:
+        log.warning("Trying the same weight sync once more: %s", error)
+        rollout.load_weights(buckets(), weight_version=weight_version)
 
 
 def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
@@ -292,7 +308,7 @@ class _BackgroundLoad:
 
         def load() -> None:
             try:
-                rollout.load_weights(copies, weight_version=self.weight_version)
+                _load(rollout, lambda: copies, self.weight_version)
             except BaseException as error:  # noqa: BLE001  # nobody is above it in this thread; `wait` hands it over
                 self.error = error
 

@@ -6,6 +6,7 @@ Reading order:
     dotted_path.py  functions that a configuration names
     user_code.py    exceptions of user code become ours
     disk_errors.py  why a file could not be written
+    file_sums.py    whether files still have the bytes that they were given
     publish.py      files and folders that get their name when they are complete
     printable.py    text of programs, without codes for the terminal; durations
 

@@ -27,7 +27,7 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
         num_bytes: the size to write; None if unknown.
     """
     if is_disk_full(error):
-        folder = next(folder for folder in place.absolute().parents if folder.is_dir())
+        folder = nearest_folder(place.absolute().parent)
         free = f"{_size(shutil.disk_usage(folder).free)} free"
         needed = "" if num_bytes is None else f", {_size(num_bytes)} to write"
         return f"the disk of {str(folder)!r} is full ({free}{needed})"
@@ -35,6 +35,11 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
         return str(system_error.strerror)
     *_, last = _links(error)
     return (str(last) or type(last).__name__).splitlines()[0]
+
+
+def nearest_folder(place: Path) -> Path:
+    """The folder itself, or the nearest of its parents that exists."""
+    return next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
 
 
 def cause_to_show(error: BaseException) -> BaseException | None:

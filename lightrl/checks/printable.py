@@ -1,8 +1,9 @@
-"""Text for a terminal: of programs and models, without the control codes that rewrite what it shows; durations."""
+"""Text for a terminal: of programs and models without control codes, which rewrite what it shows; counts, durations."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 
@@ -11,6 +12,17 @@ def escape_unprintable(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
+
+
+def count_text(number: int, name: str) -> str:
+    """`1 group`, `2 groups`, `0 trajectories`."""
+    plural = f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
+    return f"{number} {name if number == 1 else plural}"
+
+
+def one_period(text: str) -> str:
+    """One period instead of two, where a sentence ends with the text of an error that has its own."""
+    return re.sub(r"(?<!\.)\.\.(?=\s|$)", ".", text)
 
 
 def duration_text(seconds: float) -> str:

@@ -3,7 +3,8 @@
 Reading order:
     main.py           `lightrl <command>`: help, version, and which module a command is
     cli.py            fit, validate, test, predict: LightningCLI with our defaults
-    config_layers.py  where a setting comes from; config_errors.py: explains a wrong one, with path, file and line
+    config_layers.py  where a setting comes from; config_errors.py: explains a wrong one, with path, file and line;
+                      setting_help.py: what a setting takes
     earlier_runs.py   which checkpoint ckpt_path=last means
     console.py        log lines and errors on stderr, exit codes
     plan.py           shows what an iteration computes, from what and where, and what it takes

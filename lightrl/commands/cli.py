@@ -6,6 +6,7 @@ classes by their short name, a user's by a dotted path that starts in the workin
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import sys
@@ -13,7 +14,7 @@ from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -38,6 +39,7 @@ from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import UsageError, Written, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.commands.earlier_runs import check_links, last_checkpoint
+from lightrl.commands.setting_help import asked_help
 from lightrl.launch import Launch
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
@@ -45,6 +47,7 @@ from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
 
+_Level = Literal["debug", "info", "warning", "error"]
 _SECRETS = ("token", "api_key", "password")  # names of settings
 
 
@@ -100,6 +103,8 @@ class LightRLCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_optimizer_args((torch.optim.Optimizer,))
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        levels = "levels of loggers, one for each package, such as {lightrl.rollout: debug, lightrl.engines: warning}"
+        parser.add_argument("--logging", type=dict[str, _Level], default={}, help=levels)
         parser.add_argument("--launch", type=Launch | None, default=None, help="where `lightrl launch` starts the run")
 
     def config_text(self) -> str:
@@ -117,6 +122,9 @@ class LightRLCLI(LightningCLI):
         command, *rest = args
         is_run = command in self._subcommand_parsers
         self._written = Written.read(rest) if is_run else Written({}, {})
+        if is_run and (text := asked_help(self._subcommand_parsers[command], command, rest)) is not None:
+            sys.stdout.write(text)
+            raise SystemExit(0)
         try:
             self.config: Namespace = parser.parse_args(args)
         except ArgumentError as error:
@@ -129,6 +137,12 @@ class LightRLCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Not Lightning's, which sets `model` from a checkpoint's hyper-parameters: any class, any reward function."""
+
+    def before_instantiate_classes(self) -> None:
+        for name, level in self.config[self.config.subcommand].logging.items():
+            if name.partition(".")[0] == "lightrl" and importlib.util.find_spec(name) is None:
+                raise UsageError(f"logging{self._written.origin('logging')}: there is no {name} in lightrl.")
+            logging.getLogger(name).setLevel(level.upper())
 
     def instantiate_classes(self) -> None:
         """Builds trainer, model and data.

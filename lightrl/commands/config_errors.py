@@ -42,7 +42,7 @@ def explain(error: ArgumentError, parser: ArgumentParser, args: Sequence[str]) -
     """
     try:
         written = Written.read(args)
-        _Walk(written).group(written.settings, _Keys.of_parser(parser), "", "lightrl")
+        _Walk(written).group(written.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
         return str(usage_error)
     stray = re.fullmatch(r"unrecognized arguments: (\S+).*", error.message, re.DOTALL)
@@ -62,7 +62,7 @@ def check_empty_sections(written: Written, parser: ArgumentParser) -> None:
     if not empty:
         return
     try:
-        _Walk(written).group(written.settings, _Keys.of_parser(parser), "", "lightrl")
+        _Walk(written).group(written.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as error:
         if any(str(error).startswith(f"{path} is not a setting of") for path in empty):
             raise
@@ -72,15 +72,15 @@ def check_empty_sections(written: Written, parser: ArgumentParser) -> None:
 
 
 @dataclasses.dataclass
-class _Keys:
+class Keys:
     """The settings allowed at one place: the name → its type, or the names below it."""
 
     types: dict[str, Any]
-    groups: dict[str, _Keys]
+    groups: dict[str, Keys]
     required: list[str]
 
     @classmethod
-    def of_parser(cls, parser: ArgumentParser) -> _Keys:
+    def of_parser(cls, parser: ArgumentParser) -> Keys:
         keys = cls({}, {}, [])
         for action in parser._actions:
             is_setting = not isinstance(action, ActionConfigFile) and action.option_strings
@@ -89,7 +89,7 @@ class _Keys:
         return keys
 
     @classmethod
-    def of_class(cls, kind: type) -> _Keys:
+    def of_class(cls, kind: type) -> Keys:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(kind, fail_untyped=False, sub_configs=True)
         return cls.of_parser(parser)
@@ -98,7 +98,7 @@ class _Keys:
         name, *rest = path
         if rest:
             self.types.pop(name, None)  # a group's own flag takes a file
-            self.groups.setdefault(name, _Keys({}, {}, []))._add(rest, action)
+            self.groups.setdefault(name, Keys({}, {}, []))._add(rest, action)
         elif name not in self.groups:
             self.types[name] = getattr(action, "_typehint", Any)
             if action.required:
@@ -117,7 +117,7 @@ class _Walk:
     def __init__(self, written: Written) -> None:
         self._from = written.origin
 
-    def group(self, settings: Mapping[str, Any], keys: _Keys, prefix: str, owner: str) -> None:
+    def group(self, settings: Mapping[str, Any], keys: Keys, prefix: str, owner: str) -> None:
         """Settings by name, of one class or of the command itself."""
         for name in settings:
             if name not in keys:
@@ -135,35 +135,38 @@ class _Walk:
 
     def value(self, value: Any, hint: Any, path: str) -> None:
         """One setting: a plain value, a class with its arguments, or a list of these."""
-        kinds = _classes_in(hint)
+        kinds = classes_in(hint)
         if isinstance(value, Mapping) and kinds and not _takes_mapping(hint):
-            self._class(value, kinds, path)
+            self._class(value, kinds, path, _num_given(hint))
         elif isinstance(value, list) and value and kinds:
             for index, item in enumerate(value):
                 self.value(item, hint, f"{path}[{index}]")
         elif kinds and not all(map(dataclasses.is_dataclass, kinds)):
             if isinstance(value, str) and not _accepts(value, hint):
-                _resolve(value, kinds, path, self._from(path))
-                self._class({"class_path": value}, kinds, path)
+                resolve(value, kinds, path, self._from(path))
+                self._class({"class_path": value}, kinds, path, _num_given(hint))
             elif not isinstance(value, Mapping) and not _accepts(value, hint):
                 raise UsageError(self._wrong(path, value, f"the name of a class: {_describe(hint)}"))
         elif hint is not Any and not _accepts(value, hint):
             raise UsageError(self._wrong(path, value, _describe(hint)))
 
-    def _class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str) -> None:
+    def _class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
+        """A class with its arguments, of which the caller gives the first `num_given`."""
         if "class_path" in settings:
             class_path = settings["class_path"]
             if not isinstance(class_path, str):
                 raise UsageError(self._wrong(f"{path}.class_path", class_path, "the name of a class"))
-            kind = _resolve(class_path, kinds, f"{path}.class_path", self._from(f"{path}.class_path"))
+            kind = resolve(class_path, kinds, f"{path}.class_path", self._from(f"{path}.class_path"))
         elif all(map(dataclasses.is_dataclass, kinds)):
             kind = self._nearest(settings, kinds, path)
         elif len(kinds) == 1 and "init_args" not in settings:
-            names = ", ".join(sorted(_importable_classes(kinds))[:20])
+            names = ", ".join(sorted(importable_classes(kinds))[:20])
             raise UsageError(f"{path} needs a class_path{self._from(path)}: the name of a class, such as {names}.")
         else:
             return
-        keys = _Keys.of_class(kind)
+        if not inspect.isclass(kind):  # a function that returns one
+            return
+        keys = Keys.of_class(kind)
         owner = _name(kind)
         arguments = settings.get("init_args") or {}
         if "init_args" in settings and isinstance(arguments, Mapping):
@@ -173,7 +176,7 @@ class _Walk:
         self.group(direct, keys, f"{path}.", owner)
         present = {**arguments, **direct, **(settings.get("dict_kwargs") or {})}
         inner = f"{path}.init_args." if "class_path" in settings else f"{path}."
-        missing = [f"{inner}{name}" for name in keys.required if name not in present]
+        missing = [f"{inner}{name}" for name in keys.required[num_given:] if name not in present]
         if missing:
             raise UsageError(f"{owner} needs {' and '.join(missing)}{self._from(path)}.")
 
@@ -183,7 +186,7 @@ class _Walk:
         Raises:
             UsageError: if a role's settings stand beside those of its model.
         """
-        names = {kind: [name for name in settings if name in _Keys.of_class(kind)] for kind in kinds}
+        names = {kind: [name for name in settings if name in Keys.of_class(kind)] for kind in kinds}
         if set(kinds) == {ModelSpec, Role} and all(names.values()):
             inner, outer = (", ".join(f"{name}: ..." for name in names[kind]) for kind in (ModelSpec, Role))
             fix = f"Write {path.rpartition('.')[2]}: {{model: {{{inner}}}, {outer}}}."
@@ -195,9 +198,9 @@ class _Walk:
             )
         return max(kinds, key=lambda kind: len(names[kind]))
 
-    def _unknown(self, name: str, settings: Mapping[str, Any], keys: _Keys, prefix: str, owner: str) -> str:
+    def _unknown(self, name: str, settings: Mapping[str, Any], keys: Keys, prefix: str, owner: str) -> str:
         path = f"{prefix}{name}"
-        if owner == "lightrl.ModelSpec" and name in _Keys.of_class(Role):
+        if owner == "lightrl.ModelSpec" and name in Keys.of_class(Role):
             return f"{path} is a setting of lightrl.Role{self._from(path)}, whose `model:` is the lightrl.ModelSpec."
         names = keys.names()
         close = [f"{prefix}{match}" for match in difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)]
@@ -205,8 +208,10 @@ class _Walk:
             close = [f"{prefix}{group}.{name}" for group, inner in keys.groups.items() if name in inner]
         if not close and not prefix:
             kind = _class_of(settings.get("model"))
-            if kind is not None and name in _Keys.of_class(kind):
+            if kind is not None and name in Keys.of_class(kind):
                 close = [f"model.init_args.{name}"]
+        if not prefix and difflib.get_close_matches(str(name), ["config"]):
+            close = ["--config"]
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
         indent = "  "
         listed = textwrap.fill(", ".join(names), 80, initial_indent=indent, subsequent_indent=indent)
@@ -217,14 +222,24 @@ class _Walk:
         return f"{path} must be {expected}, got {shown}{self._from(path)}."
 
 
-def _classes_in(hint: Any) -> list[type]:
+def classes_in(hint: Any) -> list[type]:
     """The classes within a type that a `class_path` could name, and data classes."""
     if inspect.isclass(hint) and typing.get_origin(hint) is None:
         plain = hint.__module__ in ("builtins", "types", "pathlib", "datetime", "enum") or issubclass(hint, Path)
         return [] if plain or hint in (collections.abc.Callable, typing.Any) else [hint]
-    if typing.get_origin(hint) in (collections.abc.Callable, typing.Literal, type):
+    if typing.get_origin(hint) in (typing.Literal, type):
         return []
-    return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in _classes_in(inner)))
+    if typing.get_origin(hint) is collections.abc.Callable:  # of a class, its arguments without those that are given
+        return classes_in(typing.get_args(hint)[-1])
+    return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in classes_in(inner)))
+
+
+def _num_given(hint: Any) -> int:
+    """How many arguments a class gets from its caller, where a function of so many may stand."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is collections.abc.Callable:
+        return len(inner[0]) if isinstance(inner[0], list) else 0
+    return max(map(_num_given, inner), default=0)
 
 
 def _takes_mapping(hint: Any) -> bool:
@@ -235,7 +250,7 @@ def _takes_mapping(hint: Any) -> bool:
     return inspect.isclass(origin or hint) and issubclass(origin or hint, Mapping)
 
 
-def _importable_classes(kinds: Sequence[type]) -> dict[str, type]:
+def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
     """By short name: these classes and all their imported subclasses, without abstract ones."""
     classes: dict[str, type] = {}
     waiting = list(kinds)
@@ -256,17 +271,17 @@ def _class_of(setting: Any) -> type | None:
     if not isinstance(class_path, str):
         return None
     with contextlib.suppress(UsageError):
-        return _resolve(class_path, [L.LightningModule], "model.class_path", "")
+        return resolve(class_path, [L.LightningModule], "model.class_path", "")
     return None
 
 
-def _resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> type:
+def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> type:
     """The class behind a short name or dotted path.
 
     Raises:
         UsageError: if there is no such class, or it is of another kind.
     """
-    classes = _importable_classes(kinds)
+    classes = importable_classes(kinds)
     setting = f"{path}={class_path}{origin}"
     if "." not in class_path:
         if class_path in classes:

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 import lightrl
 from lightrl.checks.disk_errors import is_disk_full
+from lightrl.checks.printable import one_period
 from lightrl.commands.config_layers import UsageError
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.errors import EngineUnreachable, LightRLError, OtherRankFailed
@@ -89,7 +90,7 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
 
 
 def _fail(message: str, *, code: int) -> int:
-    sys.stderr.write(f"lightrl: {message}\n")
+    sys.stderr.write(f"lightrl: {one_period(message)}\n")
     return code
 
 
@@ -171,12 +172,13 @@ class _MarkedFormatter(logging.Formatter):
     """Plain lines; warnings and errors start with their level, in color on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
+        text = one_period(super().format(record))
         if record.levelno < logging.WARNING:
-            return super().format(record)
+            return text
         mark = f"{record.levelname.lower()}:"
         if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
             mark = f"\033[{31 if record.levelno >= logging.ERROR else 33}m{mark}\033[0m"
-        return f"{mark} {super().format(record)}"
+        return f"{mark} {text}"
 
 
 def configure_logging() -> None:

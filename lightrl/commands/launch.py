@@ -38,6 +38,7 @@ settings of lightrl fit; those of the launch are --launch.nodes, --launch.server
 
 lightrl status FOLDER shows how the run is; docs/clusters.md has an example for each launcher.
 """
+NO_GPU = "trainer.accelerator is auto and this machine has no GPU: CPUs are assumed. Set it to gpu to plan for GPUs."
 PORT, NUM_PORTS = 29500, 64  # where the launch does not say; see Launch.port
 _LAUNCHERS: dict[str, Callable[..., Launcher]] = {
     "local": LocalLauncher,
@@ -93,8 +94,15 @@ def plan_of(
     own = {"local": ["127.0.0.1"], "slurm": later, "ray": later}
     is_local = launch.launcher == "local"
     num_gpus = torch.cuda.device_count() if is_local and not facts.on_cpu else None
-    if num_gpus == 0:  # as Lightning's accelerator: auto
-        facts = replace(facts, on_cpu=True)
+    if num_gpus == 0 and facts.assumed:  # as Lightning's accelerator: auto
+        facts = replace(facts, on_cpu=True, assumed=NO_GPU)
+    elif num_gpus is not None:
+        if not is_shown and num_gpus < (launch.gpus_per_node or 1):
+            raise ValueError(
+                f"launch.gpus_per_node={launch.gpus_per_node or 1}, but this machine has {num_gpus} GPUs that torch "
+                "sees. Lower it, or set launch.launcher to one that starts the run elsewhere."
+            )
+        facts = replace(facts, assumed="")
     return make_plan(
         launch,
         facts,

@@ -38,6 +38,7 @@ usage: lightrl <command> --config run.yaml [--setting value ...]
 
 lightrl <command> --help             all settings of a command
 lightrl fit --model.help GRPO        all settings of a class
+lightrl fit --model.sampling.help    what one setting takes
 lightrl fit --config run.yaml --print_config
                                      the whole configuration of a run, without running it
 lightrl --version                    {__version__}

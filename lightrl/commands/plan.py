@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
-from lightrl.commands.launch import LaunchedCLI
+from lightrl.commands.launch import NO_GPU, LaunchedCLI
 from lightrl.commands.plan_run import planned
 from lightrl.commands.plan_tables import costs_text
 from lightrl.data import TrajectoryDataModule
@@ -62,6 +62,8 @@ class PlanCLI(LaunchedCLI):
             raise UsageError(f"lightrl plan needs an RLModule or SFT, DPO, RewardModel, got {type(module).__name__}.")
         if launched is not None:
             where = "\n".join(["launch", picture(launched), *launched.notes])
+        elif self._is_assumed_cpu():
+            where += f"\n  {NO_GPU}"
         try:
             run = planned(module, self.trainer, self.datamodule)
             assert run is not None
@@ -75,6 +77,10 @@ class PlanCLI(LaunchedCLI):
             return devices_text(self.trainer)
         except ValueError as error:  # this machine has too few GPUs for the run's servers
             return str(error)
+
+    def _is_assumed_cpu(self) -> bool:
+        accelerator = self.config[self.config.subcommand].trainer.accelerator
+        return accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu"
 
     def _device_bytes(self) -> float | None:
         """Of each GPU; None if there is none, and none is given."""

@@ -59,7 +59,8 @@ class TrainerSettings:
         num = max(1, torch.cuda.device_count() if is_gpu else 0) if every else num_devices(count)
         callbacks, nodes = section.get("callbacks") or [], int(section.get("num_nodes") or 1)
         places = [torch.device("cuda", index) if is_gpu else torch.device("cpu") for index in range(num)]
-        strategy: Any = named_strategy(section.get("strategy") or "auto")
+        named = section.get("strategy") or "auto"
+        strategy: Any = named_strategy("FSDP2Strategy" if named == "auto" and num * nodes > 1 else named)
         if isinstance(strategy, str):
             strategy = SimpleNamespace(root_device=places[0])
         strategy.parallel_devices, strategy.num_nodes = places, nodes

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+from lightrl.checks.printable import count_text
 from lightrl.commands.config_errors import explain
 from lightrl.commands.config_layers import UsageError, Written
 from lightrl.commands.console import reported
@@ -104,7 +105,7 @@ def serve(
             port=port or 0, args={**({} if model.path else {"load_format": "dummy"}), **(server_args or {})},
             log_folder=logs, host=host, python=sglang_python, token=token, startup_timeout_s=startup_timeout_s,
         )  # fmt: skip
-        log.info("Starting %d server%s; logs in %s.", servers, "s" if servers > 1 else "", logs)
+        log.info("Starting %s; logs in %s.", count_text(servers, "server"), logs)
         try:
             receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
             announcement = Announcement(register) if register is not None else None

@@ -8,6 +8,7 @@ Reading order:
     call_within.py   user code with a deadline, which never blocks the loop; every step of an end (call_all)
     body.py          an HTTP answer, as much of it as may be in memory
     owner.py         whose a file is, and whether that process still runs
+    line_buffer.py   the lines of a stream, in bounded memory
     parent_guard.py  child processes that end with their parent, whatever happens to it
     fresh_python.py  another interpreter that imports what this one does; channel.py: messages between their event loops
     guarded_processes.py  commands under such guards, started, watched and ended by name

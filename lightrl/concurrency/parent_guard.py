@@ -41,7 +41,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="lightrl-parent", daemon=True).start()
 
 
-def wait_for_parent(parent: int, pipe: int | None = None, *, until: Callable[[], bool] = lambda: False) -> None:
+def wait_for_parent(parent: int, pipe: int | None = None, *, until: Callable[[], object] = lambda: False) -> None:
     """Returns when the process `parent` is gone, when nothing can write to `pipe` any more, or when `until` is true."""
     poller = select.poll()
     if pipe is not None:
@@ -60,18 +60,44 @@ class _Terminated(Exception):
     """SIGTERM came."""
 
 
+def adopt_orphans() -> None:
+    """From now on Linux gives this process those below it whose parents die, also of other sessions."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_orphans(spared: int) -> None:
+    """Waits for the adopted children that have ended; the command itself is `spared`."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != spared:
+            os.waitpid(ended.si_pid, 0)
+
+
+def kill_descendants(grace_s: float = 0.0) -> None:
+    """SIGKILL for all processes below this one until none is left; those that end within the grace do so by themselves.
+
+    Without /proc only a process group can be killed.
+    """
+    deadline = time.monotonic() + grace_s
+    while left := _descendants(os.getpid()):
+        if time.monotonic() >= deadline:
+            for child in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+
+
 def main() -> int:
     parent, grace_s, remove, *command = sys.argv[1:]
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, _raise_terminated)
     process: subprocess.Popen[bytes] | None = None
     seconds = float(grace_s)
     try:
         process = started = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent, close_fds=False
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent, close_fds=False
         )
-        wait_for_parent(int(parent) or os.getppid(), 0, until=lambda: started.poll() is not None)
+        wait_for_parent(int(parent) or os.getppid(), 0, until=lambda: _has_ended(started))
         seconds = _grace_in(0, seconds)
     except _Terminated:
         pass
@@ -102,27 +128,15 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-    while True:
-        if process.poll() is None:
-            process.kill()
-        kill_group(process.pid)
-        left = _descendants(os.getpid())
-        for child in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        _reap(process)
-        if not left and process.poll() is not None:
-            return
-        time.sleep(0.02)
+    process.kill()
+    kill_group(process.pid)
+    kill_descendants()
+    process.wait()
 
 
-def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Waits for orphans that became this process's children; its Popen waits for the command itself."""
-    if process.poll() is None:
-        return
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    reap_orphans(process.pid)
+    return process.poll() is not None
 
 
 def _descendants(ancestor: int) -> list[int]:
@@ -144,7 +158,8 @@ def _descendants(ancestor: int) -> list[int]:
     return descendants
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Linux kills this process when the thread that forked it is gone."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

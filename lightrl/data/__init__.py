@@ -1,9 +1,7 @@
 """Prompts for rollouts and chats for SFT: read, rendered with the policy's tokenizer, checked, the same on all ranks.
 
 Reading order:
-    rows.py          rows of a file or a hub dataset; errors that name the row; lazy.py  read when they are needed
-    text_files.py    lines of .jsonl, .json and .csv, gzipped or not
-    split_rows.py    the rows of a split's sources in one sequence, and their prompts
+    rows.py          rows of a file, a hub dataset or a function, by index; errors that name the row
     mixture.py       several weighted sources: whose row comes at each position
     streamed.py      sources that can only be read in order
     chat.py          a row's columns to messages, messages to token ids
@@ -11,9 +9,7 @@ Reading order:
     loader.py        where a trainer's prompts come from; a user's own DataLoader as a stream
     prompts.py       PromptDataModule: what an RLModule trains and validates on
     curriculum.py    which prompts are worth a rollout, judged by past success
-    completions.py   prompts with completions from the data; windows.py  read window by window
-    supervised.py    SFTDataModule: prompts with the completion to imitate
-    pairs.py         PreferenceDataModule: prompts with a chosen and a rejected completion
+    completions.py   prompts with completions from the data: SFTDataModule, PreferenceDataModule
     trajectories.py  TrajectoryDataModule: recorded trajectories, from files
 
 May import: errors, checks, trajectory, experience, models, workflows, lightning. To add a source of prompts, subclass
@@ -22,14 +18,12 @@ FILE_SUFFIXES.
 """
 
 from lightrl.data.chat import ChatRenderer
+from lightrl.data.completions import ChatBatch, PairBatch, PreferenceDataModule, SFTDataModule
 from lightrl.data.curriculum import SuccessRateCurriculum
 from lightrl.data.loader import prompt_source, prompts_of, wrap_train_loader
 from lightrl.data.mixture import DataSource, MixtureOrder
-from lightrl.data.pairs import PairBatch, PreferenceDataModule
 from lightrl.data.prompts import PromptDataModule
 from lightrl.data.stream import EpochLoader, PromptBatch, PromptStream, iteration_clock, prompt_batches
-from lightrl.data.streamed import StreamedPrompts
-from lightrl.data.supervised import ChatBatch, SFTDataModule
 from lightrl.data.trajectories import TrajectoryDataModule
 
 __all__ = [
@@ -42,7 +36,6 @@ __all__ = [
     "DataSource",
     "MixtureOrder",
     "PromptStream",
-    "StreamedPrompts",
     "PromptBatch",
     "EpochLoader",
     "ChatRenderer",

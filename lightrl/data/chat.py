@@ -9,15 +9,14 @@ from __future__ import annotations
 import difflib
 import logging
 import string
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.user_code import user_code
-from lightrl.data.rows import LocatedRow, Made, Row, require_column
+from lightrl.data.rows import LocatedRow, Made, Row, require_column, without_errors
+from lightrl.models import CONTEXT
 from lightrl.models.chat_template import ChatTemplate, opened, with_turn
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Prompt
@@ -160,21 +159,31 @@ class ChatRenderer:
     Args:
         tokenizer: the policy's.
         pictures: how the policy reads pictures; None for a text-only policy.
+        max_tokens: the longest prompt allowed; None for no limit.
+        min_tokens: shorter prompts are dropped; None for no limit.
+        overflow: what to do with longer prompts.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, pictures: Pictures | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        pictures: Pictures | None = None,
+        max_tokens: int | None = None,
+        min_tokens: int | None = None,
+        overflow: Literal["error", "drop"] = "error",
+    ) -> None:
         self.tokenizer = tokenizer
         self.pictures = pictures
+        self.max_tokens = max_tokens
+        self.min_tokens = min_tokens
+        self.overflow = overflow
         self.template = ChatTemplate(tokenizer)
         self.template.check_generation_prompt()
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """The tokens after which the policy's turn begins."""
-        return self.ids_of([messages])[0]
-
-    def ids_of(self, chats: Sequence[Messages]) -> list[list[int]]:
-        """`prompt_ids` of each chat, with one call of the tokenizer."""
-        return self._ids([self._text(messages) for messages in chats])
+        return self._ids([self._text(messages)])[0]
 
     def _text(self, messages: Messages, arguments: Mapping[str, Any] | None = None) -> str:
         if self.template.chat_template is not None:
@@ -190,8 +199,12 @@ class ChatRenderer:
         encoded = [list(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
         return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
 
-    def rendered(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> list[Prompt | ValueError]:
-        """The prompts with token ids; a ValueError where there are none, or as `with_pictures` raises."""
+    def rendered(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> list[Made]:
+        """The prompts with token ids: None for one that is dropped for its length, ValueError for a bad one.
+
+        Args:
+            where: names the prompt at an index in error messages.
+        """
         texts: dict[int, str] = {}
         failed: dict[int, ValueError] = {}
         for index, prompt in enumerate(prompts):
@@ -201,22 +214,35 @@ class ChatRenderer:
                 except ValueError as error:
                     failed[index] = ValueError(f"{where(index)}: {error}")
         ids = dict(zip(texts, self._ids(list(texts.values())), strict=True))
-        rendered: list[Prompt | ValueError] = []
+        made: list[Made] = []
         for index, prompt in enumerate(prompts):
-            if index in failed:
-                rendered.append(failed[index])
-                continue
             try:
+                if index in failed:
+                    raise failed[index]
                 if prompt.token_ids is None:
                     prompt = replace(prompt, token_ids=ids[index])
                 if prompt.images:
                     prompt = self.with_pictures(prompt, where(index))
                 if not prompt.token_ids:
                     raise ValueError(f"{where(index)} renders to no prompt tokens. Fix its text.")
-                rendered.append(prompt)
+                made.append(prompt if self._fits(prompt, where(index)) else None)
             except ValueError as error:
-                rendered.append(error)
-        return rendered
+                made.append(error)
+        return made
+
+    def _fits(self, prompt: Prompt, where: str) -> bool:
+        num_tokens = len(prompt.token_ids or [])
+        if self.min_tokens is not None and num_tokens < self.min_tokens:
+            return False
+        if self.max_tokens is None or num_tokens <= self.max_tokens:
+            return True
+        if self.overflow == "drop":
+            return False
+        raise ValueError(
+            f"{where} (prompt {prompt.id!r}) has {num_tokens} prompt tokens, but at most {self.max_tokens} fit "
+            f"(max_prompt_tokens, or {CONTEXT}, less max_new_tokens). Shorten it, set prompt_overflow='drop', or lower "
+            "max_new_tokens."
+        )
 
     def with_pictures(self, prompt: Prompt, where: str) -> Prompt:
         """The prompt with the image tokens of its pictures added to its token ids.
@@ -287,101 +313,39 @@ class ChatRenderer:
             return self.template.render(messages, arguments, is_whole=is_whole)
 
 
-def render_prompts(
-    prompts: Sequence[Prompt],
-    renderer: ChatRenderer,
-    *,
-    max_tokens: int | None,
-    min_tokens: int | None = None,
-    overflow: Literal["error", "drop"],
-    where: Callable[[int], str],
-) -> list[Prompt]:
-    """The prompts with token ids, less those that are too short or too long.
-
-    Args:
-        max_tokens: the longest prompt allowed; None for no limit.
-        min_tokens: shorter prompts are dropped; None for no limit.
-        overflow: what to do with longer prompts.
-        where: names the prompt at an index in error messages.
-
-    Raises:
-        ValueError: if a prompt is too long and `overflow` is `error`.
-    """
-    kept = []
-    dropped: Counter[str] = Counter()
-    for index, prompt in enumerate(renderer.rendered(prompts, where)):
-        if isinstance(prompt, ValueError):
-            raise prompt
-        fit = length_fit(prompt, max_tokens=max_tokens, min_tokens=min_tokens, overflow=overflow, where=where(index))
-        if fit == "fits":
-            kept.append(prompt)
-        dropped[fit] += 1
-    report_dropped(dropped["short"], len(prompts), f"fewer than {min_tokens}", "prompts")
-    report_dropped(dropped["long"], len(prompts), f"more than {max_tokens}", "prompts")
+def render_prompts(prompts: Sequence[Prompt], renderer: ChatRenderer, where: Callable[[int], str]) -> list[Prompt]:
+    """The prompts with token ids, less those that are too short or too long; raises ValueError for a bad one."""
+    kept = [prompt for prompt in without_errors(renderer.rendered(prompts, where)) if prompt is not None]
+    limits = [f"fewer than {renderer.min_tokens}"] if renderer.min_tokens is not None else []
+    limits += [f"more than {renderer.max_tokens}"] if renderer.overflow == "drop" else []
+    report_dropped(len(prompts) - len(kept), len(prompts), " or ".join(limits), "prompts")
     return kept
 
 
 def prompt_maker(
-    renderer: ChatRenderer,
-    prompt_of: Callable[[LocatedRow], Prompt | None],
-    *,
-    max_tokens: int | None,
-    min_tokens: int | None = None,
-    overflow: Literal["error", "drop"] = "error",
+    renderer: ChatRenderer, prompt_of: Callable[[LocatedRow], Prompt | None]
 ) -> Callable[[Sequence[LocatedRow]], list[Made]]:
     """A function that makes the rendered prompts of rows: None for a dropped one, ValueError for a bad one.
 
     Args:
         prompt_of: a row's prompt, with messages or token ids; None for a dropped row; raises ValueError for a bad one.
-        max_tokens, min_tokens, overflow: as in `render_prompts`.
     """
 
-    def or_error(make: Callable[[], Prompt | None]) -> Made:
-        try:
-            return make()
-        except ValueError as error:
-            return error
-
-    def fitting(prompt: Prompt, where: str) -> Prompt | None:
-        fit = length_fit(prompt, max_tokens=max_tokens, min_tokens=min_tokens, overflow=overflow, where=where)
-        return prompt if fit == "fits" else None
-
     def make(rows: Sequence[LocatedRow]) -> list[Made]:
-        made = [or_error(partial(prompt_of, located)) for located in rows]
+        made: list[Made] = []
+        for located in rows:
+            try:
+                made.append(prompt_of(located))
+            except ValueError as error:
+                made.append(error)
         prompts = {place: item for place, item in enumerate(made) if isinstance(item, Prompt)}
         places = list(prompts)
         rendered = renderer.rendered(list(prompts.values()), lambda index: rows[places[index]].where)
-        for place, prompt in zip(places, rendered, strict=True):
-            if isinstance(prompt, Prompt):
-                made[place] = or_error(partial(fitting, prompt, rows[place].where))
-            else:
-                made[place] = prompt
+        for place, item in zip(places, rendered, strict=True):
+            made[place] = item
         return made
 
     return make
-
-
-def length_fit(
-    prompt: Prompt,
-    *,
-    max_tokens: int | None,
-    min_tokens: int | None,
-    overflow: Literal["error", "drop"],
-    where: str,
-) -> Literal["fits", "short", "long"]:
-    """How a rendered prompt's length compares with the limits; raises ValueError as `render_prompts` does."""
-    num_tokens = len(prompt.token_ids or [])
-    if min_tokens is not None and num_tokens < min_tokens:
-        return "short"
-    if max_tokens is None or num_tokens <= max_tokens:
-        return "fits"
-    if overflow == "drop":
-        return "long"
-    raise ValueError(
-        f"{where} (prompt {prompt.id!r}) has {num_tokens} prompt tokens, but at most {max_tokens} fit "
-        "(max_prompt_tokens, or the model's context less max_new_tokens). Shorten it, set prompt_overflow='drop', or "
-        "lower max_new_tokens."
-    )
 
 
 def report_dropped(num_dropped: int, num_rows: int, tokens: str, what: str) -> None:

@@ -1,24 +1,39 @@
-"""CompletionDataModule: prompts with completions from the data, the common part of SFT and preference data.
+"""Prompts with completions from the data: chats to imitate (SFTDataModule), chosen and rejected (PreferenceDataModule).
 
 Shapes: R trajectories, T tokens of the longest, padded on the right. A causal model needs no mask for right padding.
+Of B pairs, rows 2i and 2i + 1 are pair i, chosen first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.concurrency.daemon_future import result_of, submit
 from lightrl.data.chat import ChatRenderer, report_dropped
-from lightrl.data.mixture import Source
+from lightrl.data.mixture import DataSource, Source, epoch_order
 from lightrl.data.prompts import PromptDataModule, Split, smallest
-from lightrl.data.rows import Made
+from lightrl.data.rows import Made, require_column, without_errors
 from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order, check_run_length
-from lightrl.data.windows import Windows
+from lightrl.data.streamed import ROWS_AT_ONCE
+from lightrl.experience import Experience
+from lightrl.models import CONTEXT
 from lightrl.trajectory import Prompt
+
+Item = TypeVar("Item")
+
+BATCHES = 16  # in a window: sorted by length, it loses most padding and keeps most randomness
+READ_TIMEOUT_S = 1800.0  # of a window
+_KEPT = 4  # starts of windows
+_MAX_DROPPED = 100_000  # rows in a row
 
 
 class CompletedPrompt(NamedTuple):
@@ -32,6 +47,122 @@ class CompletedPrompt(NamedTuple):
     def num_tokens(self) -> int:
         """Of the longest trajectory."""
         return len(self.prompt_ids) + max(map(len, self.completion_ids))
+
+
+def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
+    """Lists of so many items; the last may be shorter."""
+    return [list(items[start : start + size]) for start in range(0, len(items), size)]
+
+
+def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids [R, T], 0 on the padding; loss mask [R, T], True on completions; lengths [R]: a row per completion."""
+    pairs = [(row.prompt_ids, completion) for row in rows for completion in row.completion_ids]
+    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in pairs])
+    token_ids = torch.zeros(len(pairs), int(lengths.max()), dtype=torch.int64)
+    loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(pairs):
+        token_ids[row, : lengths[row]] = torch.tensor(prompt + completion)
+        loss_mask[row, len(prompt) : lengths[row]] = True
+    return token_ids, loss_mask, lengths
+
+
+class Windows:
+    """Batch after batch of the rows that are kept, over one epoch of the data after another.
+
+    A window is the next `BATCHES * batch_size` kept rows. Where it begins shows when the window before it is read, so
+    the checkpoint holds that. A thread reads the next window while the present one is trained on.
+
+    Args:
+        read: the rows at some positions of the data; None for a dropped row, ValueError for a bad one.
+        batch_size: items per batch.
+        seed: of the order of a window's batches.
+        sorts: by length the rows of a window, and shuffles its batches; False keeps the order of the positions.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Sequence[int]], Sequence[CompletedPrompt | ValueError | None]],
+        batch_size: int,
+        *,
+        seed: int,
+        sorts: bool,
+    ) -> None:
+        self.batch_size = batch_size
+        self.seed = seed
+        self._read = read
+        self._sorts = sorts
+        self._starts: dict[int, int] = {0: 0}  # of the last windows, the position of their first row
+        self._present: tuple[int, list[list[CompletedPrompt]]] = (-1, [])  # a window's number and batches
+        self._next: tuple[int, Future[list[list[CompletedPrompt]]]] | None = None
+
+    def __getitem__(self, number: int) -> list[CompletedPrompt]:
+        """The rows of a batch.
+
+        Raises:
+            ValueError: if a row is bad.
+        """
+        window, index = divmod(number, BATCHES)
+        if self._present[0] != window:
+            if self._next is None or self._next[0] != window:
+                self._begin(window)
+            assert self._next is not None
+            what = f"The data of batches {window * BATCHES} to {(window + 1) * BATCHES - 1}"
+            self._present = (window, result_of(self._next[1], what, timeout_s=READ_TIMEOUT_S))
+            self._begin(window + 1)
+        return self._present[1][index]
+
+    def wait(self, timeout_s: float = 10.0) -> bool:
+        """Whether the thread that reads ahead is done; waits for it at most this long."""
+        return self._next is None or bool(wait([self._next[1]], timeout_s).done)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"starts": sorted(self._starts.items())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Saves reading what comes before; without it the batches are the same."""
+        self._starts = dict(state["starts"])
+
+    @property
+    def first_position(self) -> int:
+        """Of the rows that may be read again."""
+        return min(self._starts.values())
+
+    def _begin(self, window: int) -> None:
+        if not self.wait(READ_TIMEOUT_S):  # of another window: its rows would be counted twice
+            raise TimeoutError(f"Reading ahead has not ended within {READ_TIMEOUT_S:g} s. The data's disk may hang.")
+        self._next = (window, submit(lambda: self._batches(window), name="lightrl-data"))
+
+    def _batches(self, window: int) -> list[list[CompletedPrompt]]:
+        if window < min(self._starts):
+            self._starts = {0: 0}
+        for known in range(max(number for number in self._starts if number <= window), window):
+            self._rows(known)
+        rows = self._rows(window)
+        if not self._sorts:
+            return cut(rows, self.batch_size)
+        batches = cut(sorted(rows, key=lambda row: row.num_tokens), self.batch_size)
+        return [batches[index] for index in epoch_order(BATCHES, f"{self.seed}/batches", window).tolist()]
+
+    def _rows(self, window: int) -> list[CompletedPrompt]:
+        """The kept rows of a window; notes where the next one begins."""
+        position, num = self._starts[window], BATCHES * self.batch_size
+        rows: list[CompletedPrompt] = []
+        num_dropped = 0
+        while len(rows) < num:
+            positions = range(position, position + min(ROWS_AT_ONCE, num - len(rows)))
+            for item in without_errors(self._read(positions)):
+                position += 1
+                num_dropped = num_dropped + 1 if item is None else 0
+                if item is not None:
+                    rows.append(item)
+            if num_dropped > _MAX_DROPPED:
+                raise ValueError(
+                    f"No row is left among {num_dropped} in a row: row_filter or the limits of length drop them. "
+                    "Loosen these, or fix the data."
+                )
+        starts = {**self._starts, window + 1: position}
+        self._starts = {number: starts[number] for number in sorted(starts)[-_KEPT:]}
+        return rows
 
 
 class CompletionDataModule(PromptDataModule):
@@ -61,7 +192,7 @@ class CompletionDataModule(PromptDataModule):
         self.max_tokens = max_tokens
         # Of the splits that are set up; without train rows that are made when they are read.
         self.completed: dict[Split, list[CompletedPrompt]] = {}
-        self._windows: Windows[CompletedPrompt] | None = None
+        self._windows: Windows | None = None
         self._restored: Mapping[str, Any] = {}  # from a checkpoint
 
     def completions(self, prompt: Prompt) -> list[str]:
@@ -82,11 +213,8 @@ class CompletionDataModule(PromptDataModule):
         max_tokens = smallest(self.max_tokens, self.policy_inputs()[1])
         for split, prompts in self.prompts.items():
             if isinstance(prompts, list):
-                rows = self.completed_of(prompts)
-                for row in rows:
-                    if isinstance(row, ValueError):
-                        raise row
-                self.completed[split] = [row for row in rows if isinstance(row, CompletedPrompt)]
+                rows = without_errors(self.completed_of(prompts))
+                self.completed[split] = [row for row in rows if row is not None]
                 num_dropped = len(rows) - len(self.completed[split])
                 report_dropped(num_dropped, len(rows), f"more than {max_tokens}", f"{self.row_name}s")
         if stage == "fit" and self.completed.get("train") == []:
@@ -103,7 +231,11 @@ class CompletionDataModule(PromptDataModule):
                 rows.append(prompt)
                 continue
             try:
-                row = self._completed(prompt, renderer)
+                assert prompt.token_ids is not None
+                arguments = renderer.template.row_arguments(prompt)
+                texts = self.completions(prompt)
+                completions = [renderer.completion_ids(prompt.messages, text, arguments) for text in texts]
+                row = CompletedPrompt(prompt.id, prompt.token_ids, completions)
                 rows.append(row if self._fits(row, max_tokens) else None)
             except ValueError as error:
                 rows.append(error)
@@ -113,7 +245,7 @@ class CompletionDataModule(PromptDataModule):
         rows = self.completed_of(prompts)
         return [row.num_tokens if isinstance(row, CompletedPrompt) else row for row in rows]
 
-    def train_dataloader(self) -> EpochLoader[Any] | PositionLoader[Any]:
+    def train_dataloader(self) -> EpochLoader[Any]:
         if "train" in self.completed:
             return self._loader_of_all(self.completed["train"])
         stream = self.prompt_stream
@@ -122,7 +254,7 @@ class CompletionDataModule(PromptDataModule):
             lambda positions: self.completed_of(stream.many(positions)),
             self.batch_size,
             seed=stream.seed,
-            length=_num_tokens if self.sorts_by_length and self.shuffle else None,
+            sorts=self.sorts_by_length and self.shuffle,
         )
         if self._restored:
             windows.load_state_dict(self._restored["windows"])
@@ -139,8 +271,23 @@ class CompletionDataModule(PromptDataModule):
         return PositionLoader(num_batches, batch_at, trainer=self.trainer)
 
     def _loader_of_all(self, rows: list[CompletedPrompt]) -> EpochLoader[Any]:
-        """The batches of an epoch, from rows that are all there."""
-        raise NotImplementedError
+        """The batches of an epoch, from rows that are all there; the last batch may be smaller."""
+        num, size, seed = len(rows), self.batch_size, self.prompt_stream.seed
+        shuffle = self.shuffle and not getattr(self.trainer, "overfit_batches", 0) > 0
+        order = self.mixture([row.prompt_id for row in rows], seed=seed, shuffle=shuffle)
+
+        @lru_cache(maxsize=2)
+        def batches_of(epoch: int) -> list[list[CompletedPrompt]]:
+            in_order = [rows[order[position]] for position in range(epoch * num, (epoch + 1) * num)]
+            if not (shuffle and self.sorts_by_length):
+                return cut(in_order, size)
+            windows = cut(in_order, size * BATCHES)
+            batches = cut([row for window in windows for row in sorted(window, key=lambda row: row.num_tokens)], size)
+            return [batches[index] for index in epoch_order(len(batches), seed + 1, epoch).tolist()]
+
+        return EpochLoader(
+            -(-num // size), lambda epoch, index: self.collate(batches_of(epoch)[index]), trainer=self.trainer
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """From where rows that are made when they are read are read on; else empty."""
@@ -156,12 +303,6 @@ class CompletionDataModule(PromptDataModule):
         if self._windows is not None:
             self._windows.wait()
 
-    def _completed(self, prompt: Prompt, renderer: ChatRenderer) -> CompletedPrompt:
-        assert prompt.token_ids is not None
-        arguments = renderer.template.row_arguments(prompt)
-        completions = [renderer.completion_ids(prompt.messages, text, arguments) for text in self.completions(prompt)]
-        return CompletedPrompt(prompt.id, prompt.token_ids, completions)
-
     def _fits(self, row: CompletedPrompt, max_tokens: int | None) -> bool:
         if max_tokens is None or row.num_tokens <= max_tokens:
             return True
@@ -169,27 +310,197 @@ class CompletionDataModule(PromptDataModule):
             return False
         raise ValueError(
             f"The {self.row_name} of prompt {row.prompt_id!r} has {row.num_tokens} tokens, more than {max_tokens} "
-            "(max_tokens, or the model's context). Shorten it, or set prompt_overflow='drop'."
+            f"(max_tokens, or {CONTEXT}). Shorten it, or set prompt_overflow='drop'."
         )
 
-    def _shuffles(self) -> bool:
-        return self.shuffle and not getattr(self.trainer, "overfit_batches", 0) > 0
-
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
-        return batches_in_order(self.completed[split], self.validation_batch_size, self.collate)
+        def collate(rows: Sequence[CompletedPrompt], set_name: str | None) -> Any:
+            batch = self.collate(rows)
+            return batch if set_name is None else batch._replace(set_name=set_name)
+
+        names = self.set_names(split)
+        size = self.validation_batch_size
+        return batches_in_order(self.completed[split], size, collate, lambda row: names.get(row.prompt_id))
 
 
-def _num_tokens(row: CompletedPrompt) -> int:
-    return row.num_tokens
+class ChatBatch(NamedTuple):
+    """What one step of SFT learns from."""
+
+    token_ids: Tensor  # int64 [B, T], 0 on the padding
+    loss_mask: Tensor  # bool [B, T], True on the completion and its end token
+    set_name: str | None = None  # of the validation set, if there are several
+
+    @property
+    def num_measured(self) -> int:
+        """Loss tokens."""
+        return int(self.loss_mask.sum())
+
+    def share(self, rank: int, size: int) -> ChatBatch | None:
+        """Every `size`-th chat, starting at `rank`, so that shares have similar lengths; None if there is none."""
+        if rank >= len(self.token_ids):
+            return None
+        mask = self.loss_mask[rank::size]
+        width = int(mask.any(0).nonzero().max()) + 1  # tokens after the last completion predict nothing
+        return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width])
 
 
-def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids [R, T], 0 on the padding; loss mask [R, T], True on completions; lengths [R]: a row per completion."""
-    pairs = [(row.prompt_ids, completion) for row in rows for completion in row.completion_ids]
-    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in pairs])
-    token_ids = torch.zeros(len(pairs), int(lengths.max()), dtype=torch.int64)
-    loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
-    for row, (prompt, completion) in enumerate(pairs):
-        token_ids[row, : lengths[row]] = torch.tensor(prompt + completion)
-        loss_mask[row, len(prompt) : lengths[row]] = True
-    return token_ids, loss_mask, lengths
+class SFTDataModule(CompletionDataModule):
+    """Chats for supervised fine-tuning: PromptDataModule's prompt, then the answer column as the policy's turn.
+
+    Only the completion and its end token have loss. Chats of similar length share a batch. With the same arguments the
+    policy sees the same prompt tokens here and in its rollouts.
+
+    Args:
+        train, validation, test: as in PromptDataModule.
+        batch_size: chats per step.
+        answer_column: holds the completion.
+        answer_pattern_remove: a regular expression; its matches are removed from the completion, for example GSM8K's
+            calculator notes `<<48/2=24>>` with `<<.*?>>`.
+        max_tokens: the longest chat allowed; None uses the model's context. `prompt_overflow` says what happens to
+            longer ones.
+        kwargs: other arguments of PromptDataModule.
+    """
+
+    row_name = "chat"
+    sorts_by_length = True
+
+    def __init__(
+        self,
+        train: str | Path | DataSource | list[DataSource] | None = None,
+        validation: str | Path | DataSource | list[DataSource] | None = None,
+        test: str | Path | DataSource | list[DataSource] | None = None,
+        *,
+        batch_size: int,
+        answer_column: str = "answer",
+        answer_pattern_remove: str | None = None,
+        max_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            train, validation, test, batch_size=batch_size, answer_column=answer_column, max_tokens=max_tokens, **kwargs
+        )
+        try:
+            self.answer_pattern_remove = re.compile(answer_pattern_remove) if answer_pattern_remove else None
+        except re.error as error:
+            raise ValueError(
+                f"answer_pattern_remove must be a regular expression, got {answer_pattern_remove!r} ({error})."
+            ) from error
+
+    def completions(self, prompt: Prompt) -> list[str]:
+        assert self.answer_column is not None
+        where = f"Prompt {prompt.id!r}"
+        completion = str(require_column(prompt.fields, self.answer_column, where=where))
+        if self.answer_pattern_remove is not None:
+            completion = self.answer_pattern_remove.sub("", completion)
+        if not completion.strip():
+            raise ValueError(
+                f"{where} has nothing left in {self.answer_column!r} after answer_pattern_remove. Fix the pattern."
+            )
+        return [completion]
+
+    def collate(self, rows: Sequence[CompletedPrompt]) -> ChatBatch:
+        token_ids, loss_mask, _ = padded(rows)
+        return ChatBatch(token_ids, loss_mask)
+
+
+class PairBatch(NamedTuple):
+    """Pairs, as rows of trajectories."""
+
+    token_ids: Tensor  # int64 [2B, T], 0 on the padding
+    loss_mask: Tensor  # bool [2B, T], True on the completion and its end token
+    lengths: Tensor  # int64 [2B], tokens of each trajectory, prompt included
+    set_name: str | None = None  # of the validation set, if there are several
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.token_ids) // 2
+
+    @property
+    def num_measured(self) -> int:
+        """Pairs."""
+        return self.num_pairs
+
+    def share(self, rank: int, size: int) -> PairBatch | None:
+        """Every `size`-th pair, starting at `rank`; None if there is none."""
+        if rank >= self.num_pairs:
+            return None
+        rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
+        rows = rows[(rows // 2) % size == rank]
+        width = int(self.lengths[rows].max())
+        return PairBatch(self.token_ids[rows, :width], self.loss_mask[rows, :width], self.lengths[rows])
+
+    def experience(self) -> Experience:
+        """The rows as an Experience: each pair is a group; the chosen trajectory has reward 1, the rejected one 0."""
+        rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
+        return Experience(
+            token_ids=self.token_ids,
+            loss_mask=self.loss_mask,
+            behavior_logprobs=torch.zeros(self.token_ids.shape, device=rows.device),
+            weight_versions=torch.where(self.loss_mask, 0, -1),
+            rewards=1.0 - rows % 2,
+            group_ids=rows // 2,
+            is_truncated=torch.zeros_like(rows, dtype=torch.bool),
+            lengths=self.lengths,
+        )
+
+
+class PreferenceDataModule(CompletionDataModule):
+    """Pairs of completions: PromptDataModule's prompt, then a chosen and a rejected column.
+
+    The columns hold text, or a chat whose last message is the completion, as in many hub datasets. To make other pairs,
+    override `make_prompts` and put the two texts into `Prompt.fields`.
+
+    Args:
+        train, validation, test: as in PromptDataModule.
+        batch_size: pairs per step.
+        chosen_column, rejected_column: hold the two completions.
+        prompt_column: holds the prompt's text or messages.
+        max_tokens: the longest trajectory allowed; None uses the model's context. `prompt_overflow` says what happens
+            to longer ones.
+        kwargs: other arguments of PromptDataModule.
+    """
+
+    row_name = "pair"
+
+    def __init__(
+        self,
+        train: str | None,
+        validation: str | None = None,
+        test: str | None = None,
+        *,
+        batch_size: int,
+        chosen_column: str = "chosen",
+        rejected_column: str = "rejected",
+        prompt_column: str = "prompt",
+        answer_column: str | None = None,
+        max_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            train, validation, test, batch_size=batch_size, prompt_column=prompt_column, answer_column=answer_column,
+            max_tokens=max_tokens, **kwargs,
+        )  # fmt: skip
+        self.chosen_column = chosen_column
+        self.rejected_column = rejected_column
+
+    def completions(self, prompt: Prompt) -> list[str]:
+        chosen, rejected = (self._completion(prompt, column) for column in (self.chosen_column, self.rejected_column))
+        if chosen == rejected:
+            raise ValueError(
+                f"Prompt {prompt.id!r} has the same text in {self.chosen_column!r} and {self.rejected_column!r}."
+            )
+        return [chosen, rejected]
+
+    def collate(self, rows: Sequence[CompletedPrompt]) -> PairBatch:
+        return PairBatch(*padded(rows))
+
+    def _completion(self, prompt: Prompt, column: str) -> str:
+        value = require_column(prompt.fields, column, where=f"Prompt {prompt.id!r}")
+        if not isinstance(value, list):
+            return str(value)
+        last = value[-1]
+        if not isinstance(last, dict) or last.get("role") != "assistant":
+            raise ValueError(
+                f"The chat in {column!r} of prompt {prompt.id!r} must end with an assistant message, got {last!r}."
+            )
+        return str(last["content"])

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightrl.data.chat import ChatRenderer, prompt_maker, render_prompts
-from lightrl.data.mixture import DataSource, MixtureOrder
+from lightrl.data.mixture import DataSource
 from lightrl.data.rows import LocatedRow
-from lightrl.data.split_rows import ROWS_AT_ONCE
-from lightrl.data.stream import PromptStream
-from lightrl.data.streamed import StreamedPrompts, StreamedRows, shards_of
+from lightrl.data.stream import PromptStream, RowPrompts, SplitRows
+from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, shards_of
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -120,9 +119,9 @@ def _streamed(
     def prompt_of(located: LocatedRow) -> Prompt:
         return prompt_from(located.row, located.prompt_id.removeprefix("train-"), "train")
 
-    make = prompt_maker(ChatRenderer(tokenizer), prompt_of, max_tokens=max_prompt_tokens)
-    order = MixtureOrder([None], [1.0], seed=0, shuffle=False)
-    prompts = StreamedPrompts("train", [DataSource(rows.name)], [rows], order, columns={}, make=make)
+    split = SplitRows("train", [DataSource(rows.name)], [rows], columns={})
+    make = prompt_maker(ChatRenderer(tokenizer, max_tokens=max_prompt_tokens), prompt_of)
+    prompts = RowPrompts(split, make, seed=0, shuffle=False)
     return PromptStream(prompts, batch_size=loader.batch_size, shuffle=False)
 
 
@@ -155,13 +154,8 @@ def _checked(loader: object) -> DataLoader[Any]:
 def _rendered(
     prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None, where: str
 ) -> list[Prompt]:
-    return render_prompts(
-        prompts,
-        ChatRenderer(tokenizer),
-        max_tokens=max_prompt_tokens,
-        overflow="error",
-        where=lambda index: f"Item {index} of {where}",
-    )
+    renderer = ChatRenderer(tokenizer, max_tokens=max_prompt_tokens)
+    return render_prompts(prompts, renderer, lambda index: f"Item {index} of {where}")
 
 
 def prompt_from(item: object, index: int | str, split: str) -> Prompt:

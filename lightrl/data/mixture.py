@@ -30,8 +30,9 @@ class DataSource:
     """Where rows come from.
 
     Args:
-        source: a local .jsonl, .json, .parquet or .csv file, a hub name or a local dataset folder, or the dotted path
-            of a function that makes rows: it takes `split` and `arguments` and returns an iterable of dicts.
+        source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name or a local dataset folder, or the
+            dotted path of a function that makes rows: it takes `split` and `arguments` and returns an iterable of
+            dicts.
         weight: this source's share among several; only the ratios matter.
         name: configuration of a hub dataset; None uses the data module's.
         split: of a hub dataset or a function; None uses the data module's.

@@ -24,17 +24,17 @@ from lightrl.data.chat import (
     take_images,
 )
 from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
-from lightrl.data.rows import LocatedRow, Made, Row, json_able, read_rows, require_column
-from lightrl.data.split_rows import RowPrompts, SplitRows
+from lightrl.data.rows import LocatedRow, Made, Row, json_able, read_rows, require_column, without_errors
 from lightrl.data.stream import (
     EpochLoader,
-    PositionLoader,
     PromptStream,
+    RowPrompts,
+    SplitRows,
     check_run_length,
     iteration_clock,
     prompt_batches,
 )
-from lightrl.data.streamed import StreamedPrompts, StreamedRows, open_stream
+from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
 from lightrl.models.chat_template import set_chat_template
 from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Prompt
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PROMPTS_AT_START = 10_000  # of more train prompts, each is made when it is read
-_CHECKED_AT_START = 1_000  # of these
+_CHECKED_AT_START = 1_000  # of these; of streamed ones ROWS_AT_ONCE
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
@@ -78,9 +78,9 @@ class PromptDataModule(L.LightningDataModule):
     `limit_train_batches` as the iterations of an epoch. Validation and test rows are still read at the start.
 
     Args:
-        train: a local .jsonl, .json, .parquet or .csv file, a hub name such as `openai/gsm8k`, or the dotted path of a
-            function that makes rows; a DataSource, or a list of them, mixed by weight. None only for a subclass with
-            its own `make_prompts`, or if nothing is trained.
+        train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name such as `openai/gsm8k`, or the dotted
+            path of a function that makes rows; a DataSource, or a list of them, mixed by weight. None only for a
+            subclass with its own `make_prompts`, or if nothing is trained.
         validation: the same for validation; None for no validation.
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
@@ -176,11 +176,11 @@ class PromptDataModule(L.LightningDataModule):
         self.streaming = streaming
         self.shuffle_buffer = shuffle_buffer
         self.seed = seed
-        self.prompts: dict[Split, list[Prompt] | RowPrompts | StreamedPrompts] = {}  # of the splits that are set up
+        self.prompts: dict[Split, list[Prompt] | RowPrompts] = {}  # of the splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, SplitRows] = {}
-        self._kept: dict[Split, list[int]] = {}  # the rows that became prompts of `make_prompts`
+        self._kept: dict[Split, list[LocatedRow]] = {}  # what became prompts of `make_prompts`, without columns
 
     def attach(
         self,
@@ -202,16 +202,15 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
         """
-        rows = self._open(split)
-        if not rows:
-            return []
+        rows = self._open(split).read_whole()
         keep = self._filter()
-        kept = [index for index in range(len(rows)) if keep(rows.located(index))]
-        if len(kept) < len(rows):
+        kept = [located for located in map(rows.located, rows.places()) if keep(located)]
+        num_rows = rows.num_rows or 0
+        if len(kept) < num_rows:
             names = ", ".join(repr(source.source) for source in rows.sources)
-            logger.warning("row_filter dropped %d of %d rows of %s.", len(rows) - len(kept), len(rows), names)
-        self._kept[split] = kept
-        return [self._prompt(rows.located(index)) for index in kept]
+            logger.warning("row_filter dropped %d of %d rows of %s.", num_rows - len(kept), num_rows, names)
+        self._kept[split] = [located._replace(row={}) for located in kept]
+        return [self._prompt(located) for located in kept]
 
     def _prompt(self, located: LocatedRow) -> Prompt:
         """The prompt of a row, with messages."""
@@ -249,14 +248,10 @@ class PromptDataModule(L.LightningDataModule):
         return messages, images, row
 
     def _open(self, split: Split) -> SplitRows:
-        """The rows of a split; none if it has no source. Streamed ones are read, all of them."""
+        """The rows of a split; none if it has no source."""
         if split not in self._rows:
             parts = [self._open_source(split, number) for number in range(len(self.sources[split]))]
-            read = [
-                [part.row(item) for item in part.one_pass()] if isinstance(part, StreamedRows) else part
-                for part in parts
-            ]
-            self._rows[split] = SplitRows(split, self.sources[split], read, self.columns)
+            self._rows[split] = SplitRows(split, self.sources[split], parts, self.columns)
         return self._rows[split]
 
     def _open_source(self, split: Split, number: int) -> Sequence[Row] | StreamedRows:
@@ -290,29 +285,22 @@ class PromptDataModule(L.LightningDataModule):
 
         return keeps
 
-    def _maker(self) -> Callable[[Sequence[LocatedRow]], list[Made]]:
-        """Makes the rendered prompts of rows: None for a dropped one, ValueError for a bad one."""
+    def _renderer(self) -> ChatRenderer:
         tokenizer, context_tokens, pictures = self.policy_inputs()
-        renderer = ChatRenderer(tokenizer, pictures=pictures)
-        keep = self._filter()
-        return prompt_maker(
-            renderer,
-            lambda located: self._prompt(located) if keep(located) else None,
+        return ChatRenderer(
+            tokenizer,
+            pictures=pictures,
             max_tokens=smallest(self.max_prompt_tokens, context_tokens),
             min_tokens=self.min_prompt_tokens,
             overflow=self.prompt_overflow,
         )
 
-    def prompts_on_reading(self, split: Split) -> RowPrompts | StreamedPrompts:
+    def prompts_on_reading(self, split: Split) -> RowPrompts:
         """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
-        sources = self.sources[split]
-        if not any(source.is_streamed(self.streaming) for source in sources) or split != "train":
-            return RowPrompts(self._open(split), self._maker())
-        parts = [self._open_source(split, number) for number in range(len(sources))]
-        sizes = [None if isinstance(part, StreamedRows) else len(part) for part in parts]
-        weights = [source.weight for source in sources]
-        order = MixtureOrder(sizes, weights, seed=self.order_seed, shuffle=self.shuffle)
-        return StreamedPrompts(split, sources, parts, order, columns=self.columns, make=self._maker())
+        rows = self._open(split) if split == "train" else self._open(split).read_whole()
+        keep = self._filter()
+        make = prompt_maker(self._renderer(), lambda located: self._prompt(located) if keep(located) else None)
+        return RowPrompts(rows, make, seed=self.order_seed, shuffle=self.shuffle)
 
     def setup(self, stage: str) -> None:
         """Makes, renders and checks the prompts of a stage, so problems in the data show up before training.
@@ -321,17 +309,15 @@ class PromptDataModule(L.LightningDataModule):
             ValueError: as `make_prompts`; also if a prompt is too long, there is no tokenizer, or the stage has no
                 prompts.
         """
-        tokenizer, context_tokens, pictures = self.policy_inputs()
-        renderer = ChatRenderer(tokenizer, pictures=pictures)
-        max_tokens = smallest(self.max_prompt_tokens, context_tokens)
+        renderer = self._renderer()
         for split in _SPLITS_OF_STAGE[stage]:
-            self.prompts[split] = self._rendered(split, renderer, max_tokens)
+            self.prompts[split] = self._rendered(split, renderer)
         required = _SPLITS_OF_STAGE[stage][0]
         if self.prompts[required] == []:
             names = [source.source for source in self.sources[required]]
-            if required in self._rows and len(self._rows[required]):
+            if required in self._rows and (num_rows := self._rows[required].read_whole().num_rows):
                 raise ValueError(
-                    f"None of the {len(self._rows[required])} rows of {required}={', '.join(names)} is left: "
+                    f"None of the {num_rows} rows of {required}={', '.join(names)} is left: "
                     "row_filter, or a limit of length, dropped all. Loosen it."
                 )
             raise ValueError(
@@ -339,17 +325,14 @@ class PromptDataModule(L.LightningDataModule):
                 f"{required} to a file or a hub name, or override make_prompts."
             )
         if stage == "fit":
-            _warn_of_repeats(self.prompts)
+            warn_of_repeats(self.prompts)
             if not self.prompts["validation"]:
                 # Lightning validates if this hook is overridden, and warns about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
             seed = self.order_seed
             prompts = self.prompts["train"]
             order: MixtureOrder | None = None
-            if isinstance(prompts, RowPrompts):
-                weights = [source.weight for source in prompts.rows.sources]
-                order = MixtureOrder(prompts.rows.sizes, weights, seed=seed, shuffle=self.shuffle)
-            elif isinstance(prompts, list):
+            if isinstance(prompts, list):
                 order = self.mixture([prompt.id for prompt in prompts], seed=seed, shuffle=self.shuffle)
             self._stream = PromptStream(
                 prompts, batch_size=self.batch_size, seed=seed, shuffle=self.shuffle, order=order
@@ -360,15 +343,15 @@ class PromptDataModule(L.LightningDataModule):
         rows = self._rows.get("train")
         if rows is None or len(rows.sources) < 2:
             return MixtureOrder([len(prompt_ids)], [1.0], seed=seed, shuffle=shuffle)
-        label_of = {rows.prompt_id(index): rows.source(index).label for index in self._kept["train"]}
+        label_of = self.set_names("train")
         sizes = Counter(label_of[prompt_id] for prompt_id in prompt_ids)
         for source in rows.sources:
-            if not sizes[source.label]:
+            if not sizes[str(source.label)]:
                 raise ValueError(
                     f"No row of {source.source!r} passes the filters. Remove the source, or loosen the filters."
                 )
         weights = [source.weight for source in rows.sources]
-        return MixtureOrder([sizes[source.label] for source in rows.sources], weights, seed=seed, shuffle=shuffle)
+        return MixtureOrder([sizes[str(source.label)] for source in rows.sources], weights, seed=seed, shuffle=shuffle)
 
     @property
     def prompt_stream(self) -> PromptStream:
@@ -377,7 +360,7 @@ class PromptDataModule(L.LightningDataModule):
             raise RuntimeError("prompt_stream is not available yet. Call setup('fit') first.")
         return self._stream
 
-    def train_dataloader(self) -> EpochLoader[Any] | PositionLoader[Any]:
+    def train_dataloader(self) -> EpochLoader[Any]:
         check_run_length(self.prompt_stream, self.trainer)
         return iteration_clock(self.prompt_stream, self.trainer)
 
@@ -393,7 +376,16 @@ class PromptDataModule(L.LightningDataModule):
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
         prompts = self.prompts[split]
         assert isinstance(prompts, list)
-        return prompt_batches(prompts, self.validation_batch_size)
+        return prompt_batches(prompts, self.validation_batch_size, self.set_names(split))
+
+    def set_names(self, split: Split) -> dict[str, str]:
+        """By prompt id the label of its source; empty unless `make_prompts` read several."""
+        rows = self._rows.get(split)
+        if split == "test" and not rows:
+            return self.set_names("validation")
+        if rows is None or len(rows.sources) < 2:
+            return {}
+        return {located.prompt_id: str(located.source.label) for located in self._kept.get(split, [])}
 
     def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and picture reader, from `attach` or from the trainer's module."""
@@ -409,12 +401,10 @@ class PromptDataModule(L.LightningDataModule):
         set_chat_template(tokenizer, self.chat_template, self.chat_template_kwargs)
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "pictures", None)
 
-    def _rendered(
-        self, split: Split, renderer: ChatRenderer, max_tokens: int | None
-    ) -> list[Prompt] | RowPrompts | StreamedPrompts:
+    def _rendered(self, split: Split, renderer: ChatRenderer) -> list[Prompt] | RowPrompts:
         if split == "train" and self._is_on_reading():
             prompts_on_reading = self.prompts_on_reading(split)
-            check_first(prompts_on_reading)
+            _check_first(prompts_on_reading)
             return prompts_on_reading
         prompts = self.make_prompts(split)
         if split == "test" and not prompts:
@@ -422,21 +412,14 @@ class PromptDataModule(L.LightningDataModule):
             prompts = self.make_prompts(split)
         if len(self.sources[split]) < 2:
             prompts = prompts[: self.max_prompts[split]]
-        return render_prompts(
-            prompts,
-            renderer,
-            max_tokens=max_tokens,
-            min_tokens=self.min_prompt_tokens,
-            overflow=self.prompt_overflow,
-            where=lambda index: self._where(split, index),
-        )
+        return render_prompts(prompts, renderer, lambda index: self._where(split, index))
 
     def _is_on_reading(self) -> bool:
         """Whether train prompts are made when they are read; never those of a subclass's own `make_prompts`."""
-        return self.makes_prompts_of_rows and (
-            any(source.is_streamed(self.streaming) for source in self.sources["train"])
-            or len(self._open("train")) > MAX_PROMPTS_AT_START
-        )
+        if not self.makes_prompts_of_rows:
+            return False
+        num_rows = self._open("train").num_rows
+        return num_rows is None or num_rows > MAX_PROMPTS_AT_START
 
     def num_tokens_of(self, prompts: Sequence[Made]) -> list[int | ValueError | None]:
         """The tokens that each row takes."""
@@ -450,35 +433,30 @@ class PromptDataModule(L.LightningDataModule):
     def _where(self, split: Split, index: int) -> str:
         kept = self._kept.get(split, [])
         if index < len(kept):
-            return self._rows[split].where(kept[index])
+            return kept[index].where
         return f"Row {index + 1} of the {split} prompts"
 
 
-def check_first(prompts: RowPrompts | StreamedPrompts) -> None:
+def _check_first(prompts: RowPrompts) -> None:
     """Makes the first of many prompts, so that most problems show before training; raises ValueError for a bad row."""
-    if isinstance(prompts, StreamedPrompts):
-        made, total = next(prompts.one_pass()), ""
-    else:
-        made, total = prompts.many(range(min(_CHECKED_AT_START, len(prompts)))), f" of {len(prompts)}"
-    for item in made:
-        if isinstance(item, ValueError):
-            raise item
+    num_rows = prompts.rows.num_rows
+    made = without_errors(prompts.first(ROWS_AT_ONCE if num_rows is None else _CHECKED_AT_START))
     logger.info(
-        "Checked the first %d%s train rows, of which %d make prompts; the others are checked when read.",
+        "Checked the first %d of %s train rows, of which %d make prompts; the others are checked when read.",
         len(made),
-        total,
+        num_rows or "the streamed",
         sum(item is not None for item in made),
     )
 
 
-def _warn_of_repeats(prompts: Mapping[Split, Any]) -> None:
+def warn_of_repeats(prompts: Mapping[Split, Any]) -> None:
     """Logs train prompts that repeat, and validation prompts that are train prompts; those made at the start."""
     splits = [prompts["train"], prompts["validation"]]
     train, validation = (split if isinstance(split, list) else [] for split in splits)
-    seen = {tuple(prompt.token_ids or []) for prompt in train}
+    seen = {(tuple(prompt.token_ids or []), prompt.images) for prompt in train}
     if len(seen) < len(train):
         logger.warning("%d of %d train prompts repeat another one.", len(train) - len(seen), len(train))
-    known = sum(tuple(prompt.token_ids or []) in seen for prompt in validation)
+    known = sum((tuple(prompt.token_ids or []), prompt.images) in seen for prompt in validation)
     if known:
         logger.warning(
             "%d of %d validation prompts are train prompts too: they do not show how the policy does on new ones.",

@@ -1,26 +1,28 @@
-"""Rows of a data file or a hub dataset, with errors that name the file and the row.
+"""Rows of a data file, a hub dataset or a function, by index, with errors that name the file and the row.
 
 Data of any size: lines of a .jsonl file are found at the start and parsed when they are read; `datasets` maps Parquet
-files and hub datasets into memory, from its cache. Files .json and .csv are read whole (text_files.py). Row numbers in
-messages count from 1.
+and Arrow files and hub datasets into memory, from its cache. Files .json and .csv are read whole. Text files may be
+gzipped. Row numbers in messages count from 1.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
+import gzip
 import importlib
+import io
 import json
 import logging
 import mmap
+import shutil
+import tempfile
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-from lightrl.data.lazy import LazySequence
-from lightrl.data.text_files import FILE_SUFFIXES, file_suffix, mapped, parsed_row, read_csv, read_json, refuse_pointer
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
 
 if TYPE_CHECKING:
     from lightrl.data.mixture import DataSource
@@ -28,7 +30,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Row: TypeAlias = dict[str, Any]
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
+
+_BOM = b"\xef\xbb\xbf"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_POINTER = b"version https://git-lfs.github.com/"
+_LONGEST_FIELD = 2**31 - 1  # of a CSV file; the module's own limit is 128 KiB
+_LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
+_PROGRESS_S = 5.0  # between two messages while a large file is scanned
+_TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
 
 
 class LocatedRow(NamedTuple):
@@ -43,8 +56,29 @@ class LocatedRow(NamedTuple):
 # What becomes of a row: its prompt, None if it is dropped, what is wrong with it.
 Made: TypeAlias = "Prompt | ValueError | None"
 
-_LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
-_PROGRESS_S = 5.0  # between two messages while a large file is scanned
+
+class Rows(Sequence[Row]):
+    """Rows by index, each read when it is asked for, and none kept.
+
+    Args:
+        num_rows: how many there are.
+        read: gives the row at an index from 0.
+    """
+
+    def __init__(self, num_rows: int, read: Callable[[int], Row]) -> None:
+        self._num_rows = num_rows
+        self._read = read
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        places = range(self._num_rows)[index]
+        return [self._read(place) for place in places] if isinstance(places, range) else self._read(places)
 
 
 def read_rows(
@@ -58,9 +92,9 @@ def read_rows(
     """The first rows of a dataset, each a dict of JSON-able columns, by index.
 
     Args:
-        source: a local `.jsonl`, `.json` (list of objects), `.parquet` or `.csv` file; a hub name or a local dataset
-            folder, for `datasets.load_dataset`; or the dotted path of a function that makes rows from `split` and
-            `arguments`, such as `my_project.data.riddles`.
+        source: a local `.jsonl`, `.json` (list of objects), `.parquet`, `.arrow` or `.csv` file; a hub name or a local
+            dataset folder, for `datasets.load_dataset`; or the dotted path of a function that makes rows from `split`
+            and `arguments`, such as `my_project.data.riddles`.
         name: the dataset's configuration; for hub names and folders.
         split: the dataset's split; for hub names, folders and functions: a file is one split.
         max_rows: how many to read; None for all.
@@ -81,7 +115,7 @@ def read_rows(
     elif path.is_file():
         rows = _read_file(path, max_rows)
     elif path.is_dir() or not _looks_local(source):
-        rows = _read_dataset(source, name, split, max_rows)
+        rows = _mapped_rows(load_dataset(source, name, split), max_rows)
     else:
         raise ValueError(_missing_file(path))
     if not rows:
@@ -122,6 +156,16 @@ def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
     return kept | {new: row[old] for new, old in columns.items()}
 
 
+def without_errors(made: Iterable[T | ValueError]) -> list[T]:
+    """Raises the first ValueError among items."""
+    items: list[T] = []
+    for item in made:
+        if isinstance(item, ValueError):
+            raise item
+        items.append(item)
+    return items
+
+
 def function_of_rows(source: str) -> Callable[..., Any] | None:
     """The function at a dotted path; None for names of files and hub datasets."""
     module, _, name = source.rpartition(".")
@@ -154,95 +198,41 @@ def _made_by(
 def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
     suffix = file_suffix(path)
     if suffix == ".jsonl":
-        return _JsonLines(path, max_rows)
-    if suffix == ".json":
-        return list(islice(read_json(path), max_rows))
-    if suffix == ".csv":
-        return list(islice(read_csv(path), max_rows))
-    if suffix == ".parquet":
+        content = _mapped(path)
+        starts = array("Q", islice(_line_starts(content, path), max_rows))  # 8 bytes for each line
+        return Rows(len(starts), lambda index: _row_at(content, starts[index], path))
+    if suffix in (".json", ".csv"):
+        return list(islice(TEXT_READERS[suffix](path), max_rows))
+    if suffix in FILE_SUFFIXES:
         refuse_pointer(path)
-        return _read_dataset("parquet", None, "train", max_rows, data_files=str(path))
+        return _mapped_rows(load_dataset(suffix[1:], None, "train", data_files=str(path)), max_rows)
     raise ValueError(
         f"Data file '{path}' must end in one of {', '.join(FILE_SUFFIXES)}, not {path.suffix!r}. Convert or rename it."
     )
 
 
-class _JsonLines(LazySequence[Row]):
-    """The objects of a .jsonl file, each parsed when it is read; blank lines do not count.
-
-    The file is mapped into memory, and an index holds 8 bytes for each line.
-    """
-
-    def __init__(self, path: Path, max_rows: int | None = None) -> None:
-        self.path = path
-        self._content = mapped(path)
-        self._starts = _line_starts(self._content, str(path), max_rows)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def make(self, index: int) -> Row:
-        start = self._starts[index]
-        end = self._content.find(b"\n", start)
-        line = self._content[start : len(self._content) if end < 0 else end]
-        return parsed_row(line, lambda: self._where(start))
-
-    def _where(self, start: int) -> str:
-        number = self._content[:start].count(b"\n") + 1
-        return f"Line {number} of '{self.path}'"
+def _mapped_rows(dataset: Any, max_rows: int | None) -> Rows:
+    """The rows of a `datasets.Dataset`, which stay in its memory-mapped file."""
+    num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
+    return Rows(num_rows, lambda index: json_able(without_padding(dict(dataset[index]))))
 
 
-def _line_starts(content: mmap.mmap | bytes, name: str, max_rows: int | None) -> array[int]:
-    """The offsets of the lines that are not blank."""
-    starts = array("Q")
-    start = 0
-    said_at = time.monotonic()
-    while start < len(content) and (max_rows is None or len(starts) < max_rows):
-        end = content.find(b"\n", start)
-        end = len(content) if end < 0 else end
-        if end - start > _LONGEST_BLANK or content[start:end].strip():
-            starts.append(start)
-        start = end + 1
-        if len(starts) % 65536 == 0 and time.monotonic() - said_at > _PROGRESS_S:
-            said_at = time.monotonic()
-            logger.info("Reading %s: %d of %d MiB, %d rows.", name, start >> 20, len(content) >> 20, len(starts))
-    return starts
-
-
-def _read_dataset(
-    source: str, name: str | None, split: str, max_rows: int | None, *, data_files: str | None = None
-) -> Sequence[Row]:
+def load_dataset(
+    source: str, name: str | None, split: str, *, data_files: str | None = None, streaming: bool = False
+) -> Any:
+    """As `datasets.load_dataset`, with a ValueError that names the source, or the file, which cannot be loaded."""
     import datasets
 
     try:
-        dataset = datasets.load_dataset(source, name, split=split, data_files=data_files)
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        return datasets.load_dataset(source, name, split=split, data_files=data_files, streaming=streaming)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if data_files is not None:
-            raise ValueError(f"Data file {data_files!r} is not valid Parquet: {error.__cause__ or error}.") from error
-        raise ValueError(dataset_problem(source, name, split, error)) from error
-    return _TableRows(dataset, max_rows)
-
-
-def dataset_problem(source: str, name: str | None, split: str, error: BaseException) -> str:
-    """Why `datasets` cannot load a source, and what to do."""
-    return (
-        f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. It must be a local "
-        f"{', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
-    )
-
-
-class _TableRows(LazySequence[Row]):
-    """The rows of a `datasets.Dataset`, which stay in its memory-mapped file."""
-
-    def __init__(self, dataset: Any, max_rows: int | None) -> None:
-        self._dataset = dataset
-        self._num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def make(self, index: int) -> Row:
-        return json_able(dict(self._dataset[index]))
+            problem = f"cannot be read as {source.title()}: {error.__cause__ or error}"
+            raise ValueError(f"Data file {data_files!r} {problem}.") from error
+        raise ValueError(
+            f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. It must be a local "
+            f"{', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
+        ) from error
 
 
 def json_able(row: Row) -> Row:
@@ -252,6 +242,16 @@ def json_able(row: Row) -> Row:
     except TypeError:
         return dict(json.loads(json.dumps(row, default=str)))
     return row
+
+
+def without_padding(value: Any, *, is_listed: bool = False) -> Any:
+    """A row without what Arrow adds: in the dicts of a list, such as messages, keys that only other dicts have."""
+    if isinstance(value, list):
+        return [without_padding(item, is_listed=True) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: item for key, item in value.items() if item is not None or not is_listed}
+    return {key: without_padding(item, is_listed=is_listed) for key, item in kept.items()}
 
 
 def _looks_local(source: str) -> bool:
@@ -268,3 +268,147 @@ def _missing_file(path: Path) -> str:
     nearest = nearest or [name for name in names if name.endswith(FILE_SUFFIXES)][:5] or names[:5]
     content = f"'{folder}' contains {', '.join(nearest)}" if nearest else f"the folder '{folder}' is empty"
     return f"Data file '{path}' does not exist. It must be a {', '.join(FILE_SUFFIXES)} file or a hub name; {content}."
+
+
+def file_suffix(path: str | Path) -> str:
+    """`.jsonl` of `train.jsonl` and of `train.jsonl.gz`."""
+    path = Path(path)
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises ValueError for what Git LFS leaves in place of a file."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(f"Data file '{path}' is a pointer of Git LFS, not the data. Run `git lfs pull`.")
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    """The content of a text file, mapped into memory, unpacked if it is gzipped; a byte-order mark becomes spaces.
+
+    Raises:
+        ValueError: if it is UTF-16, a broken archive or a pointer of Git LFS.
+    """
+    refuse_pointer(path)
+    with path.open("rb") as file:
+        start = file.read(3)
+        if start[:2] in _UTF_16:
+            raise ValueError(f"Data file '{path}' is UTF-16. {_TO_UTF_8}")
+        if start[:2] != b"\x1f\x8b" and start != _BOM:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if start else b""  # none can be empty
+    with tempfile.TemporaryFile() as copy:
+        try:
+            with gzip.open(path) if start != _BOM else path.open("rb") as file:
+                shutil.copyfileobj(file, copy)
+        except (EOFError, gzip.BadGzipFile, OSError) as error:
+            raise ValueError(f"Data file '{path}' cannot be unpacked: {error}. Write it again.") from error
+        copy.seek(0)
+        if copy.read(3) == _BOM:
+            copy.seek(0)
+            copy.write(b"   ")
+        copy.flush()
+        return mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ) if copy.tell() else b""
+
+
+def read_lines(path: Path) -> Iterator[Row]:
+    """The rows of a .jsonl file, in order; raises ValueError at the first that is none."""
+    content = _mapped(path)
+    return (_row_at(content, start, path) for start in _line_starts(content, path))
+
+
+def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[int]:
+    """The offsets of the lines that are not blank."""
+    start, num_lines, reported_at = 0, 0, time.monotonic()
+    while start < len(content):
+        end = content.find(b"\n", start)
+        end = len(content) if end < 0 else end
+        if end - start > _LONGEST_BLANK or content[start:end].strip():
+            yield start
+        start = end + 1
+        num_lines += 1
+        if num_lines % 65536 == 0 and time.monotonic() - reported_at > _PROGRESS_S:
+            reported_at = time.monotonic()
+            logger.info("Reading %s: %d of %d MiB, %d lines.", path, start >> 20, len(content) >> 20, num_lines)
+
+
+def _row_at(content: mmap.mmap | bytes, start: int, path: Path) -> Row:
+    """The object of the line of JSON that starts at an offset; raises ValueError if there is none."""
+    end = content.find(b"\n", start)
+    try:
+        return _parsed(content[start : len(content) if end < 0 else end])
+    except ValueError as error:
+        number = content[:start].count(b"\n") + 1
+        raise ValueError(f"Line {number} of '{path}' {error}") from error
+
+
+def _parsed(line: bytes) -> Row:
+    """Raises ValueError for a line that is not UTF-8, not JSON, not an object, too deep, or has half a character."""
+    try:
+        row = json.loads(line.decode())
+        if b"\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte 0x{line[error.start]:02x}). {_TO_UTF_8}") from error
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"has half a character, {half!r}: a lone surrogate. Remove it.") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON: {_problem(error)}.") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"must be a JSON object, got a {type(row).__name__}.")
+    return row
+
+
+def read_json(path: Path) -> Iterator[Row]:
+    """The rows of a .json file; raises ValueError if it is not a list of objects."""
+    text = _text(path)
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"Data file '{path}' is not valid JSON: {_problem(error)}. If it has one object per line, name it .jsonl."
+        ) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"Data file '{path}' must be a JSON list of objects.")
+    return iter(rows)
+
+
+def read_csv(path: Path) -> Iterator[Row]:
+    """The rows of a .csv file, whose first line names the columns; raises ValueError at a row that does not fit it."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
+    try:
+        names = reader.fieldnames or []
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"Data file '{path}' has two columns {twice[0]!r}. Rename one of them.")
+        for row in reader:
+            if None in row or None in row.values():
+                num = sum(value is not None for value in row.values()) + len(row.get(None) or [None]) - 1
+                raise ValueError(
+                    f"Line {reader.line_num} of '{path}' has {num} columns, the first line {len(names)}. Quote what "
+                    "has a comma or a line break."
+                )
+            yield dict(row)
+    except csv.Error as error:
+        raise ValueError(f"Line {reader.line_num} of '{path}' is not valid CSV: {error}. Close its quotes.") from error
+
+
+def _text(path: Path) -> str:
+    content = _mapped(path)[:]
+    try:
+        return content.decode().lstrip()
+    except UnicodeDecodeError as error:
+        number = content[: error.start].count(b"\n") + 1
+        problem = f"Line {number} of '{path}' is not UTF-8 (byte 0x{content[error.start]:02x}). {_TO_UTF_8}"
+        raise ValueError(problem) from error
+
+
+def _problem(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "its lists and objects are nested too deeply"
+    return "a number has too many digits" if "set_int_max_str_digits" in str(error) else str(error)
+
+
+TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": read_lines, ".json": read_json, ".csv": read_csv
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Prompts by position (PromptStream) and the loaders that Lightning iterates over (EpochLoader).
+"""Prompts by position: of rows (SplitRows, RowPrompts) or from a list (PromptStream); the loaders of Lightning.
 
 A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
 each prompt once, in an order that follows from (seed, e) alone. So a position determines its prompt, and resuming needs
@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.data.mixture import MixtureOrder
-from lightrl.data.rows import Made
-from lightrl.data.split_rows import RowPrompts
-from lightrl.data.streamed import StreamedPrompts
+from lightrl.data.mixture import DataSource, MixtureOrder
+from lightrl.data.rows import LocatedRow, Made, Row, renamed, without_errors
+from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRow, StreamedRows
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -27,11 +28,119 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-
+Place: TypeAlias = "tuple[int, int | StreamedRow]"  # number of a source; index of its row, or the row if it is streamed
 
 _FINGERPRINT_PROMPTS = 256  # of those that are made when they are read
 _MAX_MADE = 4096  # prompts made ahead of need
 _NOT_MADE = "not made"
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """The rows of all sources of a split, with their columns renamed."""
+
+    split: str  # its name begins the prompts' ids
+    sources: Sequence[DataSource]
+    parts: Sequence[Sequence[Row] | StreamedRows]  # of each source its rows, by index or streamed
+    columns: Mapping[str, str]  # new column names → the data's own, for all sources
+
+    @property
+    def sizes(self) -> list[int | None]:
+        """Rows of each source; None for one that is streamed."""
+        return [None if isinstance(part, StreamedRows) else len(part) for part in self.parts]
+
+    @property
+    def num_rows(self) -> int | None:
+        """None if a source is streamed."""
+        sizes = [size for size in self.sizes if size is not None]
+        return sum(sizes) if len(sizes) == len(self.parts) else None
+
+    def read_whole(self) -> SplitRows:
+        """These, with streamed rows read, all of them."""
+        read = [
+            [part.row(item) for item in part.one_pass()] if isinstance(part, StreamedRows) else part
+            for part in self.parts
+        ]
+        return replace(self, parts=read)
+
+    def places(self) -> Iterator[Place]:
+        """The place of every row, in the order of the data."""
+        return itertools.chain.from_iterable(
+            zip(itertools.repeat(n), part.one_pass() if isinstance(part, StreamedRows) else range(len(part)))
+            for n, part in enumerate(self.parts)
+        )
+
+    def located(self, place: Place) -> LocatedRow:
+        """The row there; raises ValueError if it cannot be read."""
+        number, item = place
+        source, part = self.sources[number], self.parts[number]
+        if isinstance(part, StreamedRows):
+            assert isinstance(item, StreamedRow)
+            row, where, name = part.row(item), part.where(item), part.id(item)
+        else:
+            assert isinstance(item, int)
+            row, where, name = part[item], f"Row {item + 1} of {source.source!r}", str(item)
+        if columns := {**self.columns, **source.columns}:
+            row = renamed(row, columns, where=where)
+        prefix = self.split if len(self.sources) == 1 else f"{self.split}-{source.label}"
+        return LocatedRow(row, source, where, f"{prefix}-{name}")
+
+
+@dataclass(eq=False)
+class RowPrompts:
+    """The prompts of a split's rows by position in the run, each made when it is read."""
+
+    rows: SplitRows
+    # the rendered prompts of some rows: None for one that a filter or its length drops, ValueError for a bad one
+    make: Callable[[Sequence[LocatedRow]], list[Made]]
+    seed: int  # of the order
+    shuffle: bool
+
+    @functools.cached_property
+    def order(self) -> MixtureOrder:
+        """Whose turn it is."""
+        weights = [source.weight for source in self.rows.sources]
+        return MixtureOrder(self.rows.sizes, weights, seed=self.seed, shuffle=self.shuffle)
+
+    def many(self, positions: Iterable[int]) -> list[Made]:
+        """The prompts at some positions, which is faster than one by one."""
+        return self._made(positions, lambda position: self.rows.located(self._place(position)))
+
+    def one_pass(self, step: int = 1) -> Iterator[list[Made]]:
+        """The prompts of all rows, or of every `step`-th, in the order of the data, some at a time."""
+        places = itertools.islice(self.rows.places(), 0, None, step)
+        while block := list(itertools.islice(places, ROWS_AT_ONCE)):
+            yield self._made(block, self.rows.located)
+
+    def first(self, num: int) -> list[Made]:
+        """The prompts of the first rows."""
+        return self._made(itertools.islice(self.rows.places(), num), self.rows.located)
+
+    def state_dict(self, position: int) -> dict[str, Any] | None:
+        """By source from where the prompts from this position on can be read again; None if no source is streamed."""
+        streamed = ((n, part) for n, part in enumerate(self.rows.parts) if isinstance(part, StreamedRows))
+        return {str(n): part.state_dict(self.order.num_before(n, position)) for n, part in streamed} or None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for number, part in enumerate(self.rows.parts):
+            if isinstance(part, StreamedRows) and str(number) in state:
+                part.load_state_dict(state[str(number)])
+
+    def _place(self, position: int) -> Place:
+        number = self.order.source(position)
+        turn, part = self.order.num_before(number, position), self.rows.parts[number]
+        return number, part[turn] if isinstance(part, StreamedRows) else self.order.row(number, turn)
+
+    def _made(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
+        """The prompts of rows, where `locate` raises ValueError for rows that cannot be read."""
+        located: list[LocatedRow | ValueError] = []
+        for item in items:
+            try:
+                located.append(locate(item))
+            except ValueError as error:
+                located.append(error)
+        made = iter(self.make([row for row in located if not isinstance(row, ValueError)]))
+        return [row if isinstance(row, ValueError) else next(made) for row in located]
 
 
 class PromptStream:
@@ -40,11 +149,11 @@ class PromptStream:
     A position whose row is dropped, by a filter or for its length, holds None.
 
     Args:
-        prompts: one epoch's, in the order of the data; or those of streamed sources, by position.
+        prompts: one epoch's, in the order of the data; or those of rows, made when they are read.
         batch_size: prompts per iteration, which is also groups per iteration.
         seed: determines the order, with the epoch.
         shuffle: False keeps the order of the data in every epoch.
-        order: the prompt's index at each position; None for one source with this `seed` and `shuffle`.
+        order: the index in a list of prompts at each position; None for one source with this `seed` and `shuffle`.
 
     Raises:
         ValueError: if there are fewer prompts than one iteration needs, or two have the same id.
@@ -52,7 +161,7 @@ class PromptStream:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt | None] | StreamedPrompts,
+        prompts: Sequence[Prompt | None] | RowPrompts,
         *,
         batch_size: int,
         seed: int = 0,
@@ -60,13 +169,14 @@ class PromptStream:
         order: MixtureOrder | None = None,
     ) -> None:
         check_bounds(1, batch_size=batch_size)
-        self.num_prompts = None if isinstance(prompts, StreamedPrompts) else len(prompts)  # per epoch, if known
+        # per epoch, if known
+        self.num_prompts = prompts.rows.num_rows if isinstance(prompts, RowPrompts) else len(prompts)
         if self.num_prompts is not None and self.num_prompts < batch_size:
             raise ValueError(
                 f"batch_size={batch_size} exceeds the {self.num_prompts} train prompts. Lower batch_size or add data."
             )
         # Those of rows that are not read yet are unique by construction.
-        ids = [prompt.id for prompt in prompts if prompt is not None] if isinstance(prompts, list) else []
+        ids = [] if isinstance(prompts, RowPrompts) else [prompt.id for prompt in prompts if prompt is not None]
         if len(set(ids)) < len(ids):
             raise ValueError(
                 f"{len(ids) - len(set(ids))} train prompts have duplicate ids. Make them unique: seeds depend on them."
@@ -75,8 +185,10 @@ class PromptStream:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        sizes = [self.num_prompts]
-        self.order = order or MixtureOrder(sizes, [1.0], seed=seed, shuffle=shuffle)
+        if isinstance(prompts, RowPrompts):
+            self.order = prompts.order
+        else:
+            self.order = order or MixtureOrder([len(prompts)], [1.0], seed=seed, shuffle=shuffle)
         self._made: dict[int, Made] = {}  # ahead of need, by position
 
     def __len__(self) -> int:
@@ -88,19 +200,13 @@ class PromptStream:
     def __getitem__(self, position: int) -> Prompt | None:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}.")
-        if not isinstance(self.prompts, RowPrompts | StreamedPrompts):
-            return self.prompts[self.order[position]]
         made = self._made.get(position, _NOT_MADE)
-        if isinstance(made, str):
-            (made,) = self.many([position])
-        if isinstance(made, ValueError):
-            raise made
-        return made
+        return without_errors(self.many([position]) if isinstance(made, str) else [made])[0]
 
     @property
     def is_made_on_reading(self) -> bool:
         """Whether reading a position takes time, unless it is prepared."""
-        return isinstance(self.prompts, RowPrompts | StreamedPrompts)
+        return isinstance(self.prompts, RowPrompts)
 
     def is_prepared(self, position: int) -> bool:
         """Whether reading this position takes no time."""
@@ -118,12 +224,9 @@ class PromptStream:
 
     def many(self, positions: Sequence[int]) -> Sequence[Made]:
         """The prompts at some positions, made now; ValueError where a row is bad."""
-        if isinstance(self.prompts, StreamedPrompts):
-            return self.prompts.many(positions)
-        indices = [self.order[position] for position in positions]
         if isinstance(self.prompts, RowPrompts):
-            return self.prompts.many(indices)
-        return [self.prompts[index] for index in indices]
+            return self.prompts.many(positions)
+        return [self.prompts[self.order[position]] for position in positions]
 
     @property
     def num_iterations(self) -> int | None:
@@ -133,32 +236,39 @@ class PromptStream:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies the prompts and their order: if it differs, a checkpoint's positions mean other prompts."""
-        if isinstance(self.prompts, StreamedPrompts):
-            return self.prompts.fingerprint
+        if self.num_prompts is None:
+            assert isinstance(self.prompts, RowPrompts)
+            parts = ", ".join(str(part) for part in self.prompts.rows.parts if isinstance(part, StreamedRows))
+            return f"{parts}; {self.order}"
         content = hashlib.blake2b(digest_size=6)
-        num = len(self.prompts)
-        sample = self.prompts if isinstance(self.prompts, list) else self.prompts[:: -(-num // _FINGERPRINT_PROMPTS)]
+        sample: Iterable[Prompt | None]
+        if isinstance(self.prompts, RowPrompts):
+            blocks = self.prompts.one_pass(step=-(-self.num_prompts // _FINGERPRINT_PROMPTS))
+            sample = without_errors(itertools.chain.from_iterable(blocks))
+        else:
+            sample = self.prompts
         for prompt in sample:
             if prompt is not None:
                 content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
-        return f"{num} prompts {self.order}, content {content.hexdigest()}"
+        return f"{self.num_prompts} prompts {self.order}, content {content.hexdigest()}"
 
     def first(self, num_prompts: int) -> PromptStream:
         """The first prompts of the data, over and over in order; for `overfit_batches`."""
-        prompts: list[Prompt | None]
-        if isinstance(self.prompts, StreamedPrompts):
+        if not isinstance(self.prompts, RowPrompts):
+            prompts = list(self.prompts[:num_prompts])
+        elif self.num_prompts is None:
             prompts = [self[position] for position in range(num_prompts)]
         else:
-            prompts = list(self.prompts[:num_prompts])
+            prompts = without_errors(self.prompts.first(num_prompts))
         return PromptStream(prompts, batch_size=self.batch_size, seed=self.seed, shuffle=False)
 
     def state_dict(self, position: int) -> dict[str, Any] | None:
         """From where streamed sources give the prompts from this position on; None if nothing is streamed."""
-        return self.prompts.state_dict(position) if isinstance(self.prompts, StreamedPrompts) else None
+        return self.prompts.state_dict(position) if isinstance(self.prompts, RowPrompts) else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Saves reading what comes before; a stream without it gives the same prompts."""
-        if isinstance(self.prompts, StreamedPrompts):
+        if isinstance(self.prompts, RowPrompts):
             self.prompts.load_state_dict(state)
 
 
@@ -176,43 +286,7 @@ class EpochLoader(Generic[T]):
     """
 
     def __init__(
-        self, num_batches: int, batch_at: Callable[[int, int], T], *, trainer: L.Trainer | None = None
-    ) -> None:
-        self.num_batches = num_batches
-        self.batch_at = batch_at
-        self._trainer = trainer
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __iter__(self) -> Iterator[T]:
-        first, per_epoch = 0, self.num_batches
-        if self._trainer is not None:
-            # Read when the first batch is requested: Lightning creates the iterator before it sets its counters.
-            first = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
-            per_epoch = min(per_epoch, int(self._trainer.num_training_batches))
-        for position in range(first, first + self.num_batches):  # Lightning stops at the end of its epoch
-            yield self.batch_at(*divmod(position, per_epoch))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty; that it exists tells Lightning that this loader can resume mid-epoch."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to restore."""
-
-
-class PositionLoader(Generic[T]):
-    """As EpochLoader, with batches counted over the whole run: an epoch continues where the last one ended.
-
-    Args:
-        num_batches: per epoch; None if that is not known: then the loader has no length and does not end.
-        batch_at: gives a batch by its number.
-        trainer: as in EpochLoader.
-    """
-
-    def __init__(
-        self, num_batches: int | None, batch_at: Callable[[int], T], *, trainer: L.Trainer | None = None
+        self, num_batches: int | None, batch_at: Callable[..., T], *, trainer: L.Trainer | None = None
     ) -> None:
         self.num_batches = num_batches
         self.batch_at = batch_at
@@ -224,21 +298,40 @@ class PositionLoader(Generic[T]):
         return self.num_batches
 
     def __iter__(self) -> Iterator[T]:
+        first, num = 0, len(self)
+        per_epoch = num
+        if self._trainer is not None:
+            # Read when the first batch is requested: Lightning creates the iterator before it sets its counters.
+            first = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
+            per_epoch = min(num, int(self._trainer.num_training_batches))
+        for position in range(first, first + num):  # Lightning stops at the end of its epoch
+            yield self.batch_at(*divmod(position, per_epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty; that it exists tells Lightning that this loader can resume mid-epoch."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class PositionLoader(EpochLoader[T]):
+    """As EpochLoader, with batches counted over the whole run: an epoch continues where the last one ended.
+
+    Args:
+        num_batches: per epoch; None if that is not known: then the loader has no length and does not end.
+        batch_at: gives a batch by its number.
+    """
+
+    def __iter__(self) -> Iterator[T]:
         first = 0
         if self._trainer is not None:
             # Without a length Lightning requests a batch before it has set `completed`, which EpochLoader reads.
             counters: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
             first = counters.processed
-        numbers = itertools.count(first) if self.num_batches is None else range(first, first + self.num_batches)
-        for number in numbers:
+        is_endless = self.num_batches is None
+        for number in itertools.count(first) if is_endless else range(first, first + len(self)):
             yield self.batch_at(number)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty, as EpochLoader's."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to restore."""
 
 
 def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
@@ -256,25 +349,52 @@ class PromptBatch(list[Prompt]):
     """Prompts, which moving to a device leaves unchanged.
 
     Overriding `transfer_batch_to_device` would work too, but Lightning warns about that in a module with a data module.
+
+    Args:
+        set_name: of the validation set, if there are several.
     """
+
+    def __init__(self, prompts: Iterable[Prompt] = (), set_name: str | None = None) -> None:
+        super().__init__(prompts)
+        self.set_name = set_name
 
     def to(self, *args: Any, **kwargs: Any) -> PromptBatch:
         return self
 
 
-def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> EpochLoader[int] | PositionLoader[int]:
+def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> EpochLoader[int]:
     """The train loader of an RLModule: the index of each iteration in the epoch. The prompts are in the stream."""
     if stream.num_iterations is None:
         return PositionLoader(None, lambda number: number, trainer=trainer)
     return EpochLoader(stream.num_iterations, lambda epoch, index: index, trainer=trainer)
 
 
-def prompt_batches(prompts: Sequence[Prompt], batch_size: int) -> EpochLoader[PromptBatch]:
-    """A validation loader: lists of prompts in the order of the data; the last may be shorter."""
-    return batches_in_order(prompts, batch_size, PromptBatch)
+def prompt_batches(
+    prompts: Sequence[Prompt], batch_size: int, set_names: Mapping[str, str] = MappingProxyType({})
+) -> EpochLoader[PromptBatch]:
+    """A validation loader: lists of prompts in the order of the data; the last may be shorter.
+
+    Args:
+        set_names: by prompt id, of several validation sets.
+    """
+    return batches_in_order(prompts, batch_size, PromptBatch, lambda prompt: set_names.get(prompt.id))
 
 
-def batches_in_order(items: Sequence[Item], batch_size: int, collate: Callable[[Sequence[Item]], T]) -> EpochLoader[T]:
-    """Collated batches of consecutive items; the last may be smaller."""
-    num_batches = -(-len(items) // batch_size)
-    return EpochLoader(num_batches, lambda epoch, index: collate(items[index * batch_size : (index + 1) * batch_size]))
+def batches_in_order(
+    items: Sequence[Item],
+    batch_size: int,
+    collate: Callable[[Sequence[Item], str | None], T],
+    set_of: Callable[[Item], str | None],
+) -> EpochLoader[T]:
+    """Collated batches of consecutive items of one set; the last of each set may be smaller.
+
+    Args:
+        collate: makes a batch of items and of the name of their set.
+        set_of: names an item's set; None if there is one set.
+    """
+    batches = [
+        (part[start : start + batch_size], name)
+        for name, part in ((name, list(part)) for name, part in itertools.groupby(items, set_of))
+        for start in range(0, len(part), batch_size)
+    ]
+    return EpochLoader(len(batches), lambda epoch, index: collate(*batches[index]))

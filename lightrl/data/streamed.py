@@ -1,4 +1,4 @@
-"""Sources that can only be read in order, such as a hub dataset that is not downloaded: StreamedRows, StreamedPrompts.
+"""Sources that can only be read in order, such as a hub dataset that is not downloaded.
 
 Rows come in blocks: `buffer_rows` consecutive rows of a pass over the source, fewer at its end. With `shuffle` each
 pass has its shards in another order, and each block its rows. So a row's number, counted over all passes, determines
@@ -20,18 +20,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightrl.data.mixture import DataSource, MixtureOrder, epoch_order
-from lightrl.data.rows import LocatedRow, Made, Row, dataset_problem, function_of_rows, renamed
-from lightrl.data.split_rows import ROWS_AT_ONCE, id_prefix, made_of
-from lightrl.data.text_files import file_suffix, read_csv, read_json, read_lines, refuse_pointer
+from lightrl.data.mixture import epoch_order
+from lightrl.data.rows import (
+    TEXT_READERS,
+    file_suffix,
+    function_of_rows,
+    load_dataset,
+    refuse_pointer,
+    without_padding,
+)
 
 OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
 
+ROWS_AT_ONCE = 256  # are read, or rendered with one call of the tokenizer
 _KEPT_BLOCKS = 2  # in memory
 _MAX_MARKS = 10_000
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {".jsonl": read_lines, ".json": read_json, ".csv": read_csv}
-_END = object()
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
 class Mark(NamedTuple):
@@ -84,7 +88,7 @@ class StreamedRows:
         self._row_of = row_of
         self._marks = [Mark()]  # of the blocks that were read, and of the next one
         self._blocks: dict[int, list[StreamedRow]] = {}  # the last ones, by number, in the order of training
-        self._reader = _Reader(self, Mark())  # at the last mark
+        self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # at the last mark
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -104,7 +108,7 @@ class StreamedRows:
                 self._read_on()
             mark = self._marks[bisect_right(self._marks, number, key=lambda item: item.number) - 1]
             if mark.number not in self._blocks:
-                self._keep(mark.number, _Reader(self, mark).block())
+                self._keep(mark.number, next(self._blocks_from(mark))[0])
             return self._blocks[mark.number][number - mark.number]
 
     def row(self, item: StreamedRow) -> Any:
@@ -122,11 +126,13 @@ class StreamedRows:
 
     def one_pass(self) -> Iterator[StreamedRow]:
         """Every row once, in the order of the source."""
-        in_order = StreamedRows(self.name, self.shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE)
-        in_order.max_rows = self.max_rows
-        reader = _Reader(in_order, Mark())
-        while reader.mark.epoch == 0:
-            yield from reader.block()
+        in_order = StreamedRows(
+            self.name, self.shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE, max_rows=self.max_rows
+        )
+        for rows, following in in_order._blocks_from(Mark()):
+            yield from rows
+            if following.epoch:
+                return
 
     def state_dict(self, number: int) -> dict[str, Any]:
         """From where this row can be read again; earlier ones are no longer needed. Does not wait for the source."""
@@ -138,12 +144,15 @@ class StreamedRows:
             self._go_to(Mark(**state))
 
     def _go_to(self, mark: Mark) -> None:
-        self._marks, self._blocks, self._reader = [mark], {}, _Reader(self, mark)
+        self._marks, self._blocks, self._reader = [mark], {}, None
 
     def _read_on(self) -> None:
-        number, rows = self._reader.mark.number, self._reader.block()
-        marks = [*self._marks, self._reader.mark] if rows else [*self._marks[:-1], self._reader.mark]
-        self._keep(number, rows)
+        last = self._marks[-1]
+        reader, self._reader = self._reader or self._blocks_from(last), None  # a reader that failed is not used again
+        rows, following = next(reader)
+        self._reader = reader
+        self._keep(last.number, rows)
+        marks = [*self._marks, following] if rows else [*self._marks[:-1], following]
         self._marks = marks[len(marks) // 2 :] if len(marks) > _MAX_MARKS else marks
 
     def _keep(self, number: int, rows: list[StreamedRow]) -> None:
@@ -156,138 +165,56 @@ class StreamedRows:
             if oldest != number:
                 del self._blocks[oldest]
 
+    def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
+        """Block after block, in the order of the source, each with the mark of the next; some passes end empty.
 
-class _Reader:
-    """Reads block after block."""
+        Raises:
+            ValueError: if the source cannot be read, or has no rows.
+        """
+        while True:
+            num_left = None if self.max_rows is None else self.max_rows - mark.num_read
+            items, epoch = islice(self._rest_of_pass(mark), num_left), mark.epoch
+            while mark.epoch == epoch:
+                block = list(islice(items, self.block_rows))
+                if not block and mark.num_read == 0:
+                    raise ValueError(f"Data {self.name!r} has no rows.")
+                number = mark.number + len(block)
+                if len(block) < self.block_rows:
+                    mark = Mark(number, epoch + 1)
+                else:
+                    row, turn, shard = block[-1]
+                    state = copy.deepcopy(shard.state_dict()) if _has_state(shard) else None
+                    mark = Mark(number, epoch, mark.num_read + len(block), turn, row.place + 1, state)
+                yield [row for row, _, _ in block], mark
 
-    def __init__(self, source: StreamedRows, mark: Mark) -> None:
-        self.source = source
-        self.mark = mark  # of the next block
-        self._shard: Any = None  # that is read now
-        self._rows: Iterator[Any] | None = None
-
-    def block(self) -> list[StreamedRow]:
-        """The rows of the next block, in the order of the source; may be empty where a pass ends."""
-        mark, source = self.mark, self.source
-        size, num_shards = source.block_rows, len(source.shards)
-        if source.max_rows is not None:
-            size = min(size, source.max_rows - mark.num_read)
-        order = list(range(num_shards))
-        if source.shuffle:
-            order = epoch_order(num_shards, f"{source.seed}/shards", mark.epoch).tolist()
-        turn, row = mark.turn, mark.row
-        rows: list[StreamedRow] = []
-        while len(rows) < size and turn < num_shards:
-            item = self._next(order[turn], row, mark.state if row == mark.row and turn == mark.turn else None)
-            if item is _END:
-                turn, row, self._rows = turn + 1, 0, None
-            else:
-                rows.append(StreamedRow(item, order[turn], row))
-                row += 1
-        if not rows and mark.num_read == 0:
-            raise ValueError(f"Data {source.name!r} has no rows.")
-        if len(rows) < source.block_rows:  # the pass has ended
-            self.mark, self._rows = Mark(mark.number + len(rows), mark.epoch + 1), None
-            return rows
-        state = self._shard.state_dict() if _has_state(self._shard) else None
-        num_read = mark.num_read + len(rows)
-        self.mark = Mark(mark.number + len(rows), mark.epoch, num_read, turn, row, copy.deepcopy(state))
-        return rows
-
-    def _next(self, shard: int, row: int, state: Any) -> Any:
+    def _rest_of_pass(self, mark: Mark) -> Iterator[tuple[StreamedRow, int, Any]]:
+        """The rows from a mark to the end of its pass, each with the turn of its shard and the opened shard."""
         import datasets
 
-        try:
-            if self._rows is None:
-                self._shard = self.source.shards[shard]()
+        order = list(range(len(self.shards)))
+        if self.shuffle:
+            order = epoch_order(len(order), f"{self.seed}/shards", mark.epoch).tolist()
+        for turn in range(mark.turn, len(order)):
+            number = order[turn]
+            place, state = (mark.row, mark.state) if turn == mark.turn else (0, None)
+            try:
+                shard: Any = self.shards[number]()
                 if state is not None:
-                    self._shard.load_state_dict(copy.deepcopy(state))
-                self._rows = islice(iter(self._shard), 0 if state is not None else row, None)
-            return next(self._rows, _END)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            self._rows = None
-            if isinstance(self.source.shards[shard], partial):  # of a text file, which names its own lines
-                raise
-            where = self.source.where(StreamedRow(None, shard, row))
-            raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
+                    shard.load_state_dict(copy.deepcopy(state))
+                for item in islice(iter(shard), 0 if state is not None else place, None):
+                    if isinstance(shard, datasets.IterableDataset):
+                        item = without_padding(item)
+                    yield StreamedRow(item, number, place), turn, shard
+                    place += 1
+            except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+                if isinstance(self.shards[number], partial):  # of a text file, which names its own lines
+                    raise
+                where = self.where(StreamedRow(None, number, place))
+                raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
 
 
 def _has_state(shard: object) -> bool:
     return hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
-
-
-class StreamedPrompts:
-    """The prompts of a split of which a source is streamed, by position in the run: there is no length.
-
-    Args:
-        split: its name begins the prompts' ids.
-        sources: where the rows come from.
-        parts: of each source its rows.
-        order: whose turn it is.
-        columns: new column names → the data's own, for all sources.
-        make: as in RowPrompts.
-    """
-
-    def __init__(
-        self,
-        split: str,
-        sources: Sequence[DataSource],
-        parts: Sequence[Sequence[Row] | StreamedRows],
-        order: MixtureOrder,
-        *,
-        columns: Mapping[str, str],
-        make: Callable[[Sequence[LocatedRow]], list[Made]],
-    ) -> None:
-        self.split = split
-        self.sources = sources
-        self.parts = parts
-        self.order = order
-        self.columns = columns
-        self._make = make
-
-    def many(self, positions: Sequence[int]) -> list[Made]:
-        """The prompts at some positions, or what is wrong with them."""
-        return made_of(positions, self._at, self._make)
-
-    def one_pass(self) -> Iterator[list[Made]]:
-        """The prompts of every row of every source, once, in the order of the data, some at a time."""
-        for number, part in enumerate(self.parts):
-            rows: Iterator[Any] = part.one_pass() if isinstance(part, StreamedRows) else iter(range(len(part)))
-            while block := list(islice(rows, ROWS_AT_ONCE)):
-                yield made_of(block, partial(self._of_source, number), self._make)
-
-    @property
-    def fingerprint(self) -> str:
-        parts = ", ".join(str(part) for part in self.parts if isinstance(part, StreamedRows))
-        return f"{parts}; {self.order}"
-
-    def state_dict(self, position: int) -> dict[str, Any]:
-        """By source from where the prompts from this position on can be read again."""
-        streamed = ((n, part) for n, part in enumerate(self.parts) if isinstance(part, StreamedRows))
-        return {str(n): part.state_dict(self.order.num_before(n, position)) for n, part in streamed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for number, part in enumerate(self.parts):
-            if isinstance(part, StreamedRows) and str(number) in state:
-                part.load_state_dict(state[str(number)])
-
-    def _at(self, position: int) -> LocatedRow:
-        number = self.order.source(position)
-        turn, part = self.order.num_before(number, position), self.parts[number]
-        return self._of_source(number, part[turn] if isinstance(part, StreamedRows) else self.order.row(number, turn))
-
-    def _of_source(self, number: int, item: StreamedRow | int) -> LocatedRow:
-        """A row of one source; of one that is not streamed, by its index."""
-        source, part = self.sources[number], self.parts[number]
-        if isinstance(item, int):
-            assert not isinstance(part, StreamedRows)
-            row, where, name = part[item], f"Row {item + 1} of {source.source!r}", str(item)
-        else:
-            assert isinstance(part, StreamedRows)
-            row, where, name = part.row(item), part.where(item), part.id(item)
-        if columns := {**self.columns, **source.columns}:
-            row = renamed(row, columns, where=where)
-        return LocatedRow(row, source, where, f"{id_prefix(self.split, self.sources, number)}-{name}")
 
 
 def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping[str, Any]) -> list[OpenShard]:
@@ -300,28 +227,22 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping
     Raises:
         ValueError: if the source does not exist or cannot be opened.
     """
-    import datasets
-
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
     if function is not None:
         return shards_of(lambda: function(split=split, **arguments))
     suffix = file_suffix(path)
-    if suffix in _READERS and "://" not in source:
+    if suffix in TEXT_READERS and "://" not in source:
         files = sorted(path.parent.glob(path.name)) if not path.is_file() else [path]
         if not files:
             raise ValueError(f"Data file '{path}' does not exist, and no file fits this pattern. Fix the name.")
-        return [partial(_READERS[suffix], file) for file in files]
-    is_file = suffix in _BUILDERS
+        return [partial(TEXT_READERS[suffix], file) for file in files]
     if path.is_file():
         refuse_pointer(path)
-    try:
-        if is_file:
-            dataset = datasets.load_dataset(_BUILDERS[suffix], split="train", data_files=str(path), streaming=True)
-        else:
-            dataset = datasets.load_dataset(source, name, split=split, streaming=True)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(dataset_problem(source, name, split, error)) from error
+    if suffix in _BUILDERS:
+        dataset = load_dataset(_BUILDERS[suffix], None, "train", data_files=str(path), streaming=True)
+    else:
+        dataset = load_dataset(source, name, split, streaming=True)
     return shards_of(lambda: dataset)
 
 

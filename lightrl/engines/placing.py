@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightrl.checks.printable import count_text
 from lightrl.engines.engine import RolloutEngine
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.engines.sglang.engine import SGLangEngine
@@ -28,4 +29,4 @@ def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device
         return "on servers that run elsewhere"
     gpus = started_on(engine)
     where = "the CPU" if gpus is None else ", ".join(f"cuda:{gpu}" for gpu in gpus)
-    return f"{engine.num_servers} servers with tp={engine.tp} on {where}, {engine.placement}"
+    return f"{count_text(engine.num_servers, 'server')} with tp={engine.tp} on {where}, {engine.placement}"

@@ -7,6 +7,7 @@ and `+cpu` are from memory: no page that was found shows them.
 
     sglang:d4t2                            one part: a backend and its sizes
     sglang:d4t2 + fsdp:d8                  `+`: each part has GPUs of its own
+    sglang.d4p1m1+d2p2m1                   AReaL Core: m is t
     sglang.d4t2p1+d2p2t1                   older: a dot, and no backend for training: fsdp, or megatron with p or e
     sglang:d4+eval, sglang:d4+cpu          older: servers alone, and an evaluation without GPUs
     sglang[rollout]:d2+fsdp[actor]:d4      parts with names; also fsdp(actor):d4 and [actor]:d4
@@ -62,6 +63,8 @@ def parse_allocation(text: str) -> list[list[Part]]:
         ValueError: if it has none of the forms above, or sizes that do not fit.
     """
     words = re.sub(r"\s", "", text)
+    if words in ("manual", "heuristic", "search") or re.search(r"[,=*]", words):
+        raise _wrong(text, "AReaL Core's manual, heuristic and key-value modes place each model by itself, give sizes")
     groups = [_group(word, text) for word in _split(words, "+")]
     parts = [part for group in groups for part in group]
     names = [part.name for part in parts if part.name is not None]
@@ -119,6 +122,7 @@ def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:
 
 
 def _sizes(word: str, allowed: str, text: str) -> dict[str, Any]:
+    word = word if "t" in word else word.replace("m", "t")  # AReaL Core's letter
     pairs = re.findall(r"([a-z])([1-9]\d*)", word)
     if not pairs or "".join(letter + size for letter, size in pairs) != word:
         raise _wrong(text, f"{word!r} must be letters with a size each, such as d4t2")

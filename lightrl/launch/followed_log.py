@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from lightrl.concurrency.line_buffer import LineBuffer
+
+_READ_BYTES = 1 << 20
+
 
 class FollowedLog:
     """Shows what is appended to a file from now on, or `from_start`.
@@ -18,7 +22,7 @@ class FollowedLog:
     def __init__(self, path: Path, prefix: str, write: Callable[[str], object], *, from_start: bool = False) -> None:
         self._path, self._prefix, self._write = path, prefix, write
         self._position = path.stat().st_size if path.exists() and not from_start else 0
-        self._rest = b""  # of a line whose end has not come
+        self._buffer = LineBuffer()
 
     def follow(self) -> None:
         """Shows the lines that are complete by now."""
@@ -26,8 +30,7 @@ class FollowedLog:
             return
         with self._path.open("rb") as file:
             file.seek(self._position)
-            new = file.read()
-        self._position += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        for line in lines:
-            self._write(f"{self._prefix}{line.decode(errors='replace')}\n")
+            while new := file.read(_READ_BYTES):
+                self._position += len(new)
+                for line in self._buffer.lines(new):
+                    self._write(f"{self._prefix}{line.decode(errors='replace')}\n")

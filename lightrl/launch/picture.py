@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightrl.checks.printable import count_text
 from lightrl.launch.plan import Plan, Process
 
 _MAX_HOSTS = 16  # drawn; of more the first and the last
@@ -41,13 +42,11 @@ def describe(plan: Plan) -> str:
     """The picture, the table, and what there is to know of the plan."""
     layout = plan.layout
     on = "" if plan.on_cpu else f", {plan.gpus_per_host} GPUs each"
-    servers = f"; {_num(layout.servers, 'server')} with tp={layout.tp}, {layout.placement}" if layout.servers else ""
-    head = f"{plan.launch.launcher}: {_num(len(plan.hosts), 'host')}{on}; {_num(layout.ranks, 'trainer rank')}{servers}"
+    servers = count_text(layout.servers, "server")
+    servers = f"; {servers} with tp={layout.tp}, {layout.placement}" if layout.servers else ""
+    hosts, ranks = count_text(len(plan.hosts), "host"), count_text(layout.ranks, "trainer rank")
+    head = f"{plan.launch.launcher}: {hosts}{on}; {ranks}{servers}"
     return "\n".join([head, "", picture(plan), "", table(plan), *(["", *plan.notes] if plan.notes else [])]) + "\n"
-
-
-def _num(count: int, name: str) -> str:
-    return f"{count} {name}" + "s" * (count != 1)
 
 
 def _text(plan: Plan, process: Process, index: int) -> str:

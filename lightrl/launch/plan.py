@@ -52,6 +52,7 @@ class Plan:
     on_cpu: bool
     processes: tuple[Process, ...]
     settings: Mapping[str, Any]  # of the run, which override its own
+    facts: RunFacts  # of the run, as planned
     notes: tuple[str, ...] = ()
 
     def of(self, role: str) -> list[Process]:
@@ -102,6 +103,7 @@ def make_plan(
     gpus = launch.gpus_per_node or gpus_per_host or -(-needed // launch.nodes)
     split = _trainer_split(layout, facts)
     settings, notes = _settings(layout, facts)
+    notes += [facts.assumed] if facts.assumed else []
     ranks_of, servers_of = place(layout, launch.nodes, gpus, split[1])
     check_model(layout, facts, split)
     notes += check_memory(layout, facts, split, launch.gpu_memory_gb)
@@ -122,7 +124,7 @@ def make_plan(
     trainer["default_root_dir"] = str(PurePath(folder).parent)  # a process may start in another folder
     trainer["num_nodes"], trainer["devices"] = len(ranks_of), len(ranks_of[0])
     everything = (*processes, *servers)
-    return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, everything, settings, tuple(notes))
+    return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, everything, settings, facts, tuple(notes))
 
 
 Placed = dict[int, list[tuple[int, ...]]]  # host → the GPUs of each rank or server there

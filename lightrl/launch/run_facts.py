@@ -9,6 +9,8 @@ from typing import Any
 from lightrl.launch.memory import PlannedRun
 from lightrl.models import RoleMesh
 
+_GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -21,6 +23,7 @@ class RunFacts:
     trainer_pp: int = 1
     trainer_tp: int = 1
     on_cpu: bool = False
+    assumed: str = ""  # what that is if the accelerator is auto, for the plan's notes
     engine: str | None = None  # class name
     has_urls: bool = False  # of servers that run already
     transport: str = "disk"
@@ -49,6 +52,7 @@ def facts_of(settings: Mapping[str, Any]) -> RunFacts:
         trainer_pp=int(strategy.get("pp") or 1),
         trainer_tp=int(strategy.get("tp") or 1),
         on_cpu=trainer.get("accelerator") == "cpu",
+        assumed=_GPUS_ASSUMED if trainer.get("accelerator") in (None, "auto") else "",
         engine=engine_kind,
         has_urls=engine.get("urls") is not None,
         transport=engine.get("transport") or "disk",

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightrl.errors import LightRLError
@@ -18,6 +20,20 @@ from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import is_on_all_ranks, mark_as_on_all_ranks, ranks_of
 
 log = logging.getLogger(__name__)
+
+OptimizerSettings = list[list[dict[str, Any]]]  # of each optimizer the groups, of each group the numbers by name
+
+
+def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> OptimizerSettings:
+    """What `configure_optimizers` set: `lr` without a schedule's factor, whether there is one, `weight_decay` etc."""
+    return [
+        [
+            {name: value for name, value in group.items() if isinstance(value, float | tuple)}
+            | {"lr": group.get("initial_lr", group["lr"]), "is_scheduled": "initial_lr" in group}
+            for group in optimizer.param_groups
+        ]
+        for optimizer in optimizers
+    ]
 
 
 class Resume:
@@ -34,6 +50,8 @@ class Resume:
         self.why_no_checkpoint: str | None = None  # what makes a checkpoint wrong at this moment
         self._rollout_state: dict[str, Any] | None = None  # of the last fit or checkpoint, for the next rollout
         self._is_restored = False  # the open rollout has taken the state over
+        self._settings: OptimizerSettings = []  # of this fit's optimizers
+        self._saved_settings: OptimizerSettings | None = None  # of the checkpoint's, until they are compared
 
     def begin(self) -> None:
         """A stage begins: forgets what an earlier one, which may have failed, left behind."""
@@ -41,11 +59,13 @@ class Resume:
         self._is_restored = False
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; empty if nothing was rolled out."""
+        """For a checkpoint; without the rollout's part if nothing was rolled out."""
         state = (self.trainer.rollout.state_dict() if self._is_restored else None) or self._rollout_state
+        settings = {"optimizers": self._settings} if self._settings else {}
         if state is None:
-            return {}
+            return settings
         return {
+            **settings,
             "rollout": state,
             "num_skipped": self.guard.num_skipped,
             "num_skipped_in_a_row": self.guard.num_in_a_row,
@@ -53,12 +73,54 @@ class Resume:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved_settings = state_dict.get("optimizers")
         self._rollout_state = state_dict.get("rollout")
         if self._rollout_state is None:
             return
         self.guard.num_skipped = int(state_dict["num_skipped"])
         self.guard.num_in_a_row = int(state_dict["num_skipped_in_a_row"])
         torch.set_rng_state(state_dict["torch_rng"])
+
+    def set_up_optimizers(self, set_up: Callable[[Any], None], trainer: Any) -> None:
+        """Runs the strategy's own `setup_optimizers`, before any checkpoint's state, and keeps what it set."""
+        set_up(trainer)
+        self._settings = settings_of(trainer.optimizers)
+
+    def apply_settings(self) -> None:
+        """Gives the optimizers of a resumed fit this run's settings, and reports what is not as in the checkpoint."""
+        saved, self._saved_settings = self._saved_settings, None
+        schedules = {id(item.scheduler.optimizer): item for item in self.trainer.lr_scheduler_configs}
+        changes: dict[str, tuple[Any, Any]] = {}
+        for optimizer, groups, olds in zip(self.trainer.optimizers, self._settings, saved or [], strict=False):
+            config = schedules.get(id(optimizer))
+            scheduler: Any = None if config is None else config.scheduler
+            if isinstance(scheduler, LambdaLR):
+                scheduler.base_lrs = [group["lr"] for group in groups]
+                if not olds[0]["is_scheduled"]:
+                    is_per_step = config is not None and config.interval == "step"
+                    scheduler.last_epoch = self.trainer.global_step if is_per_step else self.trainer.current_epoch
+            for index, (group, new, old) in enumerate(zip(optimizer.param_groups, groups, olds, strict=True)):
+                names = [name for name in new if name in old and new[name] != old[name] and name in group]
+                changed = {name: new[name] for name in names if name != "lr"}
+                if isinstance(scheduler, LambdaLR):
+                    group["initial_lr"] = new["lr"]
+                    changed["lr"] = new["lr"] * scheduler.lr_lambdas[index](scheduler.last_epoch)
+                elif scheduler is None and ("lr" in names or old["is_scheduled"]):
+                    changed["lr"] = new["lr"]
+                elif "lr" in names:
+                    log.warning(
+                        "lr=%s has no effect on this resumed run: %s goes on from the checkpoint's %s. To use the new "
+                        "one, start a run from its weights.", new["lr"], type(scheduler).__name__, old["lr"],
+                    )  # fmt: skip
+                changes |= {name: (group[name], value) for name, value in changed.items() if group[name] != value}
+                group.update(changed)
+            if isinstance(scheduler, LambdaLR):
+                scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+        for name, (before, now) in changes.items():
+            log.warning(
+                "Resumed with %s=%s, as this run's settings say; the checkpoint's was %s. To go on with that, set "
+                "%s as in the run before.", name, now, before, "lr, lr_decay and the end" if name == "lr" else name,
+            )  # fmt: skip
 
     def restore_rollout(self) -> None:
         """Loads the state of the checkpoint or of the previous fit, if there is one, into the newly opened rollout."""

@@ -329,7 +329,7 @@ class RolloutLoop(_AutomaticOptimization):
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = self.resume.state_dict()
-        return {**state, "num_updates": self.num_updates} if state else {}
+        return {**state, "num_updates": self.num_updates} if "rollout" in state else state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         self.resume.load_state_dict(state_dict)

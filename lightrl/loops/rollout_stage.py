@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightrl.checks.printable import count_text
 from lightrl.concurrency.call_within import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
@@ -119,13 +120,17 @@ class RolloutStage:
         self._num_threads = 0  # before the stage, while it is open
         self._gc_threshold = gc.get_threshold()  # before the stage
 
-    def check(self, module: RLModule) -> None:
+    def check(self, module: RLModule, *, is_fit: bool = False) -> None:
         """Refuses a trainer that cannot train this module, before any model is built."""
+        name = type(module).__name__
+        if type(module).training_step is not RLModule.training_step:
+            raise ValueError(f"{name}.training_step is never called: an RLModule has no training_step. Write loss.")
+        if is_fit and type(module).loss is RLModule.loss:
+            raise TypeError(f"{name} has no loss. Write `def loss(self, experience, outputs)`, which returns a dict.")
         check_strategy(self.trainer.strategy, module)
         if not module.automatic_optimization:
             raise ValueError(
-                f"{type(module).__name__}.automatic_optimization must be True: the loop updates the policy with what "
-                "`loss` returns."
+                f"{name}.automatic_optimization must be True: the loop updates the policy with what `loss` returns."
             )
         if self.trainer.accumulate_grad_batches != 1:
             raise ValueError(
@@ -362,16 +367,18 @@ def devices_text(trainer: RLTrainer) -> str:
 
 def _log_what_runs(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
     """What follows from the settings of a fit and cannot be set."""
-    threads = f", {trainer.engine.threads} decoding threads" if isinstance(trainer.engine, DecodesInThreads) else ""
-    log.info("engine: %s%s; %d update threads", type(trainer.engine).__name__, threads, torch.get_num_threads())
+    engine, threads = trainer.engine, count_text(torch.get_num_threads(), "update thread")
+    num = engine.threads if isinstance(engine, DecodesInThreads) else None
+    decoding = f", {count_text(num, 'decoding thread')}" if num else ""
+    log.info("engine: %s%s; %s", type(engine).__name__, decoding, threads)
     stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())
     log.info("stop tokens: %s", "; ".join(stops))
     if settings is not None:
         log.info(
-            "iteration: %d groups x %d = %d trajectories, %d updates, max_staleness %d",
-            settings.groups_per_iteration,
+            "iteration: %s x %d = %s, %s, max_staleness %d",
+            count_text(settings.groups_per_iteration, "group"),
             settings.group_size,
-            settings.groups_per_iteration * settings.group_size,
-            module.num_minibatches * module.update_epochs,
+            count_text(settings.groups_per_iteration * settings.group_size, "trajectory"),
+            count_text(module.num_minibatches * module.update_epochs, "update"),
             settings.max_staleness,
         )

@@ -253,7 +253,8 @@ class SharedRollout:
             kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
         ) -> None:
             if error is not None:
-                text = json.dumps([type(error).__name__, str(error)]).encode()
+                known = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
+                text = json.dumps([(known or [type(error).__name__])[0], str(error)]).encode()
                 is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)
                 self.ranks.send(Message("stop" if is_stop else "error", payload=text))
                 mark_as_on_all_ranks(error)

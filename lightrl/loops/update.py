@@ -5,17 +5,20 @@ N loss tokens and B trajectories are those of the whole minibatch, so gradients 
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightrl.errors import TrainingError
-from lightrl.experience import Experience
+from lightrl.experience import FIELDS, Experience
 from lightrl.functional import kl, neutralize, policy_ratio, reduce_loss
 from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, joined, over_ranks, parts_of, values_of
 from lightrl.models import Metric, Outputs
@@ -26,6 +29,28 @@ if TYPE_CHECKING:
     from lightrl.module import RLModule
 
 log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def in_words(where: str, experience: Experience) -> Iterator[None]:
+    """Usual mistakes in a user's loss leave as a sentence that says how to fix them."""
+    try:
+        yield
+    except MisconfigurationException as error:
+        raise ValueError(f"{where} must not call self.log. Return the metric beside 'loss', under its name.") from error
+    except (AttributeError, TypeError) as error:
+        missing = FIELDS - experience.tensors().keys()
+        if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
+            near = difflib.get_close_matches(str(error.name), FIELDS, 1) or sorted(experience.tensors())
+            raise AttributeError(
+                f"{where} reads experience.{error.name}, which does not exist. Use {' or '.join(near)}."
+            ) from error
+        if "NoneType" in str(error) and "proximal_logprobs" in missing:
+            raise ValueError(
+                f"{where} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
+                "needs_proximal_logprobs = True for the proximal ones, add a model call for others."
+            ) from error
+        raise
 
 
 @dataclass
@@ -61,10 +86,15 @@ class MinibatchLoss:
         if self.role != "policy":
             return self._value_share(experience, outputs, self.role) * self.holders.dp_size
         mask = experience.loss_mask
-        result = dict(self.module.loss(experience, outputs))
+        result = self._called("loss", experience, outputs)
         weights = result.pop(ESS_WEIGHTS, None)
         metrics: dict[str, Metric] = {}
         share = self._share("loss", result, mask, metrics)
+        if outputs.logprobs.requires_grad and not share.requires_grad:
+            raise ValueError(
+                f"{self._name('loss')} returns a loss without a gradient. Compute it from outputs.logprobs, without "
+                "detach, item and no_grad."
+            )
         with torch.no_grad():
             metrics["entropy_nats"] = outputs.entropy
             difference = kl(experience.behavior_logprobs, outputs.logprobs, estimator="k3")
@@ -84,15 +114,29 @@ class MinibatchLoss:
                 # Whole rows: after older tokens, an engine may go on with their key-values.
                 is_present = (is_present | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mask)
                 metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, is_present
+                metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, is_present
                 metrics["sync/num_present_tokens"] = torch.ones_like(mismatch), is_present
             self._join(parts_of(metrics, mask))
         if outputs.values is not None:
             share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
         return share * self.holders.dp_size  # gradients are averaged over dp ranks, but shares must be summed
 
+    def _name(self, hook: str) -> str:
+        return f"{type(self.module).__name__}.{hook}"
+
+    def _called(self, hook: str, experience: Experience, values: Any) -> dict[str, Metric]:
+        with in_words(self._name(hook), experience):
+            result = getattr(self.module, hook)(experience, values)
+        if not isinstance(result, Mapping):
+            raise TypeError(
+                f"{self._name(hook)} must return a dict, got {type(result).__name__}. Return {{'loss': ...}}, per "
+                "token or per trajectory."
+            )
+        return dict(result)
+
     def _value_share(self, experience: Experience, outputs: Outputs, role: str) -> Tensor:
         assert outputs.values is not None
-        result = self.module.value_loss(experience, outputs.values)
+        result = self._called("value_loss", experience, outputs.values)
         metrics: dict[str, Metric] = {}
         share = self._share("value_loss", result, experience.loss_mask, metrics, prefix=f"{role}/")
         if metrics:
@@ -103,6 +147,7 @@ class MinibatchLoss:
         self, hook: str, result: Mapping[str, Metric], mask: Tensor, metrics: dict[str, Metric], *, prefix: str = ""
     ) -> Tensor:
         """The loss that a hook returned, reduced; adds its metrics under their names with the prefix."""
+        hook = self._name(hook)
         if "loss" not in result:
             raise ValueError(f"{hook} must return 'loss' among its keys, got {sorted(result)}.")
         for name, metric in result.items():

@@ -67,7 +67,8 @@ SUPERVISED = {
 SUPERVISED_ROWS: dict[str, Rule] = {  # where they differ from the others
     "actor.is_critic": only(True, False, else_="the class has the head that it needs"),
     "*.mb_spec.*": left("a batch is one forward and backward: lower batch_size, raise trainer.accumulate_grad_batches"),
-    "actor.optimizer.lr_scheduler_type": to("model.lr_decay"),
+    "actor.optimizer.eps": only(1e-8, else_="AdamW's eps is 1e-8; override configure_optimizers"),
+    "actor.optimizer.min_lr_ratio": only(0, else_="model.lr_decay ends at 0"),
     "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_steps"),
     "ref.path": other_reference,
     "train_dataset.path": completions,
@@ -150,14 +151,10 @@ ROWS: dict[str, Rule] = {
         {"model.betas": [value, areal.get("actor.optimizer.beta2", 0.999)]}
     ),
     "actor.optimizer.beta2": used_by("actor.optimizer.beta1"),
-    "actor.optimizer.eps": only(1e-8, else_="AdamW's eps is 1e-8; override configure_optimizers"),
-    "actor.optimizer.lr_scheduler_type": lambda value, areal: (
-        Outcome({"model.lr_decay": value})
-        if value in ("constant", "linear")
-        else Outcome(left="model.lr_decay is constant or linear; override configure_optimizers")
-    ),
-    "actor.optimizer.min_lr_ratio": only(0, else_="model.lr_decay ends at 0"),
-    "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_iterations"),
+    "actor.optimizer.eps": to("model.eps"),
+    "actor.optimizer.lr_scheduler_type": to("model.lr_decay"),
+    "actor.optimizer.min_lr_ratio": to("model.min_lr_ratio"),
+    "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_iterations", takes_share=True),
     "actor.optimizer.gradient_clipping": to("trainer.gradient_clip_val"),
     "actor.optimizer.offload": only(False, else_="set trainer.strategy.offload_to_cpu of FSDP2Strategy"),
     "actor.optimizer.*": left("gradients are not scaled: lightrl trains in float32 or bfloat16"),
@@ -260,6 +257,29 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "critic.": {"actor.gae_lambda": 1.0, "critic.eps_clip": 0.5},
 }
 SUPERVISED_DEFAULTS = DEFAULTS["actor.optimizer."] | {"actor.optimizer.lr_scheduler_type": "constant"}
+
+
+# Names of AReaL before August 2025 (AReaL Core) and what they are now; a prefix ends with a dot.
+CORE = {
+    "n_nodes": "cluster.n_nodes", "n_gpus_per_node": "cluster.n_gpus_per_node", "group_size": "gconfig.n_samples",
+    "ppo.gen.n": "gconfig.n_samples", "ppo.gen.": "gconfig.", "ppo.ppo_n_minibatches": "actor.ppo_n_minibatches",
+    "ppo.reward_output_scaling": "actor.reward_scaling", "ppo.reward_output_bias": "actor.reward_bias",
+    "ppo.max_reward_clip": "actor.reward_clip", "ppo.value_eps_clip": "critic.eps_clip", "ppo.": "actor.",
+    "dataset.train_bs_n_seqs": "train_dataset.batch_size", "dataset.max_prompt_len": "train_dataset.max_length",
+    "dataset.path": "train_dataset.path", "actor_train.mb_spec.": "actor.mb_spec.", "actor.sglang.": "sglang.",
+    "max_head_offpolicyness": "rollout.max_head_offpolicyness", "wandb.": "stats_logger.wandb.",
+    "max_concurrent_rollouts": "rollout.max_concurrent_rollouts", "tensorboard.": "stats_logger.tensorboard.",
+    "exp_ctrl.total_train_epochs": "total_train_epochs", "exp_ctrl.save_freq_": "saver.freq_",
+    "exp_ctrl.eval_freq_": "evaluator.freq_", "exp_ctrl.ckpt_freq_": "recover.freq_", "recover_mode": "recover.mode",
+    "recover_retries": "recover.retries", "model.": "actor.",  # SFT's section
+}  # fmt: skip
+
+
+def areal_key(key: str) -> str:
+    """The name of a setting as the rows have it; the longest of `CORE` that begins it counts."""
+    fitting = [old for old in CORE if key == old or (old[-1] in "._" and key.startswith(old))]
+    old = max(fitting, key=len, default="")
+    return CORE[old] + key.removeprefix(old) if old else key
 
 
 def rule_of(key: str, *, is_supervised: bool = False) -> Rule | None:

@@ -211,18 +211,19 @@ def old_group_norm(value: bool, areal: Leaves) -> Outcome:
 
 
 def shaping(name: str, neutral: float | None) -> Rule:
-    """Bias, scaling and clip of rewards; GRPO's normalization undoes the first two."""
+    """Bias, scaling and clip of rewards; without a critic, normalization may undo the first two."""
 
     def rule(value: float | None, areal: Leaves) -> Outcome:
         if value in (None, neutral):
             return Outcome()
+        shaped = Outcome({f"model.reward_shaping.{name}": value})
         if has_critic(areal):
-            return Outcome({f"model.reward_shaping.{name}": value})
+            return shaped
         norm = "reward_norm" if _has_levels("reward_norm", areal) else "adv_norm"
         needed = {"bias": ["mean_level"], "scaling": ["mean_level", "std_level"], "clip": ["-"]}[name]
         if all(areal.get(f"actor.{norm}.{level}") in _GROUP_OR_BATCH for level in needed):
             return Outcome(note="dropped, since subtracting the mean and dividing by the deviation undo it")
-        return Outcome(left="GRPO takes rewards as they are; put it into the reward function")
+        return shaped
 
     return rule
 
@@ -260,11 +261,13 @@ def dynamic(value: bool, areal: Leaves) -> Outcome:
     return Outcome({"callbacks.DynamicSampling.drop_zero_variance": True}, note)
 
 
-def warmup(setting: str) -> Rule:
+def warmup(setting: str, *, takes_share: bool = False) -> Rule:
     def rule(value: float, areal: Leaves) -> Outcome:
         steps = areal.get("total_train_steps")
         if not value:
             return Outcome()
+        if steps is None and takes_share:
+            return Outcome({setting: value})
         if steps is None:
             return Outcome(left=f"the data decide the number of steps: set {setting} to this share of it")
         return Outcome({setting: round(value * steps)})

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from lightrl.migration.areal_keys import DEFAULTS, SUPERVISED, SUPERVISED_DEFAULTS, rule_of
+from lightrl.migration.areal_keys import DEFAULTS, SUPERVISED, SUPERVISED_DEFAULTS, areal_key, rule_of
 from lightrl.migration.areal_rules import Outcome, has_critic
 
 _DESCRIPTION = """\
@@ -33,6 +33,7 @@ class Conversion:
     converted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # key → why
     unknown: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # our settings that a run needs and the file does not give
     notes: dict[str, str] = field(default_factory=dict)  # key → what differs although it is converted
 
 
@@ -40,15 +41,18 @@ def convert(tree: Mapping[str, Any]) -> Conversion:
     """Converts a configuration of AReaL, as YAML has it."""
     given = dict(_leaves(tree))
     given = {key: _resolved(value, given, tree, (key,)) for key, value in given.items()}
-    algorithm, data = _classes(given)
+    as_areal = {areal_key(key): value for key, value in given.items()}
+    algorithm, data = _classes(as_areal)
     is_supervised = data != "PromptDataModule"
-    defaults = [rows for section, rows in DEFAULTS.items() if any(key.startswith(section) for key in given)]
+    defaults = [rows for section, rows in DEFAULTS.items() if any(key.startswith(section) for key in as_areal)]
     rows = SUPERVISED_DEFAULTS if is_supervised else {key: value for rows in defaults for key, value in rows.items()}
-    areal = rows | {_as_actor(key): value for key, value in given.items()}
+    areal = rows | as_areal
     result = Conversion()
+    if is_supervised and "train_dataset.type" not in given:
+        result.notes["train_dataset.type"] = f"is not given: without rollouts this is {algorithm}"
     flat: dict[str, Any] = {}
     for key, value in (rows | given).items():
-        rule = rule_of(_as_actor(key), is_supervised=is_supervised)
+        rule = rule_of(areal_key(key), is_supervised=is_supervised)
         if rule is None:
             result.unknown.append(key)
             continue
@@ -66,22 +70,21 @@ def convert(tree: Mapping[str, Any]) -> Conversion:
         if outcome.note:
             result.notes[key] = outcome.note
         flat |= outcome.settings
+    required = ("model.policy", "data.train", *(() if is_supervised else ("model.reward",)))
+    result.missing = [name for name in required if name not in flat]
     result.settings = _nested(flat, algorithm, data)
     return result
 
 
 def _classes(given: Mapping[str, Any]) -> tuple[str, str]:
     """The names of the algorithm and of its data."""
-    kind = given.get("train_dataset.type") or ("dpo" if "beta" in given else "rl")
+    is_rl = any(key.startswith(("gconfig.", "rollout.", "allocation_mode", "actor.eps_clip")) for key in given)
+    other = "rl" if is_rl else "rw" if given.get("actor.is_critic") else "sft"
+    kind = given.get("train_dataset.type") or ("dpo" if "beta" in given else other)
     if kind in SUPERVISED:
         algorithm, data = SUPERVISED[kind]
         return "IPO" if given.get("loss_type") == "ipo" else algorithm, data
     return "PPO" if has_critic(given) else "GRPO", "PromptDataModule"
-
-
-def _as_actor(key: str) -> str:
-    """SFT's section has another name, and the settings of the actor's."""
-    return f"actor.{key.removeprefix('model.')}" if key.startswith("model.") else key
 
 
 def report(result: Conversion) -> str:
@@ -89,6 +92,7 @@ def report(result: Conversion) -> str:
     counts = f"{len(result.converted)} settings converted, {len(result.left)} without a counterpart"
     lines = [f"{counts}, {len(result.unknown)} unknown."]
     for title, rows in (
+        ("To be set before a run, since the file does not have it:", dict.fromkeys(result.missing, "")),
         ("No counterpart:", result.left),
         ("Unknown:", dict.fromkeys(result.unknown, "not a setting of AReaL that lightrl knows")),
         ("Converted, with a difference:", result.notes),

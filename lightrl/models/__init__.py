@@ -17,12 +17,22 @@ needed here: transformers loads it. strategies/tensor_plans.py lists the familie
 """
 
 from lightrl.models.lora import LoRA
-from lightrl.models.model_spec import ModelSpec, is_silent, scalar_head, untrained_reward_model
+from lightrl.models.model_spec import (
+    CONTEXT,
+    LONGROPE_LENGTH,
+    ModelSpec,
+    context_tokens,
+    is_silent,
+    scalar_head,
+    untrained_reward_model,
+)
 from lightrl.models.optimizer import check_adamw
 from lightrl.models.parallel_model import Backward, LossFunction, Metric, More, Outputs, ParallelModel, asked_of_policy
 from lightrl.models.role import Role, RoleMesh, models_made_by
 
 __all__ = [
+    "CONTEXT",
+    "LONGROPE_LENGTH",
     "Backward",
     "LoRA",
     "LossFunction",
@@ -35,6 +45,7 @@ __all__ = [
     "RoleMesh",
     "asked_of_policy",
     "check_adamw",
+    "context_tokens",
     "is_silent",
     "models_made_by",
     "scalar_head",

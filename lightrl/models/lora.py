@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.models.model_spec import check_files
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -121,6 +123,7 @@ def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]
         return lambda name, shape: _fresh(name, shape, seed)
     from safetensors.torch import load_file
 
+    check_files(Path(lora.adapter))
     tensors = load_file(Path(lora.adapter) / "adapter_model.safetensors")
     return lambda name, shape: tensors[peft_name(name)]
 

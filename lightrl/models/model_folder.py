@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from lightrl.checks.disk_errors import is_disk_full, write_problem
+from lightrl.checks.file_sums import write_sums
 from lightrl.checks.publish import publish, restore, sync_files
 from lightrl.concurrency.owner import own_mark, own_prefix, remove_left_behind
 from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
@@ -165,7 +166,7 @@ class ModelDescription:
         if self.adapter_config is not None and any(is_adapter(name) for name in tensors):
             tensors = self._merged(tensors)
         model_class = self._model_class()
-        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-")) as folder:
+        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
             (Path(folder) / "config.json").write_text(self.config, encoding="utf-8")
             config = model_class.config_class.from_pretrained(folder)
             generation_config = None
@@ -211,7 +212,7 @@ class ModelDescription:
         assert self.adapter_config is not None
         assert self.base is not None
         model = replace(ModelSpec(**json.loads(self.base)), attn_implementation=None).load_model()
-        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-")) as folder:
+        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
             save_adapter(tensors, self.adapter_config, Path(folder))
             LoRA(adapter=folder).add_to(model)
         head = scalar_head(model)
@@ -276,6 +277,7 @@ def replaced_folder(to: Path) -> Iterator[Path]:
         unfinished.mkdir(parents=True)
         with _without_bars():
             yield unfinished
+        write_sums(unfinished)
         sync_files(unfinished)
         publish(unfinished, place)
     except (OSError, SafetensorError) as error:

@@ -22,10 +22,14 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from lightrl.checks.file_sums import check_sums
 from lightrl.checks.user_code import user_code
 
 log = logging.getLogger(__name__)
 
+LONGROPE_LENGTH = "original_max_position_embeddings"
+# For messages about the length of a row.
+CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _LONGEST_PROBLEM = 600  # letters; transformers lists all families that it knows
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 # Families that read in both directions, unless their config says is_decoder.
@@ -81,8 +85,14 @@ def check_family(config: PretrainedConfig, source: str) -> None:
         )
 
 
-def check_pointers(folder: Path) -> None:
-    """Raises ValueError if a file of weights is what Git LFS leaves in its place."""
+def check_files(folder: Path) -> None:
+    """Raises ValueError if a file is not what the export wrote, or one of weights is what Git LFS leaves in its place.
+
+    A folder of another program has no sums to compare.
+    """
+    check_sums(
+        folder, "Copy the folder again, or export it again. If you changed this file on purpose, delete its line there."
+    )
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
         with file.open("rb") as content:
             if content.read(35) == b"version https://git-lfs.github.com/":
@@ -123,6 +133,7 @@ class ModelSpec:
         attn_implementation: as in transformers; None is its default.
         seed: of the random weights with `config`; None is that of `seed_everything`.
         trust_remote_code: run the Python code of a hub repository; only if you trust its owner.
+        options: further arguments of `from_pretrained`.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model, one number per position, which
             `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that returns 0.
     """
@@ -135,7 +146,7 @@ class ModelSpec:
     attn_implementation: str | None = None
     seed: int | None = None
     trust_remote_code: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `from_pretrained`
+    options: dict[str, Any] = field(default_factory=dict)
     head: Literal["vocabulary", "scalar"] = "vocabulary"
 
     def __post_init__(self) -> None:
@@ -192,6 +203,8 @@ class ModelSpec:
     def load_model(self) -> PreTrainedModel:
         """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
         self._check_is_here()
+        if self.path is not None:
+            check_files(Path(self.path))
         if self.head == "scalar":
             return self._load_scalar_model()
         dtype = getattr(torch, self.dtype or "float32")
@@ -205,8 +218,13 @@ class ModelSpec:
                 with loading(self._named, "Fix the config."):
                     model = auto_model(config).from_config(config, dtype=dtype, **options)
             return model.eval()
-        kind = auto_model(self.load_config())
-        check_pointers(Path(str(self.path)))
+        config = self.load_config()
+        kind, tokens = auto_model(config), getattr(config.get_text_config(), "max_position_embeddings", None)
+        if tokens is not None and context_tokens(config) != tokens:
+            log.warning(
+                "%s has longrope: rows of prompt and completion are limited to its %s, %d of %d tokens. Beyond, its "
+                "logprobs depend on the other rows.", self._named, LONGROPE_LENGTH, context_tokens(config), tokens,
+            )  # fmt: skip
         with loading(self._named, "Copy or download its files again, and use the config.json that belongs to them."):
             model, found = kind.from_pretrained(
                 self.path,
@@ -291,6 +309,22 @@ class ModelSpec:
                 f"tokenizer={source!r} must return a Hugging Face tokenizer, got {type(tokenizer).__name__}."
             )
         return tokenizer
+
+
+def context_tokens(config: PretrainedConfig) -> int | None:
+    """Most tokens of a row, prompt and completion together; None if the config states none.
+
+    Longrope has one set of factors up to the original length and another beyond it, for all of a row's tokens and for
+    the rows computed with it. Here all rows are within the first, so that logprobs depend on a row alone.
+    """
+    text = config.get_text_config()
+    tokens: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    if tokens is None or not any(one.get("rope_type") == "longrope" for one in ropes):
+        return tokens
+    originals = [getattr(text, LONGROPE_LENGTH, None), *(one.get(LONGROPE_LENGTH) for one in ropes)]
+    return min(tokens, *(int(length) for length in originals if length))
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:

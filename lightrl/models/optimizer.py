@@ -53,23 +53,33 @@ def parameter_groups(module: torch.nn.Module, roles: Mapping[str, Role], *, lr: 
 def with_schedule(
     optimizer: torch.optim.Optimizer,
     num_iterations: float,
-    warmup_iterations: int,
-    lr_decay: Literal["constant", "linear"],
+    warmup: float,
+    lr_decay: Literal["constant", "linear", "cosine"],
+    min_lr_ratio: float = 0.0,
 ) -> dict[str, Any]:
-    """What `configure_optimizers` returns for a linear warm-up and decay, one step of them per iteration.
+    """What `configure_optimizers` returns for a linear warm-up and a decay, one step of them per iteration.
 
     Args:
         num_iterations: of the whole run; infinite if it has no known end.
+        warmup: iterations, or below 1 the share of the run.
+        min_lr_ratio: of the learning rate at the end of the decay.
 
     Raises:
-        ValueError: if the decay needs an end and there is none.
+        ValueError: if the decay or the warm-up needs an end and there is none.
     """
-    if lr_decay == "linear" and num_iterations == float("inf"):
-        raise ValueError("lr_decay='linear' needs the end of the run. Set max_steps or max_epochs.")
+    if num_iterations == math.inf and (lr_decay != "constant" or 0 < warmup < 1):
+        setting = f"{lr_decay=}" if lr_decay != "constant" else f"warmup_iterations={warmup}"
+        raise ValueError(f"{setting} needs the end of the run. Set max_steps or max_epochs.")
+    warmup_iterations = round(warmup * num_iterations) if 0 < warmup < 1 else warmup
 
     def factor(iteration: int) -> float:
         warm = min(1.0, (iteration + 1) / max(1, warmup_iterations))
-        return warm if lr_decay == "constant" else warm * max(0.0, 1 - iteration / num_iterations)
+        if lr_decay == "constant":
+            return warm
+        left = max(0.0, 1 - iteration / num_iterations)
+        if lr_decay == "cosine":
+            left = 0.5 * (1 - math.cos(math.pi * left))
+        return warm * (min_lr_ratio + (1 - min_lr_ratio) * left)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -97,6 +97,11 @@ class Role:
     @classmethod
     def of(cls, role: str | ModelSpec | Role) -> Role:
         """A Role as it is; a path or a ModelSpec as a role without further settings."""
+        if not isinstance(role, str | ModelSpec | Role):
+            raise TypeError(
+                f"A model must be a hub name, a folder, a ModelSpec or a Role, got {type(role).__name__}. If your "
+                "module's own __init__ takes it from YAML, annotate it there: `policy: str | ModelSpec | Role`."
+            )
         return role if isinstance(role, Role) else cls(role)
 
     @property

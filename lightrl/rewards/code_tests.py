@@ -13,6 +13,7 @@ policies discover (`sys.exit(0)`, printing what a success prints) do not work.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import json
@@ -20,7 +21,9 @@ import math
 import re
 import secrets
 import time
+import warnings
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Literal
 
 from lightrl.rewards.sandbox import Limits, Run, Sandbox
@@ -33,7 +36,9 @@ Verdict = Literal[
 _VERDICTS: tuple[Verdict, ...] = (
     *("wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"),
 )
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
+_MAX_FENCES_INSIDE = 4  # of the docstrings of one program
+_DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # The program's own output is discarded; its return value is printed after a word that it has not seen.
 _CALL = """
 
@@ -41,7 +46,13 @@ import json as _json, os as _os, sys as _sys
 _out = _os.dup(1)
 _os.dup2(_os.open(_os.devnull, _os.O_WRONLY), 1)
 _word, _name, _arguments = _json.loads(_sys.stdin.read())
-_value = {function}
+def _plain(value):
+    if isinstance(value, dict):
+        return {{_plain(key): _plain(item) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value  # of numpy
+_value = _plain({function})
 _os.write(_out, (_word + _json.dumps(_value)).encode())
 """
 
@@ -59,8 +70,8 @@ def code_tests(
 ) -> dict[str, float | str]:
     """Whether the program in the completion passes the tests of its prompt.
 
-    The program is the last fenced block of the completion that is Python or names no language, or the whole completion
-    if it has no fence.
+    The program is the last fenced block of the completion that is Python and no mere example of the use of an earlier
+    one; without any, the last that names no language and is no mere output; without a fence, the whole completion.
 
     Args:
         trajectory: its prompt has the field `tests`, see above.
@@ -105,13 +116,58 @@ def code_tests(
 
 
 def extracted_program(completion: str) -> str:
-    """The last fenced block that is Python or names no language; the whole text if it has no fence."""
-    blocks = [
-        text for language, text in _FENCE.findall(completion) if language.lower() in ("", "python", "py", "python3")
-    ]
-    if blocks:
-        return str(blocks[-1])
-    return "" if "```" in completion else completion
+    """The program that `code_tests` tests; "" if all blocks are of other languages."""
+    lines = completion.splitlines(keepends=True)
+    fences = {number: match[1].lower() for number, line in enumerate(lines) if (match := _FENCE.match(line))}
+    if not fences:
+        return completion
+    first = min(fences)
+    if len(fences) % 2 and not fences[first] and _has_effect(_tree("".join(lines[:first]))):
+        return extracted_program(f"```python\n{completion}")  # the prompt ended with it
+    blocks: list[tuple[str, str]] = []
+    last = -1
+    for start in sorted(fences):
+        ends = [number for number in fences if number > start][: 1 + _MAX_FENCES_INSIDE]
+        if start <= last or not ends:
+            continue
+        last = next((end for end in ends if _tree("".join(lines[start + 1 : end]))), ends[0])  # others are in strings
+        blocks.append((fences[start], "".join(lines[start + 1 : last])))
+    python = [text for language, text in blocks if language in ("python", "py", "python3")]
+    program, defined, is_real = "", set[str](), False
+    for text in python or [text for language, text in blocks if not language]:
+        tree = _tree(text)
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree else set()
+        own = {node.name for node in tree.body if isinstance(node, _DEFINITION)} if tree else set()
+        is_example = bool(names & defined - own) and not own and not names & {"input", "sys"}
+        is_output = not _has_effect(tree) if tree else not python
+        if is_real and (is_example or is_output):
+            continue
+        program = f"{program}\n{text}" if names & defined - own else text
+        defined, is_real = own | defined, _has_effect(tree)
+    return program
+
+
+def _tree(text: str) -> ast.Module | None:
+    """The syntax tree of Python code; None for anything else."""
+    with warnings.catch_warnings():  # about its strings
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+
+
+def _has_effect(tree: ast.Module | None) -> bool:
+    """Whether code is more than a value, as an output may be, or a word of a sentence."""
+    return any(
+        isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr | ast.AnnAssign))
+        for node in (ast.walk(tree) if tree else ())
+    )
+
+
+def _from_json(text: str) -> Any:
+    """As `json.loads`, with integers of any length."""
+    return json.loads(text, parse_int=lambda digits: int(Decimal(digits)))
 
 
 def verdict(
@@ -139,7 +195,7 @@ def verdict(
         return "wrong_answer"
     expected = True if isinstance(test, str) else test["expected"]
     try:
-        is_same = _same_value(json.loads(text), expected, tolerance)
+        is_same = _same_value(_from_json(text), expected, tolerance)
     except (ValueError, RecursionError, OverflowError):  # what a program prints is data: no JSON, too deep, too large
         is_same = False
     return "accepted" if is_same else "wrong_answer"
@@ -192,7 +248,7 @@ def _of_run(run: Run) -> Verdict | None:
 def _tests_of(trajectory: Trajectory) -> Sequence[Mapping[str, Any] | str]:
     tests = trajectory.prompt.fields.get("tests")
     if isinstance(tests, str):  # a column of JSON text
-        tests = json.loads(tests)
+        tests = _from_json(tests)
     if not isinstance(tests, list | tuple) or not tests:
         raise ValueError(
             f"Prompt {trajectory.prompt.id!r} needs a list of tests in its field 'tests', got {tests!r:.99}. Its "

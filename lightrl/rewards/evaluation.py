@@ -22,25 +22,34 @@ class Evaluation:
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
-        self._metrics: dict[str, Metric] = {"prompts": SumMetric(sync_on_compute=False)}
+        self._metrics: dict[tuple[str, str], Metric] = {}  # by part and name
 
-    def update(self, groups: Sequence[Group], own: Mapping[str, Metric]) -> dict[str, Metric]:
+    def update(self, groups: Sequence[Group], own: Mapping[str, Metric], *, part: str = "0") -> dict[str, Metric]:
         """Adds a batch to the metrics that have a number in it, and returns them by name.
 
         Args:
             groups: of a batch, without their failed trajectories.
-            own: a user's; `update` gets the groups, `compute` gives a number.
+            own: a user's, of part "0"; `update` gets the groups, `compute` gives a number. Other parts have copies.
+            part: of the data, such as one of several validation sets; each has metrics of its own.
         """
-        updated = {"prompts": self._metrics["prompts"]}
+        updated = {"prompts": self._metrics.setdefault((part, "prompts"), SumMetric(sync_on_compute=False))}
         updated["prompts"].update(sum(bool(group.trajectories) for group in groups))
         for name, numbers in evaluation_numbers(groups, self.group_size).items():
-            updated[name] = self._metrics.setdefault(name, MeanMetric(sync_on_compute=False))
+            updated[name] = self._metrics.setdefault((part, name), MeanMetric(sync_on_compute=False))
             updated[name].update(sum(numbers) / len(numbers), weight=len(numbers))
         for name, metric in own.items():
+            if part != "0":
+                metric = self._copy(part, name, metric)
             metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
             metric.update(groups)
             updated[name] = metric
         return updated
+
+    def _copy(self, part: str, name: str, metric: Metric) -> Metric:
+        if (part, name) not in self._metrics:
+            self._metrics[part, name] = metric.clone()
+            self._metrics[part, name].reset()
+        return self._metrics[part, name]
 
 
 def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import math
 import os
@@ -25,6 +26,7 @@ _MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages ar
 _CANCEL_TIMEOUT_S = 1.0
 _LARGEST_REWARD = 1e15  # the sum of squares of an iteration's rewards stays finite in float32
 _LARGEST_METRIC = 1e38  # float32
+_invalid = functools.partial(RewardError, reason="invalid")
 _MAX_NAMES = 1_000  # in the dict of a trajectory
 _OWN_FILES = (
     "lightrl/checks/user_code.py",
@@ -55,7 +57,7 @@ class Judgment:
             trajectory: the one that was judged.
 
         Raises:
-            RewardError: reason `not_finite` for NaN and infinities, `raised` for anything else that is not one.
+            RewardError: reason `not_finite` for NaN and infinities, `invalid` for anything else that is not one.
         """
         if isinstance(value, cls):
             return value
@@ -63,7 +65,7 @@ class Judgment:
             return cls(_number(value, "its return value", trajectory))
         extracted = None if value.get("extracted") is None else str(value["extracted"])
         if len(value) > _MAX_NAMES:
-            raise RewardError(
+            raise _invalid(
                 f"The reward function returned a dict with {len(value):,} names for {label(trajectory)}. Each is "
                 f"logged: return at most {_MAX_NAMES:,}."
             )
@@ -74,14 +76,14 @@ class Judgment:
         }
         for name in metrics:
             if not isinstance(name, str):
-                raise RewardError(
+                raise _invalid(
                     f"The reward function returned a dict with the key {name!r} for {label(trajectory)}. Keys must be "
                     "strings."
                 )
         rewards = value.get("rewards")
         if rewards is None:
             if "reward" not in metrics:
-                raise RewardError(
+                raise _invalid(
                     f"The reward function returned a dict with {sorted(map(str, value))} for {label(trajectory)}; it "
                     'needs the key "reward" or "rewards".'
                 )
@@ -90,7 +92,7 @@ class Judgment:
         total = math.fsum(per_token)
         reward = metrics.pop("reward", total)
         if not math.isclose(reward, total, rel_tol=1e-4, abs_tol=1e-6):
-            raise RewardError(
+            raise _invalid(
                 f"The reward function returned reward={reward}, but rewards that sum to {total}, for "
                 f"{label(trajectory)}. Return one of the two."
             )
@@ -251,13 +253,13 @@ def _number(value: object, what: str, trajectory: Trajectory, largest: float = _
     problem = f"The reward function must return a number, or a dict of numbers; for {label(trajectory)}, {what} is"
     shown = f"{value!r:.200} ({type(value).__name__})"
     if not hasattr(type(value), "__float__"):
-        raise RewardError(f"{problem} {shown}.")
+        raise _invalid(f"{problem} {shown}.")
     try:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError) as error:  # an array of several numbers
-        raise RewardError(f"{problem} {shown}: {error}.") from error
+        raise _invalid(f"{problem} {shown}: {error}.") from error
     if not math.isfinite(number):
         raise RewardError(
             f"{problem} {number}. It must be finite: look for a division by zero or a logarithm of zero.",
@@ -276,7 +278,7 @@ def _numbers(values: object, trajectory: Trajectory) -> list[float]:
     num_tokens = len(trajectory.token_ids)
     if not isinstance(values, list | tuple) or len(values) != num_tokens:
         shown = f"{len(values)} numbers" if isinstance(values, list | tuple) else f"{values!r:.200}"
-        raise RewardError(
+        raise _invalid(
             f"'rewards' must be a list of {num_tokens} numbers for {label(trajectory)}, one for each entry of "
             f"token_ids, prompt included; got {shown}. Use 0 where there is none."
         )

@@ -19,7 +19,7 @@ import random
 import re
 import string
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,14 @@ _FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 8.0
 _MAX_SHOWN = 300
 _MAX_ANSWER_BYTES = 64 * 2**20
+
+
+# After "score", the number behind a colon or equals sign (`Score (0 to 10): **8**/10`, `score = 3 + 4 = 7`), or at
+# once; a sign or point that could be part of it is never skipped, and of `7-8` or `7,5` nothing is read.
+_SCORE = (
+    r"(?i)score(?![a-z])(?:[^:=\n]{0,40}[:=](?:[\d\s.+*()-]*=)?)?[^\w.,+\-−–]{0,5}"
+    r"([-+−]?(?:\d+(?:\.\d+)?|\.\d+)(?:e-?\d+)?)(?![\w,.]*\d|\s*[-–—]\s*\d)"
+)
 
 
 class LLMJudge:
@@ -67,7 +75,7 @@ class LLMJudge:
         model: str,
         rubric: str,
         system: str | None = None,
-        score_pattern: str = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)",
+        score_pattern: str = _SCORE,
         score_range: Sequence[float] = (0.0, 10.0),
         api_key_variable: str = "OPENAI_API_KEY",
         max_concurrent: int = 16,
@@ -189,17 +197,18 @@ class LLMJudge:
             ) from error
 
     def _score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
-        matches = self._pattern.findall(answer)
-        if not matches:
+        match = next(iter(deque(self._pattern.finditer(answer), maxlen=1)), None)
+        if match is None:
             raise RewardError(
                 f"The judge's answer for {label(trajectory)} has no score that matches {self._pattern.pattern!r}: "
                 f"{answer[-_MAX_SHOWN:]!r}. Ask for that form in the rubric, change score_pattern, or increase "
                 "max_tokens."
             )
-        score = float(matches[-1] if isinstance(matches[-1], str) else matches[-1][0])
-        if not self._low <= score <= self._high:
+        score = float(match[1].replace("−", "-"))
+        of = re.match(r"\W{0,5}(?:/|out of)\s*(\d+)", answer[match.end(1) :])
+        if not self._low <= score <= self._high or (of is not None and float(of[1]) != self._high):
             raise RewardError(
-                f"The judge gave {label(trajectory)} the score {score:g}, which is outside "
+                f"The judge gave {label(trajectory)} the score {match[1]}{of[0] if of else ''}, which is outside "
                 f"score_range={[self._low, self._high]}. State the range in the rubric, or change it."
             )
         return score, answer

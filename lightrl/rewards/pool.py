@@ -23,6 +23,7 @@ from typing import Any
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import escape_unprintable
 from lightrl.concurrency.fresh_python import ONE_THREAD, command, import_path
+from lightrl.concurrency.line_buffer import LineBuffer
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome
 from lightrl.rewards.parts import Reward, parts_of
@@ -30,7 +31,9 @@ from lightrl.rewards.supervisor import Supervisor, WorkerDied
 from lightrl.rewards.transport import prompt_to_bytes, trajectory_to_bytes
 from lightrl.trajectory import Prompt, Trajectory
 
+_OUTCOMES = ({"index", "error", "reason"}, {"index", "reward", "metrics", "rewards", "extracted"})
 _READ_BYTES = 1 << 16
+_MAX_REPLY_BYTES = 1 << 24
 _PIPE_BYTES = 1 << 20  # holds a batch, which is then one write
 _MAX_PROMPTS = 256  # whose JSON is kept; the trajectories of a group come at about the same time
 _STACK_WAIT_S = 0.5
@@ -132,7 +135,7 @@ class WorkerProcess:
         self._poller.register(self._errors, select.POLLIN)
         self._outgoing = memoryview(b"")
         self._reply_bytes = bytearray()
-        self._error_bytes = bytearray()
+        self._printed = LineBuffer()
         self._log: deque[str] = deque(maxlen=_MAX_LOG_LINES)
         self._is_ready = False
         self._is_ended = False  # nothing more comes from it
@@ -142,16 +145,16 @@ class WorkerProcess:
 
     def is_ready(self, wait_s: float) -> bool:
         for line in [] if self._is_ready else self._receive_lines(wait_s):
-            record = json.loads(line)
-            if "problem" in record:
-                raise ValueError(record["problem"])
-            self.runs_together = record["runs_together"]
+            ready = _reply(line, {"problem"}, {"runs_together"})
+            if "problem" in ready:
+                raise ValueError(ready["problem"])
+            self.runs_together = ready["runs_together"]
             self._is_ready = True
         return self._is_ready
 
     def is_alive(self) -> bool:
         self._exchange(0.0)
-        return not self._is_ended and not self._exit()
+        return not self._is_ended and not self._exit() and not self._reply_bytes  # of which none was asked for
 
     def send(self, requests: Sequence[bytes]) -> None:
         self._log.clear()
@@ -159,8 +162,17 @@ class WorkerProcess:
         self._send_bytes(b"".join([lengths.encode(), b"\n", *requests]))
 
     def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
+        outcomes: list[tuple[int, Outcome]] = []
         lines = self._receive_lines(wait_s)
-        return [_outcome(record) for record in json.loads(b"[" + b",".join(lines) + b"]")]
+        for number, line in enumerate(lines):
+            try:
+                outcomes.append(_outcome(_reply(line, *_OUTCOMES)))
+            except WorkerDied:
+                if not outcomes:
+                    raise
+                self._reply_bytes[:0] = b"\n".join([*lines[number:], b""])  # for the next call
+                break
+        return outcomes
 
     def stack(self) -> str:
         self._log.clear()
@@ -192,6 +204,8 @@ class WorkerProcess:
     def _receive_lines(self, wait_s: float) -> list[bytes]:
         if b"\n" not in self._reply_bytes:
             self._exchange(wait_s)
+        if b"\n" not in self._reply_bytes and len(self._reply_bytes) > _MAX_REPLY_BYTES:
+            return [bytes(self._reply_bytes)]
         if b"\n" not in self._reply_bytes and (self._is_ended or self._exit()):
             while self._exchange(0.0):  # what it wrote last
                 pass
@@ -216,8 +230,8 @@ class WorkerProcess:
                 data = _read(descriptor)
                 if data == b"":
                     self._poller.unregister(descriptor)
-                self._error_bytes += data or b""
-                self._log_lines(forward)
+                if data is not None:
+                    self._log_lines(data, forward)
         return bool(ready)
 
     def _write(self) -> None:
@@ -230,9 +244,8 @@ class WorkerProcess:
         if not self._outgoing:
             self._poller.unregister(self._requests)
 
-    def _log_lines(self, forward: bool) -> None:
-        *lines, self._error_bytes = self._error_bytes.split(b"\n")
-        for line in lines:
+    def _log_lines(self, data: bytes, forward: bool) -> None:
+        for line in self._printed.lines(data):
             text = escape_unprintable(line.decode(errors="replace"), keep="\t")
             self._log.append(text)
             if forward:
@@ -263,6 +276,18 @@ def _read(descriptor: int) -> bytes | None:
         return os.read(descriptor, _READ_BYTES)
     except BlockingIOError:
         return None
+
+
+def _reply(line: bytes, *forms: set[str]) -> dict[str, Any]:
+    """What the worker wrote; WorkerDied if it has none of these names: then something else writes into its pipe."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        if isinstance(record, dict) and record.keys() in forms:
+            return record
+    raise WorkerDied(
+        f"its reply pipe carried {bytes(line[:200])!r}, which is no reply. The reward, or a process that it started, "
+        "writes to a descriptor that it did not open: print to standard output instead"
+    )
 
 
 def _outcome(record: dict[str, Any]) -> tuple[int, Outcome]:

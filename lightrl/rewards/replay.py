@@ -99,6 +99,7 @@ class ReplayRow:
     is_deterministic: bool = True  # all calls gave the same result
     reason: str | None = None  # why the first call failed, and the message
     message: str | None = None
+    raw: str | None = None  # the completion with special tokens; None without a tokenizer
 
 
 def replay(
@@ -146,7 +147,7 @@ async def examine(
         trajectories: from a file, or fresh ones before a run.
         judge: a started one.
         repeats: calls per trajectory; one call cannot show whether a reward is deterministic.
-        decode: token ids to text, for prompts without messages.
+        decode: token ids to text with special tokens, for `raw` and for prompts without messages.
     """
     check_bounds(1, repeats=repeats)
     return [await _row(trajectory, judge, repeats, decode) for trajectory in trajectories]
@@ -183,6 +184,7 @@ async def _row(
     shown: dict[str, Any] = {
         "prompt": _prompt_text(trajectory, decode),
         "completion": trajectory.completion,
+        "raw": None if decode is None else decode(list(trajectory.completion_ids)),
         "latency_s": latency_s,
         "is_deterministic": all(_same(first, other) for other in outcomes[1:]),
     }

@@ -136,7 +136,7 @@ class LocalSandbox:
         reply = self._ask(
             {
                 **self._request,
-                "command": [self._python, "-I", "-B", "-X", "utf8", "program.py"],
+                "command": [self._python, "-I", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", "program.py"],
                 "files": {"program.py": program},
                 "stdin": stdin,
                 "limits": asdict(limits),

@@ -164,8 +164,8 @@ class Supervisor(ABC, Generic[Request]):
         outcome is ignored.
 
         Raises:
-            RewardError: reason `raised` (also if the trajectory cannot be sent), `not_finite`, `timeout` or `killed`
-                (also if this was closed).
+            RewardError: reason `raised` (also if the trajectory cannot be sent), `invalid`, `not_finite`, `timeout` or
+                `killed` (also if this was closed).
         """
         return await self.score_group([trajectory])[0]
 
@@ -336,13 +336,15 @@ class Supervisor(ABC, Generic[Request]):
         while unfinished:
             left_s = since + allowed_s - time.monotonic()
             try:
-                outcomes = worker.receive(max(0.0, min(left_s, _TICK_S)))
+                outcomes = dict(worker.receive(max(0.0, min(left_s, _TICK_S))))
+                if strange := outcomes.keys() - unfinished.keys():
+                    raise WorkerDied(f"it gave a second outcome for the call at position {min(strange)} of its batch")
             except WorkerDied as death:
                 self._blame(worker, unfinished, functools.partial(killed_error, self._name, str(death)))
                 return False
             if outcomes:
-                _settle((unfinished.pop(index), outcome) for index, outcome in outcomes)
-                if any(isinstance(outcome, RewardError) and outcome.reason == "killed" for _, outcome in outcomes):
+                _settle((unfinished.pop(index), outcome) for index, outcome in outcomes.items())
+                if any(isinstance(item, RewardError) and item.reason == "killed" for item in outcomes.values()):
                     self._put_back(list(unfinished.values()))  # the worker has no memory left
                     return False
                 if not worker.runs_together:

@@ -23,6 +23,8 @@ from lightrl.trajectory import Trajectory
 if TYPE_CHECKING:
     from torch import Tensor
 
+_NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3001-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WORD = re.compile(rf"[{_NO_SPACES}]|[^\s{_NO_SPACES}]+")
 _FENCE = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -36,9 +38,12 @@ def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -
 def tag_format(trajectory: Trajectory, *, tags: Sequence[str] = ("think", "answer")) -> float:
     """1 if the completion is `<tag>...</tag>` for each tag, in order, exactly once, and nothing else; else 0.
 
+    The first opening tag may be missing: many chat templates end the prompt with it.
+
     Source: DeepSeek-R1, https://arxiv.org/abs/2501.12948.
     """
     text = trajectory.completion.strip()
+    text = text if not tags or f"<{tags[0]}>" in text else f"<{tags[0]}>{text}"
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
         if text.count(opening) != 1 or text.count(closing) != 1 or not text.startswith(opening):
@@ -102,13 +107,15 @@ def overlong_penalty(trajectory: Trajectory, *, max_tokens: int, buffer_tokens: 
 def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float:
     """Minus the fraction of n-grams of words that occurred before in the completion, in (-1, 0].
 
+    In scripts without spaces, such as Chinese, Japanese and Thai, each character is a word.
+
     Source: "Demystifying Long Chain-of-Thought", https://arxiv.org/abs/2502.03373, section 4.3.
 
     Raises:
         ValueError: if `ngram_words` is below 1.
     """
     check_bounds(1, ngram_words=ngram_words)
-    words = trajectory.completion.lower().split()
+    words = _WORD.findall(trajectory.completion.lower())
     ngrams = [tuple(words[start : start + ngram_words]) for start in range(len(words) - ngram_words + 1)]
     return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
 

@@ -9,9 +9,9 @@ Both directions carry one JSON value per line; a batch of trajectories follows t
                      or {"index": 0, "error": ..., "reason": ...}
 
 The child is two processes. The worker runs the function and leads a process group; its parent, the guardian, runs no
-user code and kills that group when the pool asks for it, closes the pipe or dies. (The worker cannot guard itself: C
-code may hold its interpreter for hours, as a regular expression does, and its own children would survive it.) Neither
-imports torch; the module of a reward function imports what it needs.
+user code and kills all that is below it when the pool asks for it, closes the pipe or dies. (The worker cannot guard
+itself: C code may hold its interpreter for hours, as a regular expression does, and its own children would survive it.)
+Neither imports torch; the module of a reward function imports what it needs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lightrl.checks.user_code import user_code
-from lightrl.concurrency.parent_guard import kill_group, wait_for_parent
+from lightrl.concurrency import parent_guard
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Outcome, Runner, user_traceback
 from lightrl.rewards.parts import RewardPart, bound, summed
 from lightrl.rewards.transport import trajectory_from_bytes
 from lightrl.trajectory import Trajectory
 
+_GRACE_S = 1.0  # for a sandbox, which leaves nothing of its program behind when the worker is gone
 _SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # of the pool: end, and show the stack
 
 
@@ -48,11 +49,13 @@ def main() -> None:
     del sys.argv[1:]
     requests, replies = _take_over_pipes()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a guardian never dies without its worker
+    parent_guard.adopt_orphans()
     worker = os.fork()  # before there is any thread
     if worker:
         os.close(replies)  # so that the pool sees it close when the worker ends
         _guard(worker, parent, requests)
     os.setpgid(0, 0)
+    parent_guard.die_with_parent()
     faulthandler.enable()  # a crash in C code shows where it was
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool asks where a call hangs
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -156,16 +159,16 @@ def _take_over_pipes() -> tuple[int, int]:
 
 
 def _guard(worker: int, parent: int, requests: int) -> NoReturn:
-    """Waits until the worker ends, or the pool sends SIGTERM, closes the pipe or dies; then kills the group."""
+    """Waits until the worker ends, or the pool sends SIGTERM, closes the pipe or dies; then kills what is below."""
     with contextlib.suppress(PermissionError, ProcessLookupError):  # the worker was faster, or is gone
         os.setpgid(worker, worker)
     mirror = threading.Thread(target=_end_like, args=(worker,), daemon=True)
     mirror.start()
-    signal.signal(signal.SIGTERM, lambda *_: kill_group(worker))
+    signal.signal(signal.SIGTERM, lambda *_: parent_guard.kill_group(worker))
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(worker, signal.SIGUSR1))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    wait_for_parent(parent, requests)
-    kill_group(worker)
+    parent_guard.wait_for_parent(parent, requests, until=lambda: parent_guard.reap_orphans(worker))
+    parent_guard.kill_group(worker)
     mirror.join()
     raise AssertionError("the mirror ends this process")
 
@@ -174,7 +177,8 @@ def _end_like(worker: int) -> NoReturn:
     """Waits for the worker's end and ends this process with the same code or signal."""
     # WNOWAIT: until it is waited for, no other process can have the number of its group.
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
-    kill_group(worker)
+    parent_guard.kill_group(worker)
+    parent_guard.kill_descendants(_GRACE_S)
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough

@@ -188,7 +188,7 @@ class WorkflowPool:
                     f"The {name} ended with {how} before it had played a trajectory, {num_useless} times in a row. Its "
                     "output is above. Fix what it died of, or set workflow_workers to 0."
                 )
-            again = f"Its {num_lost} trajectories are played again." if num_lost else "It was playing nothing."
+            again = f"Trajectories to play again: {num_lost}." if num_lost else "It was playing nothing."
             log.warning("The %s ended with %s. %s", name, how, again)
 
     async def _started(self, name: str, guard: str) -> _Worker | None:
@@ -267,14 +267,20 @@ class WorkflowPool:
 
     async def _end(self, guard: str) -> int:
         """Waits for the end of a worker whose channel is closed, and makes it end; its exit code."""
-        for end in (self._guards.ask_to_end, lambda guards, _: self._guards.kill(guards[0])):  # Linux kills its command
-            for _ in range(round(END_S / _TICK_S)):
-                if (code := self._guards.codes().get(guard, 0)) is not None:
-                    self._guards.ask_to_end([guard], 0.0)  # closes its pipe
-                    return code
-                await asyncio.sleep(_TICK_S)
-            end([guard], 0.0)
-        return -signal.SIGKILL
+        try:
+            await self._wait(guard)
+        finally:  # a controller that closes does not wait for it so long: it cancels this too
+            self._guards.ask_to_end([guard], 0.0)
+            await self._wait(guard)
+            self._guards.kill(guard)  # Linux kills its command
+        code = self._guards.codes().get(guard, 0)
+        return -signal.SIGKILL if code is None else code
+
+    async def _wait(self, guard: str) -> None:
+        for _ in range(round(END_S / _TICK_S)):
+            if self._guards.codes().get(guard, 0) is not None:
+                return
+            await asyncio.sleep(_TICK_S)
 
 
 def check_workers(engine: object, num: int) -> None:

@@ -173,6 +173,18 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
     )
 
 
+@contextlib.contextmanager
+def logged_behind_failure() -> Iterator[None]:
+    """Inside, an OSError is logged if it comes while another error, not Ctrl-C, ends the run: that one says why."""
+    failure = sys.exc_info()[1]
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(failure, Exception):
+            raise
+        log.error("%s", error)
+
+
 def write_whole(place: Path, text: str) -> None:
     """Writes a small file that others may read at any moment."""
     part = place.with_name(f"{place.name}.part")

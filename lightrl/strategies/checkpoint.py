@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -11,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch.utils._pytree import tree_leaves
 
 from lightrl.checks.disk_errors import cause_to_show
 from lightrl.checks.publish import publish
 from lightrl.concurrency.owner import own_mark, remove_left_behind
-from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, write_error
+from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, logged_behind_failure, write_error
 from lightrl.strategies.checkpoint_fit import check_optimizers, check_weights, parameter_of, refusal
 from lightrl.strategies.checkpoint_folder import load_optimizer_state, read_folder
-from lightrl.strategies.safe_reader import named, of_run
+from lightrl.strategies.safe_reader import check_records, named, of_run
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -54,7 +56,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         remove_left_behind(Path(path).parent, "*.part")
         if Path(path).is_dir():
             return read_folder(Path(path))
+        files = get_filesystem(path)
         with named(path):
+            if "http" not in files.protocol and files.isfile(str(path)):
+                with files.open(str(path), "rb") as file:
+                    check_records(file)
             checkpoint = super().load_checkpoint(path, map_location, weights_only is None or weights_only)
         return of_run(checkpoint, path)
 
@@ -84,26 +90,32 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self._writes.remove(path)
 
     def teardown(self) -> None:
-        self._writes.wait()
+        with logged_behind_failure():
+            self._writes.wait()
 
 
 def _write(target: Path, write: Callable[[Any], Any], num_bytes: int, progress: Progress) -> None:
     """Writes a file that is whole or absent, and removes what dead writers left beside it."""
     part = target.with_name(f"{target.name}.{own_mark()}.part")
     with progress.at_disk():
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
             with io.BufferedWriter(TrackedFile(part, progress), 2**20) as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
             publish(part, target)
         except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-            part.unlink(missing_ok=True)  # first, so that its space counts as free
+            _discard(part)  # first, so that its space counts as free
             raise write_error(error, target, "write permission", num_bytes) from cause_to_show(error)
         finally:
-            part.unlink(missing_ok=True)
+            _discard(part)
         remove_left_behind(target.parent, "*.part")
+
+
+def _discard(part: Path) -> None:
+    with contextlib.suppress(OSError):  # of a disk that is read-only now, for which the write has failed too
+        part.unlink(missing_ok=True)
 
 
 def num_tensor_bytes(tree: Any) -> int:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_map_only
 
 from lightrl.checks.disk_errors import cause_to_show
+from lightrl.checks.file_sums import write_sums
 from lightrl.checks.publish import publish, remove_path
 from lightrl.concurrency.owner import remove_left_behind
 from lightrl.strategies.atomic_write import Progress, TrackedFile, write_error
@@ -92,6 +93,7 @@ def folder_writer(
             if is_main:  # all ranks have written: a save ends with a reduction
                 with progress.at_disk():
                     _check_parts(part)
+                    write_sums(part, [".metadata"])  # the other files have checksums of their own
                     publish(part, place)
         except (OSError, RuntimeError, CheckpointException) as error:
             if is_main:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightrl.models import ModelSpec, Role, models_made_by
 from lightrl.models.lora import adapter_reader, base_name, is_adapter
+from lightrl.models.model_spec import check_files
 from lightrl.models.pictures import sees_pictures
 from lightrl.strategies.ranks import Ranks
 
@@ -144,6 +145,7 @@ def _safetensors(spec: ModelSpec) -> dict[str, Path]:
     """The file of each tensor; empty if the checkpoint has another form."""
     if spec.path is None or spec.options:
         return {}
+    check_files(Path(spec.path))
     from safetensors import safe_open
     from transformers.utils import cached_file
 

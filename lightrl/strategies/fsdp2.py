@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.owner import own_mark
 from lightrl.models import ParallelModel, RoleMesh
-from lightrl.strategies.atomic_write import BackgroundWrites
+from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_models, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model
@@ -181,7 +181,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         try:
-            with self.ranks.own_deadline():
+            with self.ranks.own_deadline(), logged_behind_failure():
                 self._writes.wait()
         finally:
             self.ranks.close()

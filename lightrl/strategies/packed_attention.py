@@ -223,7 +223,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_size: int, value_s
             break
         skipped.append(f"{name}: {why}")
     reasons = f" ({'; '.join(skipped)})" if skipped else ""
-    log.info("attention of packed rows: %s, %s on %s%s", name, str(dtype).removeprefix("torch."), device, reasons)
+    log.debug("attention of packed rows: %s, %s on %s%s", name, str(dtype).removeprefix("torch."), device, reasons)
     return name
 
 

@@ -1,6 +1,7 @@
-"""Reads torch's checkpoint folders as data: whatever a file says, no code runs.
+"""Reads torch's checkpoints as data: whatever a file says, no code runs, and damaged bytes are refused.
 
-torch's own reader unpickles `.metadata` and single values without limits, so a crafted file runs any command.
+torch's own reader unpickles `.metadata` and single values without limits, so a crafted file runs any command. It writes
+a CRC-32 of every record and checks none.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import contextlib
 import io
 import pickle
 import re
+import struct
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -22,13 +25,16 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from lightrl.checks.file_sums import check_sums
+
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import ReadItem
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+    from torch.futures import Future
 
 _METADATA_FILE = ".metadata"
 # A damaged or crafted pickle fails in as many ways as there are operations.
 _DAMAGE = (pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, EOFError, ImportError,
-           RuntimeError, MemoryError)  # fmt: skip
+           RuntimeError, MemoryError, OverflowError, struct.error, zipfile.BadZipFile)  # fmt: skip
 _CLASSES: tuple[type, ...] = (
     metadata.Metadata,
     metadata.StorageMeta,
@@ -42,9 +48,14 @@ _CLASSES: tuple[type, ...] = (
 )
 
 
+class DamagedCheckpoint(ValueError):
+    """A checkpoint's file is not what was written."""
+
+
 def load_plain(file: Path, **options: Any) -> dict[str, Any]:
     """The content of a checkpoint's file, on the CPU; raises ValueError if it is damaged or more than plain data."""
     with named(file):
+        check_records(file)
         content = torch.load(file, map_location="cpu", weights_only=True, **options)
     return of_run(content, file)
 
@@ -58,14 +69,25 @@ def of_run(content: Any, file: str | Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(file: str | Path) -> Iterator[None]:
-    """Inside, what torch raises for a file that is damaged, or more than plain data, is a ValueError with its name."""
+    """Inside, what is raised for a file that is damaged, or more than plain data, is a ValueError with its name."""
     try:
         yield
     except FileNotFoundError:
         raise
     except (*_DAMAGE, OSError) as error:
         cause = _without_advice(error)
-        raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl ({cause}). Use an earlier one.") from cause
+        raise DamagedCheckpoint(
+            f"{str(file)!r} is not a checkpoint of lightrl, or it is damaged ({cause}). Use an earlier one."
+        ) from cause
+
+
+def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
+    """Reads once what `torch.save` wrote; raises ValueError for a record with other bytes than its CRC-32 says."""
+    with zipfile.ZipFile(content) as records:
+        packed = [info.filename for info in records.infolist() if info.compress_type != zipfile.ZIP_STORED]
+        damaged = packed[0] if packed else records.testzip()
+    if damaged is not None:
+        raise ValueError(f"record {damaged} of {of} has other bytes than were written, by its CRC-32")
 
 
 def _without_advice(error: BaseException) -> BaseException:
@@ -86,13 +108,15 @@ def load_parts(state: dict[str, Any], folder: Path, **options: Any) -> None:
         dcp.state_dict_loader.load(state, storage_reader=SafeReader(folder), planner=_SafePlanner(), **options)
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
+        if isinstance(failure, DamagedCheckpoint):
+            raise failure from None
         cause = _without_advice(failure)
         what = f"Checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause})"
         raise ValueError(f"{what}. Use an earlier one.") from cause
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, with a fixed list of what `.metadata` may name.
+    """torch's reader of a checkpoint folder: checks every byte, and has a fixed list of what `.metadata` may name.
 
     Args:
         folder: of the checkpoint.
@@ -101,6 +125,7 @@ class SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the folder holds; raises ValueError if `.metadata` is not what torch writes."""
         file = Path(self.path) / _METADATA_FILE
+        check_sums(file.parent, "Use an earlier checkpoint.")
         try:
             with file.open("rb") as stream, _unchanged_classes():
                 unpickled = _MetadataUnpickler(stream).load()
@@ -113,6 +138,16 @@ class SafeReader(FileSystemReader):
         read.storage_meta = read.storage_meta or StorageMeta()
         read.storage_meta.load_id = self.load_id
         return read
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        indices = {item.storage_index for item in plan.items}
+        for index in sorted(indices, key=lambda index: self.storage_data[index].offset):
+            place = self.storage_data[index]
+            file = Path(self.path) / place.relative_path
+            with named(file), file.open("rb") as stream:
+                stream.seek(place.offset)
+                check_records(io.BytesIO(stream.read(place.length)), index.fqn)
+        return super().read_data(plan, planner)
 
 
 class _SafePlanner(DefaultLoadPlanner):

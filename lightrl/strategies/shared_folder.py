@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lightrl.checks.disk_errors import nearest_folder
 from lightrl.strategies.ranks import Ranks, mark_as_on_all_ranks
 
 VISIBLE_WITHIN_S = 10.0  # a new file on a network file system, on another host
@@ -50,8 +51,7 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
         ValueError: on all ranks; it names the hosts.
     """
     for folder in folders:
-        present = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
-        if missing := ranks_without(present, ranks):
+        if missing := ranks_without(nearest_folder(folder), ranks):
             who = ", ".join(f"rank {rank} on {host}" for rank, host in missing)
             raise mark_as_on_all_ranks(
                 ValueError(

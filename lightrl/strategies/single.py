@@ -30,7 +30,7 @@ from lightrl.functional import (
     token_logprobs,
     token_topk,
 )
-from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy, scalar_head
+from lightrl.models import CONTEXT, Backward, LossFunction, More, Outputs, asked_of_policy, context_tokens, scalar_head
 from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.models.pictures import input_embeddings
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
@@ -213,6 +213,7 @@ class SingleModel:
                 f"A critic cannot share the body of {type(model).__name__}, whose output head is more than a matrix "
                 "product. Set critic to a checkpoint."
             )
+        self._max_row = context_tokens(model.config) if _rope_depends_on_length(model) else None
         self.layouts = exact_layouts(model) if self.head_is_plain else {}
         self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
@@ -257,6 +258,10 @@ class SingleModel:
         self.model.to(device)
 
     def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
+        if self._max_row is not None and (longest := int(on_host(experience.lengths).max())) > self._max_row:
+            raise ValueError(
+                f"A trajectory of {longest} tokens exceeds {CONTEXT}, {self._max_row} tokens. Leave it out."
+            )
         if not self.head_is_plain:
             rows, columns, results = self._read_logits(experience, more)
         else:

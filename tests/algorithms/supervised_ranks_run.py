@@ -1,7 +1,5 @@
 """What test_supervised_ranks.py runs, in one process and in two: short supervised runs whose weights it compares."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/algorithms.md: its losses train as they stand there, and the classes it names exist."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

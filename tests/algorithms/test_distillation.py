@@ -1,20 +1,10 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from algorithm_cases import make_module, minibatch_gradient
-from tiny import (
-    FAMILIES,
-    VOCABULARY,
-    gradients,
-    random_experience,
-    slow_distributions,
-    slow_outputs,
-    tiny_spec,
-)
+from tiny import FAMILIES, VOCABULARY, gradients, random_experience, slow_distributions, slow_outputs, tiny_spec
 
 from lightrl.algorithms import Distillation
 from lightrl.functional import group_advantages

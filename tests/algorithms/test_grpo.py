@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import inspect
 import math
 from dataclasses import replace
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from lightrl.algorithms import GRPO, ReferenceKL
 from lightrl.experience import Experience
-from lightrl.functional import ImportanceWeights
+from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops.update import MinibatchLoss
 from lightrl.models import LoRA, Role
 from lightrl.rewards import OverlongPenalty
@@ -49,11 +47,16 @@ def test_the_loss_equals_the_papers_formula_token_by_token() -> None:
     module = make_module(clip_low=0.1, clip_high=0.3, loss_reduction="sequence", advantage_std=None)
     minibatch = random_experience()
     expected = sequence_loss_by_hand(
-        module,
-        minibatch,
-        lambda ratio, advantage: -min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage),
+        module, minibatch, lambda ratio, advantage: -min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage)
     )
     assert float(make_loss(module, minibatch)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_rewards_are_shaped_before_the_advantages_of_those_that_do_not_undo_it() -> None:
+    shaping = RewardShaping(bias=-1.0, scaling=4.0, clip=2.0)
+    module = make_module(advantage_mean=None, advantage_std=None, reward_shaping=shaping)
+    experience = replace(random_experience(), rewards=torch.tensor([0.0, 0.75, 1.0, 1.25, 3.0, 1.0, 1.0, 1.0, 1.0]))
+    assert module.advantages(experience).tolist() == [-2.0, -1.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_decoupled_loss_is_centered_on_the_proximal_policy_and_weighted() -> None:
@@ -120,9 +123,7 @@ def test_the_only_update_of_an_iteration_takes_its_own_logprobs_as_proximal() ->
     ],
     ids=["coupled", "coupled, many updates", "decoupled, one update", "two", "two epochs", "reference", "both"],
 )
-def test_models_run_in_the_score_phase_only_where_their_numbers_are_needed(
-    settings: dict[str, Any], expected: list[str]
-) -> None:
+def test_models_run_in_the_score_phase_only_where_their_numbers_are_needed(settings, expected):
     module = GRPO(tiny_spec(), **{"reward": len, "num_minibatches": 2, **settings})
     assert names(module) == expected
     module.data_flow()
@@ -167,9 +168,7 @@ def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
     experience = random_experience(num_groups=1, group_size=3)
     width = torch.arange(experience.token_ids.shape[1])
     experience = replace(
-        experience,
-        loss_mask=(width >= 1) & (width <= torch.tensor([4, 6, 8])[:, None]),
-        rewards=torch.ones(3),
+        experience, loss_mask=(width >= 1) & (width <= torch.tensor([4, 6, 8])[:, None]), rewards=torch.ones(3)
     )
     torch.testing.assert_close(module.advantages(experience), torch.tensor([0.5, 0.0, -0.5]))
 

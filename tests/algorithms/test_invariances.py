@@ -1,7 +1,5 @@
 """What must hold for every algorithm, since a rising reward is no evidence: see STYLE.md, "Tests"."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

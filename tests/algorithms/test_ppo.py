@@ -1,7 +1,5 @@
 """PPO's advantages against the definition, its settings, its critic on a bandit, its state over a resume."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,9 +33,6 @@ def ppo(**settings: Any) -> PPO:
 
 def experience_of(seed: int = 0, **changes: Any) -> Experience:
     return replace(random_experience(num_turns=2, seed=seed), **changes)
-
-
-# ---------------------------------------------------------------------- advantages
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -104,9 +99,6 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
     torch.testing.assert_close(normalized.normalizer.denormalize(found["returns"])[mask], expected["returns"][mask])
 
 
-# ---------------------------------------------------------------------- settings and graph
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -117,10 +109,7 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
         ({"gamma": 2}, "gamma must be from 0 to 1, got 2"),
         ({"value_clip": 0}, "^value_clip must be above 0 or None, got 0"),
         ({"value_normalization": "all"}, "^value_normalization must be exponential or running, got 'all'"),
-        (
-            {"value_normalization": "exponential", "value_decay": 1},
-            "^value_decay must be at least 0 and below 1",
-        ),
+        ({"value_normalization": "exponential", "value_decay": 1}, "^value_decay must be at least 0 and below 1"),
         ({"huber_delta": -1}, "huber_delta must be above 0 or None, got -1"),
         (
             {"policy": Role(tiny_spec(), lora=LoRA(rank=2)), "reference": replace(KL, decay=0.9)},
@@ -217,9 +206,6 @@ def test_staleness_alone_stops_no_update() -> None:
     assert module.is_update_the_last(moved)
 
 
-# ---------------------------------------------------------------------- through the trainer
-
-
 class FourPrompts(PromptDataModule):
     def __init__(self) -> None:
         super().__init__(train=None, batch_size=16)
@@ -286,25 +272,6 @@ def test_a_warming_head_leaves_the_body_it_shares_to_the_bit(tmp_path: Path) -> 
     module.critic_warmup_iterations = 0
     trainer = fit(tmp_path, module)
     assert len(trainer.optimizers[0].state) == len(start) + 1
-
-
-def test_each_role_is_clipped_by_itself(tmp_path: Path) -> None:
-    norms: list[list[float]] = []
-
-    class Norms(RLCallback):
-        def on_before_zero_grad(self, trainer: Any, pl_module: L.LightningModule, optimizer: Any) -> None:
-            gradients = [
-                [item.grad for item in group["params"] if item.grad is not None] for group in optimizer.param_groups
-            ]
-            if all(gradients):
-                norms.append([float(torch.nn.utils.get_total_norm(part)) for part in gradients])
-
-    module = to_fit(critic=Role(tiny_spec(), lr=0.5, weight_decay=0.2), num_minibatches=2)
-    trainer = fit(tmp_path, module, Norms(), gradient_clip_val=1e-3)
-    groups = [(group["lr"], group["weight_decay"]) for group in trainer.optimizers[0].param_groups]
-    assert groups == [(0.01, module.weight_decay), (0.5, 0.2)]
-    assert norms
-    assert norms[0] == pytest.approx([1e-3, 1e-3], rel=1e-2)
 
 
 def test_a_moving_reference_has_the_policys_shape() -> None:

@@ -1,7 +1,5 @@
 """DPO, IPO and RewardModel on pairs: worked by hand, against Hugging Face, trained, resumed and exported."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -115,9 +113,7 @@ def test_cispo_weighs_the_policy_gradient_by_the_clipped_ratio() -> None:
 
 @pytest.mark.parametrize("algorithm", ["GRPO", "CISPO", "TOPR", "OAPL", "IcePop"])
 @pytest.mark.parametrize("microbatch_tokens", [10**6, 20])
-def test_the_effective_sample_size_is_of_the_weights_that_the_loss_applies(
-    algorithm: str, microbatch_tokens: int
-) -> None:
+def test_the_effective_sample_size_is_of_the_weights_that_the_loss_applies(algorithm, microbatch_tokens):
     module, minibatch = make_module(algorithm), random_experience()
     logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
     weights = []
@@ -250,25 +246,17 @@ def test_settings_that_make_no_sense_are_refused(make: Callable[[], GRPO], messa
     ("algorithm", "setting"),
     [
         (DrGRPO, {"advantage_std": "group"}),
-        (RLOO, {"leave_one_out": False}),
         (PPO, {"leave_one_out": None}),
-        (PPO, {"advantage_mean": None}),
-        (PPO, {"advantage_std": None}),
         (GSPO, {"ratio_level": "token"}),
-        (CISPO, {"ratio_level": "sequence"}),
         (CISPO, {"dual_clip": 3.0}),
         (SAPO, {"clip_high": 0.2}),
-        (M2PO, {"clip_high": 0.2}),
         (OAPL, {"decoupled": True}),
-        (TOPR, {"ratio_level": "sequence"}),
         (DPPO, {"clip_low": 0.2}),
         (ReinforcePlusPlus, {"advantage_std": None}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else next(iter(value)),
 )
-def test_settings_that_an_algorithm_does_not_read_are_none_of_its_settings(
-    algorithm: type[GRPO], setting: dict[str, Any]
-) -> None:
+def test_settings_that_an_algorithm_does_not_read_are_none_of_its_settings(algorithm, setting):
     with pytest.raises(TypeError, match=f"multiple values for keyword argument '{next(iter(setting))}'"):
         algorithm(tiny_spec(), reward=len, **setting)
 
@@ -294,9 +282,7 @@ def test_a_guessed_proximal_policy_needs_no_forward_and_lies_between_behavior_an
     ],
     ids=["TIS", "MIS", "IcePop"],
 )
-def test_importance_sampling_weighs_each_token_and_is_measured(
-    settings: dict[str, Any], weight: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_importance_sampling_weighs_each_token_and_is_measured(settings, weight):
     module, minibatch = make_module("GRPO", decoupled=ImportanceWeights(**settings)), random_experience()
     metrics = minibatch_gradient(module, minibatch)[1]
     mask = minibatch.loss_mask

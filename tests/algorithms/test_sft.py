@@ -4,26 +4,19 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from tiny import QUIET
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import lightrl
 from lightrl.algorithms.sft import SFT
-from lightrl.data import ChatBatch, SFTDataModule
+from lightrl.data import ChatBatch, DataSource, SFTDataModule
 from lightrl.models import ModelSpec
 
 CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 16,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-}
+    "model_type": "qwen3", "vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32,
+}  # fmt: skip
 SCALED_HEAD = {**CONFIG, "model_type": "granite", "logits_scaling": 3.0}  # logits are more than the head's output
 
 
@@ -94,16 +87,6 @@ def test_validation_averages_over_the_tokens_of_all_batches(tmp_path: Path, conf
             hits.append(float(log_probabilities[row, column - 1].argmax() == token_id))
     assert values["val/loss_nats"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert values["val/token_accuracy_fraction"] == pytest.approx(sum(hits) / len(hits))
-
-
-def test_training_learns_the_answers_and_logs_the_loss(tmp_path: Path):
-    trainer = make_trainer(tmp_path, max_epochs=60, logger=CSVLogger(tmp_path), log_every_n_steps=1)
-    trainer.fit(make_module(lr=0.03, warmup_steps=5), Sums(None, batch_size=7))
-    lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
-    column = lines[0].split(",").index("sft/loss_nats")
-    losses = [float(line.split(",")[column]) for line in lines[1:] if line.split(",")[column]]
-    assert losses[0] > 2.0
-    assert losses[-1] < 0.3
 
 
 def unequal_chats() -> list[ChatBatch]:
@@ -206,3 +189,16 @@ def test_decay_without_an_end_of_the_run_is_refused(tmp_path: Path):
 def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         make_module(**settings)
+
+
+def test_several_labeled_validation_sources_have_a_loss_each(tmp_path: Path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("short", "long")}
+    files["short"].write_text('{"question": "1+1", "answer": "2"}\n')
+    files["long"].write_text('{"question": "5+6", "answer": "11"}\n')
+    sources = [DataSource(str(path), label=name) for name, path in files.items()]
+    data = SFTDataModule(
+        None, sources, batch_size=2, chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    (found,) = lightrl.Trainer(**(QUIET | {"default_root_dir": tmp_path})).validate(make_module(), data)
+    both, short, long = (found[f"val/loss_nats{name}"] for name in ("", "/short", "/long"))
+    assert both == pytest.approx((2 * short + 3 * long) / 5)  # tokens, with the end token

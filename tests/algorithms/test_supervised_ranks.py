@@ -1,7 +1,5 @@
 """SFT, DPO and a reward model on two processes: each measures its share, and the weights are those of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

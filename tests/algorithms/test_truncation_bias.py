@@ -4,8 +4,6 @@ Every arm pays 1, arm 2 pays 1.02, and there is no baseline, which changes no tr
 weighted with their probabilities, so the gradients are exact: what differs is the softmax of the logprobs, not luck.
 """
 
-from __future__ import annotations
-
 import torch
 
 from lightrl.engines.local.sampler import truncated

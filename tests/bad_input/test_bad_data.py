@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightrl.data import PromptDataModule, TrajectoryDataModule
 from lightrl.data.chat import row_messages
-from lightrl.data.text_files import read_csv, read_json, read_lines
+from lightrl.data.rows import read_csv, read_json, read_lines
 
 pytestmark = pytest.mark.bad_input
 

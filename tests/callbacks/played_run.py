@@ -1,7 +1,5 @@
 """A run of Lightning's own trainer whose training step plays an iteration's RL hooks on trajectories of a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,16 +16,7 @@ from lightrl.trajectory import Group, Prompt, Trajectory
 Play = Callable[[int], list[Group]]  # iteration → its groups
 
 
-def trajectory(
-    reward: float,
-    *,
-    position: int = 0,
-    sample: int = 0,
-    completion_ids: Sequence[int] = (9, 1),
-    versions: Sequence[int] | None = None,
-    metrics: dict[str, float] | None = None,
-    **fields: Any,
-) -> Trajectory:
+def trajectory(reward, *, position=0, sample=0, completion_ids=(9, 1), versions=None, metrics=None, **fields):
     """A prompt of 3 tokens and a completion; `versions` of the completion's tokens, 0 if not given."""
     num = len(completion_ids)
     return Trajectory(

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import itertools
 import logging
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +10,7 @@ from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.staleness import ESS, GRAD_NORM, KL, StalenessControl
 
 
-def play(
-    control: StalenessControl,
-    values: list[float],
-    *,
-    name: str = ESS,
-    is_main: bool = True,
-    first: int = 1000,
-    grad_norms: Sequence[float] = (),
-) -> None:
+def play(control, values, *, name=ESS, is_main=True, first=1000, grad_norms=()):
     """Iterations from `first` on, counted from 1, with these values of one metric, and of the gradient norm."""
     module: Any = None
     for number, (value, grad_norm) in enumerate(itertools.zip_longest(values, grad_norms), first):
@@ -56,19 +45,11 @@ ONE_LARGE = [1.0] * 29 + [16.0]  # mean 1.5, so a bound of 0.014 · √1.5 = 0.0
         pytest.param(STEP, [0.05] * 29 + [0.0] + [0.05] * 29, {}, [], id="one that is not known"),
         pytest.param(STEP, [1.0] * 20 + [0.0125] * 30, {"first": 1}, [], id="the first 20 do not count"),
         pytest.param(STEP, [0.0171] * 30, {"grad_norms": ONE_LARGE}, [], id="a step of a large gradient"),
-        pytest.param(
-            STEP,
-            [0.0172] * 30,
-            {"grad_norms": ONE_LARGE},
-            ["policy/step_k3_nats was 0.0172, above 0.0171"],
-            id="larger",
-        ),
+        pytest.param(STEP, [0.0172] * 30, {"grad_norms": ONE_LARGE}, [LARGER], id="larger"),
         pytest.param(STEP, [0.0001] * 40, {"grad_norms": [0.0] * 40}, [], id="nothing to learn from"),
     ],
 )
-def test_a_warning_names_what_has_gone_too_far_once_until_it_recovers(
-    name: str, values: list[float], settings: Any, starts: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_warning_names_what_has_gone_too_far_once_until_it_recovers(name, values, settings, starts, caplog):
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         play(StalenessControl(8), values, name=name, **settings)
     assert len(caplog.messages) == len(starts)

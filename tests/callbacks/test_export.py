@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -39,11 +37,7 @@ class Module(PlayedModule):
 
 def fit(module: Module, export: HuggingFaceExport, num_iterations: int = 2, **settings: Any) -> None:
     trainer = PlayedTrainer(
-        callbacks=[export],
-        max_steps=num_iterations,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        **settings,
+        callbacks=[export], max_steps=num_iterations, enable_progress_bar=False, enable_checkpointing=False, **settings
     )
     trainer.fit(module, batches(num_iterations))
 

@@ -1,7 +1,5 @@
 """What LagProbe keeps, and how it measures a step; tests/trainer/test_async.py has it in a run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -22,9 +20,7 @@ from lightrl.callbacks.lag_probe import kept_places, step_k3
         pytest.param(0, 0, range(0), id="none"),
     ],
 )
-def test_a_few_trajectories_are_kept_and_more_of_short_ones(
-    num_trajectories: int, num_tokens: int, expected: range
-) -> None:
+def test_a_few_trajectories_are_kept_and_more_of_short_ones(num_trajectories, num_tokens, expected):
     assert list(kept_places(num_trajectories, num_tokens)) == list(expected)
 
 

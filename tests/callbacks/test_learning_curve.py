@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import csv
 import logging
 import sys
@@ -21,15 +19,7 @@ def play(iteration: int) -> list[Group]:
     return groups_of([[1.0, 0.0] if iteration % 2 else [0.0, 0.0]])
 
 
-def fit(
-    curve: LearningCurve,
-    folder: Path,
-    *callbacks: Any,
-    max_epochs: int = 2,
-    module: ValidatedModule | None = None,
-    ckpt_path: Path | None = None,
-    **settings: Any,
-) -> PlayedTrainer:
+def fit(curve, folder, *callbacks, max_epochs=2, module=None, ckpt_path=None, **settings):
     trainer = PlayedTrainer(
         callbacks=[RolloutMetrics(), curve, *callbacks],
         max_epochs=max_epochs,
@@ -106,9 +96,7 @@ def test_ctrl_c_leaves_the_picture_of_what_was_done(tmp_path: Path) -> None:
     assert (tmp_path / "learning_curve.png").exists()
 
 
-def test_a_missing_matplotlib_is_told_once_and_harms_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_matplotlib_is_told_once_and_harms_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         fit(LearningCurve(), tmp_path)

@@ -20,6 +20,19 @@ def test_each_model_has_a_line_and_the_trained_share_one(caplog: pytest.LogCaptu
     ]
 
 
+def test_a_stage_is_not_called_the_policy_nor_fsdp_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    module = BoringModel()
+    module.layer = type("FSDPLinear", (torch.nn.Linear,), {})(32, 2)
+    trainer = Trainer(accelerator="cpu", logger=False)
+    trainer.strategy.pp = 2
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        ModelLines().on_fit_start(trainer, module)
+    assert caplog.messages[-1].splitlines() == [
+        "layer: Linear, 66 parameters in rank 0's of 2 pipeline stages",
+        "66 of 66 parameters in rank 0's of 2 pipeline stages are trained, 0.0 MB",
+    ]
+
+
 def test_a_summary_that_a_user_passes_or_turns_off_is_left_alone() -> None:
     assert not [
         callback

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator
@@ -33,13 +31,7 @@ def play(_: int) -> list[Group]:
     return groups_of([[1.0, 0.0]])
 
 
-def fit(
-    bar: RolloutProgressBar,
-    *,
-    num_batches: int = 4,
-    validate: bool = False,
-    **settings: Any,
-) -> PlayedTrainer:
+def fit(bar: RolloutProgressBar, *, num_batches: int = 4, validate: bool = False, **settings: Any) -> PlayedTrainer:
     trainer = PlayedTrainer(callbacks=[RolloutMetrics(), bar], enable_checkpointing=False, **settings)
     module = ValidatedModule(play) if validate else PlayedModule(play)
     trainer.fit(module, batches(num_batches), batches(1) if validate else None)
@@ -56,15 +48,7 @@ def test_two_lines_show_the_run_and_the_phase(terminal: Terminal) -> None:
     with terminal.as_stdout():
         fit(RolloutProgressBar(), max_steps=4)
     frames = terminal.getvalue()
-    for part in (
-        "Training: ",
-        "4/4",
-        "reward=0.500",
-        "rollout: ",
-        "update: ",
-        "tokens/s=2",
-        "sync_s=0.250",
-    ):
+    for part in ("Training: ", "4/4", "reward=0.500", "rollout: ", "update: ", "tokens/s=2", "sync_s=0.250"):
         assert part in frames
 
 
@@ -76,9 +60,7 @@ def test_the_phase_line_says_for_how_many_slow_groups_it_waits(terminal: Termina
     assert "rollout, waits for 2 slow: " in terminal.getvalue()
 
 
-def test_a_line_per_iteration_stays_above_the_bars_and_fits(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_per_iteration_stays_above_the_bars_and_fits(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("NO_COLOR", "1")
     with terminal.as_stdout():
@@ -103,9 +85,7 @@ def test_the_run_folder_starts_a_line_of_its_own_after_ctrl_c(terminal: Terminal
     assert [line for line in lines if "Run folder: " in line] == [f"Run folder: {tmp_path}"]
 
 
-def test_color_is_for_terminals_that_want_it(
-    terminal: Terminal, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_color_is_for_terminals_that_want_it(terminal, capsys, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     with terminal.as_stdout():
@@ -145,18 +125,14 @@ def test_no_terminal_gives_one_plain_line_every_n_iterations(capsys: pytest.Capt
     assert "\r" not in "".join(lines)
 
 
-def test_no_terminal_gives_a_line_after_a_minute_of_silence(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_terminal_gives_a_line_after_a_minute_of_silence(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_SILENT_S", 0.0)
     fit(RolloutProgressBar(print_every_n_iterations=100), max_steps=3)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0].split(", ")[0] for line in lines] == ["iteration 1/3", "iteration 2/3", "iteration 3/3"]
 
 
-def test_no_terminal_gives_a_line_of_the_phase_in_which_a_long_iteration_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_terminal_gives_a_line_of_the_phase_in_which_a_long_iteration_is(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_SILENT_PHASE_S", 0.0)
     fit(RolloutProgressBar(), max_steps=2)
     lines = capsys.readouterr().out.splitlines()

@@ -1,7 +1,5 @@
 """Expected numbers are worked by hand from the trajectories in each test."""
 
-from __future__ import annotations
-
 import logging
 import math
 from types import SimpleNamespace
@@ -9,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.demos.boring_classes import BoringModel
-from played_run import PlayedTrainer, groups_of, run, trajectory
+from played_run import groups_of, run, trajectory
 
 from lightrl.callbacks.rollout_metrics import RolloutMetrics, experience_metrics, explain_zero_variance, reward_metrics
 from lightrl.experience import Experience
@@ -109,9 +106,7 @@ def test_dropped_trajectories_are_counted_once() -> None:
     assert (first, second) == (1.0, 0.0)
 
 
-def test_failed_trajectories_are_told_at_the_first_and_whenever_there_are_twice_as_many(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failed_trajectories_are_told_at_the_first_and_whenever_there_are_twice_as_many(caplog):
     metrics = RolloutMetrics()
 
     def play(iteration: int) -> list[Group]:
@@ -143,9 +138,7 @@ def test_zero_variance_warns_once_and_again_only_after_it_recovered(caplog: pyte
         pytest.param([[0.0], [0.0, 0.0]], 1, id="beside one that could be compared"),
     ],
 )
-def test_a_group_of_one_is_no_reason_to_warn(
-    rewards: list[list[float]], warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_group_of_one_is_no_reason_to_warn(rewards, warnings, caplog):
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         run(lambda _: groups_of(rewards), RolloutMetrics(), num_iterations=4)
     assert len(caplog.messages) == warnings
@@ -190,15 +183,6 @@ def test_the_warning_says_why_nothing_is_learnt(rewards: list[list[float]], why:
 def test_the_warning_says_when_sampling_gives_one_completion_only() -> None:
     same = [trajectory(0.0, sample=sample) for sample in range(4)]
     assert "it is the same completion" in explain_zero_variance([Group(0, same[0].prompt, same)], 3)
-
-
-def test_a_plain_module_is_left_alone() -> None:
-    trainer = PlayedTrainer(
-        max_steps=2, callbacks=[RolloutMetrics()], enable_checkpointing=False, enable_progress_bar=False
-    )
-    trainer.fit(BoringModel(), torch.ones(2, 1, 32), torch.ones(2, 1, 32))
-    assert trainer.global_step == 2
-    assert not any(name.startswith("rollout/") for name in trainer.logged_metrics)
 
 
 def test_patience_below_one_is_refused() -> None:

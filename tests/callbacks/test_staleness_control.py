@@ -1,7 +1,5 @@
 """StalenessControl measures the bias of redrawing stragglers."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

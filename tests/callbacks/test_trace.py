@@ -1,7 +1,5 @@
 """Trace in a real run: what its files have, its summary, and that the run is as without it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

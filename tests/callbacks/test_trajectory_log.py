@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -8,12 +6,7 @@ from pathlib import Path
 import pytest
 from played_run import groups_of, run, trajectory
 
-from lightrl.callbacks.trajectory_log import (
-    TrajectoryLog,
-    format_table,
-    pick_rows,
-    read_trajectories,
-)
+from lightrl.callbacks.trajectory_log import TrajectoryLog, format_table, pick_rows, read_trajectories
 from lightrl.trajectory import Group, Turn
 
 
@@ -30,15 +23,9 @@ def log_of(folder: Path, iteration: int = 0) -> Path:
 
 def test_what_is_read_back_equals_what_was_trained_on(tmp_path: Path) -> None:
     odd = trajectory(
-        1.0,
-        completion_ids=[5, 6],
-        versions=[0, 1],
-        metrics={"accuracy": 1.0},
-        rewards=[0.0, 0.0, 0.0, 0.1, 0.9],
-        turns=[Turn(3, 5, "length")],
-        is_truncated=True,
-        finish_reason="length",
-    )
+        1.0, completion_ids=[5, 6], versions=[0, 1], metrics={"accuracy": 1.0}, rewards=[0.0, 0.0, 0.0, 0.1, 0.9],
+        turns=[Turn(3, 5, "length")], is_truncated=True, finish_reason="length",
+    )  # fmt: skip
     odd.behavior_logprobs = [0.0, 0.0, 0.0, -1 / 3, -1e-17]
     odd.completion = 'a "quote", a\nbreak, \u2028, é, 数学, \x00 and a lone \ud800'
     groups = [Group(0, odd.prompt, [odd])]
@@ -78,9 +65,7 @@ def test_a_full_disk_is_said_in_words_and_half_a_file_removed(tmp_path: Path, ca
     assert list(folder.iterdir()) == []
 
 
-def test_a_prompt_that_json_cannot_hold_ends_the_log_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prompt_that_json_cannot_hold_ends_the_log_not_the_run(tmp_path, caplog):
     groups = groups_of([[1.0, 0.0]])
     groups[0].trajectories[0].prompt.fields["answer"] = {1, 2}
     with caplog.at_level(logging.WARNING, logger="lightrl"):

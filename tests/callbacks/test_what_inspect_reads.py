@@ -1,7 +1,5 @@
 """What a run leaves for `lightrl inspect`: the trainer's logprobs, token texts, complaints."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,6 @@ def printed_config(capsys, *args):
         parsed(*args, "--print_config")
     assert done.value.code == 0
     return capsys.readouterr().out
-
-
-# ---------------------------------------------------------------------- parsing
 
 
 def test_a_printed_config_parses_to_the_same(settings, config, capsys):
@@ -75,19 +73,12 @@ def test_the_seed_is_0_unless_given(settings, config):
     assert parsed("fit", "--config", config(settings), "--seed_everything", "7").seed_everything == 7
 
 
-def test_flags_are_not_abbreviated(settings, config):
-    assert main(["fit", "--config", config(settings), "--trainer.max_step", "3"]) == 2
-
-
 def test_tokens_are_not_saved_with_a_runs_configuration():
     config = Namespace(trainer=Namespace(engine=Namespace(init_args=Namespace(token="s3cret", servers=2))))
     kept = without_secrets(config)
     assert "s3cret" not in str(kept)
     assert kept.trainer.engine.init_args.servers == 2
     assert config.trainer.engine.init_args.token == "s3cret"  # the run itself needs it
-
-
-# ---------------------------------------------------------------------- running
 
 
 def test_a_fit_leaves_config_csv_and_tensorboard_in_one_folder(settings, config, capsys):
@@ -103,6 +94,28 @@ def test_a_fit_leaves_config_csv_and_tensorboard_in_one_folder(settings, config,
     assert "metrics.csv" in (folder / "README.txt").read_text()
     assert f"run folder: {folder.absolute()}" in output.err
     assert not [text for text in ("Tip:", "GPU available", "FLOPs") if text in output.out + output.err]
+
+
+def test_packages_log_at_their_own_level_into_a_file_per_rank(settings, config, monkeypatch):
+    package = logging.getLogger("lightrl.rollout")
+    monkeypatch.setattr(package, "level", package.level)  # put back
+    settings["logging"] = {"lightrl.rollout": "debug", "lightrl.loops": "error"}
+    monkeypatch.setattr(logging.getLogger("lightrl.loops"), "level", 0)
+    assert main(["fit", "--config", config(settings)]) == 0
+    logging.getLogger("lightrl.rollout.controller").debug("after the run")
+    assert package.level == logging.DEBUG
+    lines = Path("lightning_logs/version_0/logs/rank-0.log").read_text().splitlines()
+    names = [line.split()[3].rstrip(":") for line in lines if line[:2] == "20"]
+    assert "lightrl.callbacks.run_files" in names
+    assert not [name for name in names if name.startswith("lightrl.loops")]
+    assert "after the run" not in lines[-1]
+    assert yaml.safe_load(Path("lightning_logs/version_0/config.yaml").read_text())["logging"] == settings["logging"]
+
+
+def test_a_level_for_a_package_that_is_not_there_is_refused(settings, config, capsys):
+    settings["logging"] = {"lightrl.rolout": "debug"}
+    assert main(["fit", "--config", config(settings)]) == 2
+    assert "there is no lightrl.rolout in lightrl" in capsys.readouterr().err
 
 
 def test_ckpt_path_last_goes_on_from_the_newest_run_and_keeps_its_files(settings, config):
@@ -150,8 +163,6 @@ def test_fast_dev_run_leaves_no_files(settings, config):
 
 
 def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_path):
-    import os
-
     for age, name in enumerate(["version_2/checkpoints/last.ckpt", "version_10/checkpoints/last.ckpt.tmp"]):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
@@ -173,8 +184,6 @@ def test_a_last_checkpoint_that_is_a_link_to_nothing_is_refused_unless_there_is_
 
 
 def test_last_is_of_the_same_experiment_and_a_newer_neighbor_is_named(tmp_path, caplog):
-    import os
-
     for version, seed in enumerate((0, 1)):
         place = tmp_path / f"version_{version}" / "checkpoints" / "last.ckpt"
         place.parent.mkdir(parents=True)
@@ -188,9 +197,6 @@ def test_last_is_of_the_same_experiment_and_a_newer_neighbor_is_named(tmp_path, 
     assert last_checkpoint(tmp_path / "version_2", settings | {"seed_everything": True}) == neighbor
     assert last_checkpoint(tmp_path / "version_2", {"seed_everything": 1, "model": {"class_path": "RLOO"}}) is None
     assert f"{neighbor} (its model.class_path is 'GRPO', here 'RLOO')" in caplog.text
-
-
-# ---------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -292,9 +298,6 @@ def test_the_checkpoint_of_an_interrupted_run_is_named_in_a_sentence():
     record = logging.LogRecord("lightning", logging.INFO, "", 0, text, None, None)
     assert _is_of_interest(record)
     assert record.getMessage() == "Saved runs/a.ckpt; --ckpt_path last continues from it."
-
-
-# ---------------------------------------------------------------------- help and start
 
 
 def test_help_names_each_command_with_a_line(capsys):

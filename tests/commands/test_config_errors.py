@@ -25,6 +25,7 @@ def test_what_was_meant_comes_before_the_list_which_fits_a_narrow_terminal(setti
         ("--model.lrr", "lightrl.GRPO", "model.lr"),
         ("--model.init_args.lrr", "lightrl.GRPO", "model.init_args.lr"),
         ("--ckpt_pth", "lightrl", "ckpt_path"),
+        ("--confg", "lightrl", "--config"),
     ],
 )
 def test_an_unknown_flag_is_named_like_a_key(settings, config, flag, owner, meant):
@@ -81,3 +82,35 @@ def test_a_role_may_be_a_path_a_model_or_a_role_with_settings(settings, config):
     flags = ["--model.policy.model", "org/name", "--model.policy.lora.rank", "4", "--model.reference.coef", "0.1"]
     found = parsed("fit", "--config", config(settings), *flags).model.init_args
     assert (found.policy.lora.rank, found.reference.coef, found.policy.model) == (4, 0.1, "org/name")
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        pytest.param("MultTurn", r"=MultTurn \(run\.yaml:\d+\): no class has this name", id="name"),
+        pytest.param({"class_path": "MultiTurn"}, r"lightrl\.MultiTurn needs .*\.init_args\.environment", id="missing"),
+        pytest.param({"max_turn": 3}, r"\.max_turn is not a setting of .*MultiTurn \(run\.yaml:\d+\)", id="key"),
+        pytest.param({"max_turns": "three"}, r"\.max_turns must be an integer, got 'three' \(run\.yaml:", id="type"),
+        pytest.param(
+            {"environment": {"class_path": "ToolEnvironment", "init_args": {"tool": []}}},
+            r"workflow\.init_args\.environment\.init_args\.tool is not a setting of lightrl\.ToolEnvironment",
+            id="within the environment",
+        ),
+    ],
+)
+def test_a_workflow_is_checked_against_its_signature_like_a_model(settings, config, workflow, message):
+    if isinstance(workflow, dict) and "class_path" not in workflow:
+        workflow = {"class_path": "MultiTurn", "init_args": {"environment": "RetryWithFeedback", **workflow}}
+    settings["model"]["init_args"]["workflow"] = workflow
+    with pytest.raises(UsageError, match=message):
+        parsed("fit", "--config", config(settings))
+
+
+def test_a_workflow_needs_no_tokenizer_which_the_policy_gives(settings, config):
+    settings["model"]["init_args"]["workflow"] = {
+        "class_path": "MultiTurn",
+        "init_args": {"environment": "RetryWithFeedback"},
+    }
+    settings["model"]["init_args"]["lrr"] = 1
+    with pytest.raises(UsageError, match=r"^model\.init_args\.lrr is not a setting"):
+        parsed("fit", "--config", config(settings))

@@ -7,55 +7,46 @@ from pathlib import Path
 import forked
 import pytest
 
-from lightrl.commands.doctor.rewards import format_rows
+from lightrl.commands.doctor.rewards import format_blocks
 from lightrl.commands.main import main
 from lightrl.rewards import ReplayRow
-
-
-def rows_of(text: str) -> list[list[str]]:
-    return [line.split() for line in text.split("\n\n")[0].splitlines()[1:]]
 
 
 def test_the_policy_writes_and_the_reward_is_shown(settings, config, capsys):
     assert main(["doctor", "reward", "--config", config(settings), "--n", "5"]) == 0
     said = capsys.readouterr().out
-    assert said.splitlines()[0].split() == ["prompt", "completion", "extracted", "reward", "latency", "same"]
-    assert len(rows_of(said)) == 5
+    names = [line.split()[0] for line in said.splitlines()[:6]]
+    assert names == ["---", "prompt", "completion", "raw", "reward", "latency"]
+    assert said.count("--- ") == 5
     assert "5 completions: 5 judged, 0 failed" in said
     assert "judged 2 times, with the same results" in said
 
 
+@pytest.mark.extra
 def test_nothing_is_written(settings, config):
     name = config(settings)
     assert main(["doctor", "reward", "--config", name, "--n", "2"]) == 0
     assert [path.name for path in Path().iterdir()] == [name]
 
 
-def test_a_reward_that_fails_is_shown_with_its_reason_and_the_code_is_1(settings, config, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+def test_a_reward_that_fails_is_shown_with_its_reason_and_the_code_is_1(settings, config, capsys):
     settings["model"]["init_args"]["reward"] = "tiny_rewards.broken"
     assert main(["doctor", "reward", "--config", config(settings), "--n", "3", "--repeats", "1"]) == 1
     said = capsys.readouterr().out
-    assert said.count("raised: Reward function tiny_rewards.broken raised RuntimeError") == 3
+    assert said.count("failed (raised): Reward function tiny_rewards.broken raised RuntimeError") == 3
     assert "3 completions: 0 judged, 3 failed (raised 3)" in said
 
 
-def test_references_and_files_need_no_model(settings, config, capsys):
-    Path("rows.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n} {n}", "answer": f"{n}"}) + "\n" for n in range(4))
-    )
-    Path("said.jsonl").write_text('{"completion": "1"}\n{"completion": "5"}\n')
-    settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "rows.jsonl", "batch_size": 2}}
-    settings["data"]["init_args"]["shuffle"] = False
+def test_references_need_no_model(settings, config, capsys):
+    rows = [json.dumps({"question": f"{n} {n}", "answer": f"{n}"}) for n in range(4)]
+    settings = data_settings(settings, rows)
     settings["model"]["init_args"]["reward"] = "lightrl.rewards.math_answer"
     settings["model"]["init_args"]["policy"]["config"]["vocab_size"] = 3  # too few: no model could be made
-    name = config(settings)
-    assert main(["doctor", "reward", "--config", name, "--completions", "reference"]) == 0
-    assert "4 completions: 4 judged" in capsys.readouterr().out
-    assert main(["doctor", "reward", "--config", name, "--completions", "said.jsonl", "--full"]) == 0
+    assert main(["doctor", "reward", "--config", config(settings), "--completions", "reference"]) == 0
     said = capsys.readouterr().out
-    assert "completion   5" in said
-    assert "lenient_accuracy" in said
+    assert "completion   3\nraw          3 <eos>\nreward       0  accuracy=0  lenient_accuracy=1" in said
+    assert "4 completions: 4 judged" in said
+    assert "means: accuracy 0, format 0, lenient_accuracy 1" in said
 
 
 def data_settings(settings: dict, lines: list[str], **more) -> dict:
@@ -75,7 +66,7 @@ def test_every_row_of_the_data_is_read(settings, config, capsys):
 def test_a_data_file_is_not_read_as_settings(settings, config, capsys):
     row = json.dumps({"source": "other.jsonl", "question": "1", "answer": "1"})
     assert main(["doctor", "data", "--config", config(data_settings(settings, [row]))]) == 0
-    assert capsys.readouterr().out.startswith("train: 1 prompts")
+    assert capsys.readouterr().out.startswith("train: 1 prompt of")
 
 
 def test_rows_that_a_run_would_drop_are_counted(settings, config, capsys):
@@ -88,7 +79,7 @@ def test_all_bad_rows_are_named_not_only_the_first(settings, config, capsys):
     lines = ['{"question": "1"}', '{"question": "1", "answer": "1"}', "{", '{"question": "", "answer": "2"}']
     assert main(["doctor", "data", "--config", config(data_settings(settings, lines))]) == 1
     said = capsys.readouterr().out
-    assert "1 prompts of " in said
+    assert "1 prompt of " in said
     assert "3 bad" in said
     assert "Row 1 of 'rows.jsonl' has no column 'answer'" in said
     assert "Line 3 of 'rows.jsonl' is not valid JSON" in said
@@ -118,7 +109,7 @@ def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
         pytest.param(["reward", "--config", "no.yaml"], "no.yaml", id="no config"),
         pytest.param(
             ["reward", "--config", "run.yaml", "--completions", "none.jsonl"],
-            "there is no file none.jsonl",
+            "invalid choice: 'none.jsonl' (choose from",
             id="completions",
         ),
         pytest.param(
@@ -149,15 +140,16 @@ def test_what_a_run_could_not_judge_is_judged_again(settings, config, capsys):
     assert main(["doctor", "replay", str(file), "--reward", "tiny_rewards.exact"]) == 0
 
 
-def test_a_table_keeps_its_width_and_the_end_of_a_completion():
-    row = ReplayRow("p" * 300, "a" * 300 + " the end", "日本" * 40, 0.5, latency_s=0.25, is_deterministic=False)
-    for width in (60, 100, 160):
-        lines = format_rows([row], width).splitlines()
-        assert all(len(line) <= width for line in lines)
-        assert "end" in lines[1]
-        assert lines[1].endswith("no")
+def test_a_long_completion_keeps_its_start_and_its_end():
+    row = ReplayRow("a question", "start\n" + "日本" * 4000 + " the end", None, 0.5, is_deterministic=False)
+    text = format_blocks([row])
+    assert "completion   start\n日本" in text
+    assert "日本 the end\nreward       0.5\n" in text
+    assert text.endswith("repeatable   no")
+    assert len(text) < 1000
 
 
+@pytest.mark.extra
 def test_the_command_works_from_a_shell(settings, config):
     command = [sys.executable, "-m", "lightrl", "doctor", "reward", "--config", config(settings), "--n", "1"]
     assert forked.run(command, capture_output=True, text=True).returncode == 0

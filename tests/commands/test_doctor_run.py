@@ -3,15 +3,16 @@
 import json
 import math
 import re
-import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightrl.checks.printable import duration_text
-from lightrl.commands.doctor.findings import Finding
-from lightrl.commands.doctor.machine import disk, ports
-from lightrl.commands.doctor.trial import Trial, forecast, run_length
+from lightrl.commands.doctor.machine import Finding, disk
+from lightrl.commands.doctor.run import Trial, forecast, run_length
 from lightrl.commands.main import main
 
 
@@ -41,8 +42,8 @@ def test_a_good_run_is_checked_from_environment_to_hours_and_nothing_is_kept(set
     assert main(["doctor", "run", "--config", name]) == 0
     text = capsys.readouterr().out
     assert set(verdicts(text)) == {
-        "environment", "devices", "memory", "ports", "disk", "model", "tokenizer", "template", "data", "context",
-        "trial", "logprobs", "completions", "reward", "time", "run",
+        "environment", "devices", "memory", "disk", "model", "tokenizer", "template", "data", "trial", "logprobs",
+        "completions", "reward", "time", "run",
     }  # fmt: skip
     assert "fails" not in set.union(*verdicts(text).values())
     words = " ".join(text.split())  # where lines break depends on the folder's name
@@ -79,8 +80,8 @@ def test_prompts_of_both_splits_and_repeated_ones_are_counted(settings, config, 
     name = config(with_rows(settings, ["1", "2", "2", "3"], ["3", "4"]))
     assert main(["doctor", "run", "--config", name]) == 0
     text = capsys.readouterr().out
-    assert "1 train prompts repeat another one." in text
-    assert "1 of 2 validation prompts are train prompts too." in text
+    assert "Train prompts that repeat another one: 1." in text
+    assert "Validation prompts that are train prompts too: 1 of 2." in text
     assert verdicts(text)["data"] == {"ok", "warning"}
 
 
@@ -88,7 +89,10 @@ def test_the_data_alone_are_compared_too(settings, config, capsys):
     name = config(with_rows(settings, ["1", "2", "2"], ["2", "4"]))
     assert main(["doctor", "data", "--config", name]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2:] == ["1 train prompts repeat another one", "1 validation prompts are train prompts too"]
+    assert lines[2:] == [
+        "train prompts that repeat another one: 1",
+        "validation prompts that are train prompts too: 1 of 2",
+    ]
 
 
 def test_a_setting_that_does_not_exist_is_code_2(settings, config, capsys):
@@ -96,20 +100,13 @@ def test_a_setting_that_does_not_exist_is_code_2(settings, config, capsys):
     assert "lrr" in capsys.readouterr().err
 
 
-def test_a_port_in_use_fails():
-    with socket.create_server(("", 0)) as server:
-        (finding,) = ports(None, server.getsockname()[1])
-    assert finding.verdict == "fails"
-    assert "MASTER_PORT" in finding.fix
-
-
-def test_a_server_that_does_not_listen_fails():
-    from lightrl.engines import SGLangEngine
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert [item.verdict for item in ports(SGLangEngine(urls=[address]), None)] == ["ok", "ok"]
-    assert [item.verdict for item in ports(SGLangEngine(urls=[address]), None)] == ["fails", "ok"]
+def test_a_server_that_does_not_answer_fails_the_trial_soon_and_with_its_url(settings, config, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules[Trial.__module__], "_ANSWER_S", 0.2)
+    settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": {"urls": ["http://127.0.0.1:9"]}}
+    assert main(["doctor", "run", "--config", config(settings)]) == 1
+    text = capsys.readouterr().out
+    assert verdicts(text)["trial"] == {"fails"}
+    assert "http://127.0.0.1:9" in text
 
 
 def test_a_disk_too_small_for_the_run_fails(tmp_path):
@@ -118,32 +115,35 @@ def test_a_disk_too_small_for_the_run_fails(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "iterations", "validations", "checkpoints"),
+    ("val_check_batch", "every_n_epochs", "checkpoint", "expected"),
     [
-        pytest.param({"max_steps": 100}, 100, 10, 2, id="epochs of ten"),
-        pytest.param({"max_steps": -1, "max_epochs": 3}, 30, 3, 2, id="three epochs"),
-        pytest.param({"max_steps": -1, "max_epochs": -1}, math.inf, math.nan, 2, id="without end"),
-        pytest.param(
-            {"max_steps": 100, "val_check_interval": 20, "check_val_every_n_epoch": None}, 100, 5, 2, id="steps"
-        ),
-        pytest.param({"max_steps": 100, "val_check_interval": 0.5}, 100, 20, 2, id="twice per epoch"),
-        pytest.param(
-            {"max_steps": 100, "checkpoints": [{"save_top_k": -1, "every_n_train_steps": 10}]}, 100, 10, 10, id="all"
-        ),
+        pytest.param(10, 1, {"save_last": True}, (100, 10, 2), id="each epoch of ten"),
+        pytest.param(10, 5, {"save_last": True}, (100, 2, 2), id="each fifth epoch"),
+        pytest.param(20, None, {}, (100, 5, 1), id="each 20 iterations"),
+        pytest.param(5, 1, {"save_top_k": -1, "every_n_train_steps": 10}, (100, 20, 10), id="all checkpoints"),
     ],
 )
-def test_the_length_of_a_run_follows_from_its_settings(settings, iterations, validations, checkpoints):
-    checkpoints_of = settings.pop("checkpoints", [{"save_last": True}])
-    length = run_length({"check_val_every_n_epoch": 1, **settings}, checkpoints_of, 10)
-    assert length == pytest.approx((iterations, validations, checkpoints), nan_ok=True)
+def test_validations_and_checkpoints_of_a_run_are_counted(val_check_batch, every_n_epochs, checkpoint, expected):
+    trainer = SimpleNamespace(
+        estimated_stepping_batches=100,
+        num_training_batches=10,
+        val_check_batch=val_check_batch,
+        check_val_every_n_epoch=every_n_epochs,
+    )
+    assert run_length(trainer, [ModelCheckpoint(**checkpoint)]) == expected
 
 
-def test_a_forecast_adds_iterations_validations_checkpoints_and_trajectories():
-    measured = Trial(iterations_s=[9.0, 2.0], validation_batch_s=3.0, checkpoint_bytes=7)
-    finding, num_bytes = forecast((100, 5, 2), measured, logged_bytes=1.1, validation_batches=4)
+def test_a_forecast_adds_iterations_validations_checkpoints_and_trajectories(tmp_path):
+    measured = Trial(length=(100, 5, 2), iterations_s=[9.0, 2.0], validation_batch_s=3.0, checkpoint_bytes=7)
+    _, run, disk = forecast(measured, str(tmp_path), logged_bytes=1.1, validation_batches=4)
     seconds, validation_s = 100 * 2 + 5 * 4 * 3, 5 * 4 * 3
-    assert f"about {duration_text(seconds)} (validation {duration_text(validation_s)} of it)" in finding.text
-    assert num_bytes == pytest.approx(2 * 7 + 100 * 1.1)
+    assert f"about {duration_text(seconds)} (validation {duration_text(validation_s)} of it)" in run.text
+    assert disk.text.endswith("the run writes about 124 B.")
+
+
+def test_a_run_without_an_end_is_warned_of(tmp_path):
+    measured = Trial(length=(math.inf, 0, 0), iterations_s=[9.0, 2.0])
+    assert [item.verdict for item in forecast(measured, "", logged_bytes=1, validation_batches=1)] == ["ok", "warning"]
 
 
 def test_a_finding_has_its_fix_below_and_fits_the_terminal(monkeypatch):

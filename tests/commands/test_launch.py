@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from launched import engine
 
 from lightrl.commands.launch import launch, run
@@ -41,6 +42,22 @@ def test_what_does_not_fit_is_one_message_and_makes_nothing(launched, config, ca
     assert run(["--config", config(launched)]) == 2
     assert "needs a section `launch:`" in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry run", "launch"])
+def test_more_gpus_than_this_machine_has_are_refused_before_anything_is_made(launched, config, capsys, words):
+    launched["trainer"]["accelerator"] = "gpu"
+    launched["launch"] |= {"gpus_per_node": 4096}
+    assert run(["--config", config(launched), *words]) == 2
+    assert re.search(r"launch.gpus_per_node=4096, but this machine has \d+ GPUs", capsys.readouterr().err)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_a_machine_without_gpus_says_that_it_assumed_cpus(launched, config, capsys):
+    launched["trainer"]["accelerator"] = "auto"
+    assert launch(["--config", config(launched), "--dry-run"]) == 0
+    assert "accelerator is auto and this machine has no GPU: CPUs are assumed." in capsys.readouterr().out
 
 
 @pytest.mark.slow

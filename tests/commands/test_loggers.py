@@ -4,8 +4,6 @@ They get the scalars, the whole configuration, tables of samples, the learning c
 exported model. Each run has a folder of its own whichever logger comes first.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import struct
@@ -76,9 +74,6 @@ def run(settings: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return fit
 
 
-# ---------------------------------------------------------------------- CSV and TensorBoard
-
-
 def test_csv_and_tensorboard_have_the_whole_configuration(settings: Any, config: Any) -> None:
     assert main(["fit", "--config", config(settings)]) == 0
     folder = Path("lightning_logs/version_0")
@@ -116,9 +111,6 @@ def test_tensorboard_shows_what_a_model_wrote_as_text(tmp_path: Path) -> None:
     shown = markdown_to_safe_html(table.tensor_proto.string_val[0])
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | *bold*\n\n# title\n```&lt;/pre&gt;&lt;/td&gt;</pre>" in shown
     assert "<pre>0.3333</pre>" in shown
-
-
-# ---------------------------------------------------------------------- Weights & Biases
 
 
 @pytest.fixture
@@ -225,9 +217,6 @@ def test_weights_and_biases_has_everything(run: Any, wandb: Any) -> None:
     assert files["model.safetensors"].read_bytes() == Path("exported/model.safetensors").read_bytes()
 
 
-# ---------------------------------------------------------------------- MLflow
-
-
 @pytest.fixture(params=["sqlite", pytest.param("files", marks=pytest.mark.extra)])
 def store(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -272,6 +261,7 @@ def test_mlflow_has_everything(store: str, run: Any, tmp_path: Path) -> None:
     assert is_same_model(downloaded(client, run_id, "policy/iteration-000002"))
 
 
+@pytest.mark.extra
 def test_mlflow_takes_any_setting(store: str, tmp_path: Path) -> None:
     from lightning.pytorch.loggers import MLFlowLogger
 
@@ -298,9 +288,6 @@ def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: Any) -> None
     assert "MLFlowLogger could not take the table samples: " in caplog.text
     assert "MLFlowLogger could not take learning_curve.png: " in caplog.text
     assert "The run continues; its folder has it." in caplog.text
-
-
-# ---------------------------------------------------------------------- folders
 
 
 class SharedFolder(DummyLogger):
@@ -333,7 +320,9 @@ class SharedFolder(DummyLogger):
         return self._version
 
 
-@pytest.mark.parametrize("save_dir", ["runs", None], ids=["a folder", "a server"])
+@pytest.mark.parametrize(
+    "save_dir", ["runs", pytest.param(None, marks=pytest.mark.extra)], ids=["a folder", "a server"]
+)
 def test_two_runs_do_not_mix_where_a_logger_has_one_folder_for_all(save_dir: Any, run: Any) -> None:
     for _ in range(2):
         run("test_loggers.SharedFolder", save_dir=save_dir)

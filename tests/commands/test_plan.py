@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from tiny import tiny_spec
 
@@ -160,6 +161,35 @@ def test_a_plan_for_gpus_needs_none(
     arguments = ["--config", "examples/quickstart/grpo.yaml", "--trainer.accelerator=gpu", *section]
     out = printed_plan(capsys, *arguments, "--gpu_memory_gb=80")
     assert "fits: 72.0 GB usable of 80.0 GB on each device" in out
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        pytest.param([], "CPUs are assumed", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+        (SECTION, "the hosts are assumed to have GPUs"),
+        ([*SECTION, "--trainer.accelerator=gpu"], None),
+        ([*SECTION, "--trainer.accelerator=cpu"], None),
+    ],
+)
+def test_the_plan_says_which_devices_it_assumed(
+    section: list[str], said: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    out = printed_plan(capsys, "--config", "examples/quickstart/grpo.yaml", "--trainer.accelerator=auto", *section)
+    assert said in out if said else "assumed" not in out
+
+
+@pytest.mark.parametrize(("gigabytes", "fits"), [(12, False), (40, True)])
+def test_plan_and_launch_agree_on_what_fits_four_ranks_of_a_model_of_1_5_billion(
+    gigabytes: int, fits: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    four = ["--launch.ranks=4", "--launch.gpus_per_node=4", "--launch.launcher=slurm", "--trainer.accelerator=gpu"]
+    arguments = [*layer_of(tmp_path, {"config": BIG}), *four, f"--launch.gpu_memory_gb={gigabytes}"]
+    assert ("does not fit" not in printed_plan(capsys, *arguments)) == fits
+    assert launch.run([*arguments, "--dry-run"]) == (0 if fits else 2)
+    assert (f"launch.gpu_memory_gb={gigabytes} is not enough" in capsys.readouterr().err) != fits
 
 
 def test_memory_that_is_not_known_is_said_by_plan_launch_and_doctor(

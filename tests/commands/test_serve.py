@@ -143,7 +143,7 @@ def test_registered_servers_are_announced_and_leave_when_a_run_has_let_them_go(f
     assert len(set(said)) == 1
 
 
-@pytest.mark.parametrize("folder", [None, "servers"], ids=["", "registered"])
+@pytest.mark.parametrize("folder", [None, pytest.param("servers", marks=pytest.mark.extra)], ids=["", "registered"])
 def test_a_server_that_does_not_start_ends_the_command_with_its_last_words(fake_python, tiny_folder, tmp_path, folder):
     (tmp_path / "refuse").touch()
     register = folder and tmp_path / folder
@@ -151,7 +151,9 @@ def test_a_server_that_does_not_start_ends_the_command_with_its_last_words(fake_
         serve(ModelSpec.of(str(tiny_folder)), sglang_python=str(fake_python), register=register)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.extra)], ids=["Ctrl-C", "SIGTERM"]
+)
 def test_ctrl_c_and_sigterm_end_the_servers(fake_python, tiny_folder, number):
     command = [sys.executable, "-m", "lightrl", "serve", "--model", str(tiny_folder)]
     process = subprocess.Popen(

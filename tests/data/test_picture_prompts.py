@@ -9,6 +9,7 @@ from tiny import char_tokenizer
 
 from lightrl.data import PromptDataModule
 from lightrl.data.chat import take_images
+from lightrl.data.prompts import warn_of_repeats
 from lightrl.models.pictures import Pictures, read_image
 from lightrl.trajectory import Prompt
 
@@ -74,3 +75,11 @@ def test_more_pictures_than_image_parts_are_refused():
     assert take_images(messages, [RED], folder=Path())[1] == (RED,)
     with pytest.raises(ValueError, match="2 pictures for 1 image parts"):
         take_images(messages, [RED, BLUE], folder=Path())
+
+
+def test_one_question_about_two_pictures_is_no_repetition(caplog: pytest.LogCaptureFixture) -> None:
+    of_red, of_blue = (Prompt("a", token_ids=[1, IMAGE], images=(image,)) for image in (RED, BLUE))
+    warn_of_repeats({"train": [of_red], "validation": [of_blue]})
+    assert not caplog.records
+    warn_of_repeats({"train": [of_red], "validation": [of_blue, of_red]})
+    assert "1 of 2 validation prompts are train prompts too" in caplog.text

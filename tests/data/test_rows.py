@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from lightrl.data.rows import read_rows
+from lightrl.data.streamed import StreamedRows, open_stream
 
 ROWS = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}, {"question": "c", "answer": "3"}]
 
@@ -22,12 +23,16 @@ def write(path: Path) -> str:
             writer = csv.DictWriter(file, ["question", "answer"])
             writer.writeheader()
             writer.writerows(ROWS)
+    elif path.suffix == ".arrow":
+        table = pyarrow.Table.from_pylist(ROWS)
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".arrow"])
 def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str):
     source = write(tmp_path / f"train{suffix}")
     assert list(read_rows(source)) == ROWS
@@ -64,3 +69,17 @@ def test_columns_that_are_no_json_become_text(tmp_path: Path):
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"day": datetime.date(2024, 2, 1), "n": 3}]), path)
     assert list(read_rows(str(path))) == [{"day": "2024-02-01", "n": 3}]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["read", "streamed"])
+def test_chats_in_parquet_lack_the_keys_that_only_other_messages_have(tmp_path: Path, streaming: bool):
+    call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]}
+    row = {"messages": [{"role": "user", "content": "1 + 1?"}, call], "level": None}
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    if streaming:
+        (shard,) = open_stream(str(path), name=None, split="train", arguments={})
+        rows = StreamedRows("chats", [shard], seed=0, shuffle=False, buffer_rows=4)
+        assert rows[0].item == row
+    else:
+        assert list(read_rows(str(path))) == [row]

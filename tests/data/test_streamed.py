@@ -154,7 +154,7 @@ def test_streamed_and_other_sources_are_mixed_by_weight(folder: str, tmp_path: P
 
 
 def test_a_bad_row_of_a_stream_is_named_when_it_is_met(folder: str, plain_tokenizer: Any, monkeypatch):
-    monkeypatch.setattr("lightrl.data.streamed.ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(prompts, "ROWS_AT_ONCE", 4)
     stream = make_data(plain_tokenizer, folder, shuffle=False, row_filter=lambda row: row["question"] != "0-1",
                        answer_column="answer", max_prompt_tokens=3).prompt_stream  # fmt: skip
     path = next((Path(folder) / "data").glob("train-00001*"))
@@ -214,7 +214,7 @@ def batches(data: Any, num: int) -> list[list[str]]:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_chats_are_rendered_when_they_are_read(folder: str, plain_tokenizer: Any, streaming: bool, monkeypatch):
     monkeypatch.setattr(prompts, "MAX_PROMPTS_AT_START", 4)
-    monkeypatch.setattr("lightrl.data.windows.BATCHES", 3)
+    monkeypatch.setattr("lightrl.data.completions.BATCHES", 3)
     settings = {"streaming": streaming, "row_filter": lambda row: row["question"] != "0-1"}
     data = make_data(plain_tokenizer, folder, Counted, **settings)
     assert "train" not in data.completed

@@ -11,35 +11,23 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+DRAIN_S = 2.0  # for which a deleted worker is listed
+
 
 class FakeGateway:
-    """Sends each request to the worker whose turn it is.
+    """Sends each request to the worker whose turn it is; port 0 is a free one."""
 
-    Args:
-        port: 0 for a free one.
-        token: of its own, and of the servers.
-        drain_s: how long a deleted worker is listed.
-        control_s: how long anything but `/generate` takes.
-    """
-
-    def __init__(
-        self, *, port: int = 0, token: str | None = None, drain_s: float = 2.0, control_s: float = 0.0
-    ) -> None:
+    def __init__(self, *, port: int = 0) -> None:
         self.port = port
         self.workers: dict[str, dict[str, Any]] = {}  # by address
-        self.on_request: Callable[[list[str]], object] = lambda ready: None  # called with the workers that may get it
-        self.takes_workers = True  # else an addition never ends
         self.misroutes_to = ""  # a server that gets all requests
-        self._token = token
-        self._drain_s = drain_s
-        self._control_s = control_s
         self._ids = (str(number) for number in itertools.count())
         self._turns = itertools.count()
         self._is_frozen = False
@@ -63,10 +51,6 @@ class FakeGateway:
     async def _around(self, request: web.Request, handler: Any) -> Any:
         if self._is_frozen:
             await asyncio.sleep(3600)
-        if self._token is not None and request.headers.get("Authorization") != f"Bearer {self._token}":
-            return web.json_response({"error": {"message": "Invalid API key"}}, status=401)
-        if request.path != "/generate":
-            await asyncio.sleep(self._control_s)
         return await handler(request)
 
     async def _list(self, request: web.Request) -> web.Response:
@@ -76,17 +60,15 @@ class FakeGateway:
         body = await request.json()
         if body["url"] in self.workers:
             return web.json_response({"code": "WORKER_ALREADY_EXISTS"}, status=409)
-        assert body.get("api_key") == self._token
         worker = {"id": next(self._ids), "url": body["url"], "status": "ready", "load": 0}
-        if self.takes_workers:
-            self._spawn(self._later(0.02, lambda: self.workers.setdefault(body["url"], worker)))
+        self._spawn(self._later(0.02, lambda: self.workers.setdefault(body["url"], worker)))
         return web.json_response({"status": "accepted", "worker_id": worker["id"]}, status=202)
 
     async def _delete(self, request: web.Request) -> web.Response:
         for url, worker in self.workers.items():
             if worker["id"] == request.match_info["id"]:
                 worker["status"] = "draining"
-                self._spawn(self._later(self._drain_s, lambda url=url: self.workers.pop(url, None)))
+                self._spawn(self._later(DRAIN_S, lambda url=url: self.workers.pop(url, None)))
                 return web.json_response({"status": "accepted"}, status=202)
         return web.json_response({"code": "WORKER_NOT_FOUND"}, status=404)
 
@@ -97,10 +79,9 @@ class FakeGateway:
         if not self.ready:
             return web.json_response({"error": {"code": "model_not_found"}}, status=404)
         url = self.misroutes_to or self.ready[next(self._turns) % len(self.ready)]
-        self.on_request(self.ready)
         worker = self.workers.get(url, {"load": 0})
         worker["load"] += 1
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
+        headers = {"Content-Type": "application/json"}
         try:
             async with self._session.post(f"{url}/generate", data=content, headers=headers) as answer:
                 body = await answer.read()

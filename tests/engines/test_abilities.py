@@ -1,39 +1,12 @@
-"""Which engine has which optional ability."""
+"""The dtypes that engines name."""
 
 import pytest
 import torch
 from fake_sglang.process import FakeServerProcess
 from transformers import AutoConfig
 
-from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, abilities
+from lightrl.engines import LocalEngine, SGLangEngine
 from lightrl.engines.sglang.servers.command import dtype_of_auto
-
-ALL = {
-    "LivesOnLoop",
-    "ScoresTokens",
-    "DropsReplicas",
-    "LimitsContext",
-    "DecodesInThreads",
-    "NamesDtypes",
-    "SharesDevices",
-    "ProvesWeights",
-}
-
-
-@pytest.mark.parametrize(
-    ("engine", "names"),
-    [
-        pytest.param(FakeEngine(), set(), id="fake"),
-        pytest.param(LocalEngine(), {"ScoresTokens", "LimitsContext", "DecodesInThreads", "NamesDtypes"}, id="local"),
-        pytest.param(
-            SGLangEngine(servers=1),
-            {"LivesOnLoop", "ScoresTokens", "DropsReplicas", "NamesDtypes", "SharesDevices", "ProvesWeights"},
-            id="sglang",
-        ),
-    ],
-)
-def test_each_engine_has_its_abilities(engine, names):
-    assert {name for name in ALL if isinstance(engine, getattr(abilities, name))} == names
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from engine_contract import CONTRACT, EngineCase, run
 from sync_cases import config_of
 from transformers import AutoModelForCausalLM
 
-from lightrl.engines.engine import RolloutEngine
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
@@ -31,10 +30,6 @@ def make_case(**arguments: Any) -> EngineCase:
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 def test_fake_engine_keeps_the_contract(check: Callable[[EngineCase], None]) -> None:
     check(make_case(seconds_per_token=0.001))
-
-
-def test_both_engines_are_rollout_engines() -> None:
-    assert isinstance(FakeEngine(), RolloutEngine)
 
 
 def test_a_script_writes_the_tokens_up_to_a_stop_token_or_the_limit() -> None:
@@ -58,22 +53,6 @@ def test_logprobs_are_uniform_unless_made_wrong_on_purpose() -> None:
     case.engine.logprob_error_nats = 0.5  # type: ignore[attr-defined]
     wrong = run(case.generate([5], sampling))[0]
     assert wrong.logprobs == pytest.approx([logprob + 0.5 for logprob in honest.logprobs])
-
-
-def test_a_straggler_finishes_after_later_requests() -> None:
-    case = make_case(seconds_per_token=lambda prompt, sampling: 0.03 if prompt == [7] else 0.001)
-    case.load(0)
-    finished: list[int] = []
-
-    async def one(token: int) -> None:
-        await case.generate([token], Sampling(max_new_tokens=4))
-        finished.append(token)
-
-    async def scenario() -> None:
-        await asyncio.gather(*(one(token) for token in (7, 8, 9)))
-
-    run(scenario())
-    assert finished[-1] == 7
 
 
 def test_a_chosen_request_fails_and_a_chosen_load_fails() -> None:
@@ -105,12 +84,3 @@ def test_a_hanging_request_can_be_cancelled_or_closed() -> None:
             await closed
 
     run(scenario())
-
-
-def test_requests_are_recorded() -> None:
-    case = make_case()
-    case.load(0)
-    run(case.generate([1, 2], Sampling(seed=4), n=2))
-    (request,) = case.engine.requests
-    assert (request.number, request.token_ids, request.sampling.seed, request.n) == (0, [1, 2], 4, 2)
-    assert case.engine.loaded_versions == [0]

@@ -115,6 +115,7 @@ def test_a_server_on_another_host_gets_the_weights(
         for end in ENDS
     ],
 )
+@pytest.mark.extra
 def test_a_host_that_is_lost_amid_a_sync_is_named_and_the_other_gets_the_weights(
     transport: str, end: str, hosts: Hosts, model_folder: str, tmp_path: Path, record_property: Any
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_host_that_is_lost_amid_a_sync_is_named_and_the_other_gets_the_weights
 
 @pytest.mark.cluster
 @IN_A_BOX
+@pytest.mark.extra
 def test_the_default_folder_is_refused_for_a_server_on_another_host(hosts: Hosts, model_folder: str) -> None:
     trainer = Trainer(hosts, "disk", model_folder, "", f"http://{hosts.address(2)}:{PORT}")
     refused = trainer.line()["refused"]
@@ -145,6 +147,7 @@ def test_the_default_folder_is_refused_for_a_server_on_another_host(hosts: Hosts
 
 @pytest.mark.cluster
 @IN_A_BOX
+@pytest.mark.extra
 def test_an_address_without_a_route_fails_within_seconds(hosts: Hosts, model_folder: str, tmp_path: Path) -> None:
     """`Timeouts.startup_s` is the default, 15 minutes."""
     trainer = Trainer(hosts, "disk", model_folder, tmp_path, "http://192.168.9.9:30000")

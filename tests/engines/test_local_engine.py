@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,20 +12,23 @@ import torch
 from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     GPT2Config,
+    Lfm2Config,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    RecurrentGemmaConfig,
 )
 
 from lightrl.engines import Completion
 from lightrl.engines.local import fast_decoder
-from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
+from lightrl.engines.local.fast_decoder import find_family
 from lightrl.engines.local.local_engine import LocalEngine
-from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
@@ -211,13 +213,6 @@ def test_the_global_random_state_and_thread_count_are_left_alone() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_no_thread_is_left_after_close() -> None:
-    case = make_case(qwen3())
-    assert "lightrl-local-engine" in {thread.name for thread in threading.enumerate()}
-    case.engine.close()
-    assert "lightrl-local-engine" not in {thread.name for thread in threading.enumerate()}
-
-
 def test_an_error_while_decoding_reaches_all_requests_with_its_cause(qwen3_case: EngineCase) -> None:
     qwen3_case.load(0)
     engine = qwen3_case.engine
@@ -236,42 +231,6 @@ def test_an_error_while_decoding_reaches_all_requests_with_its_cause(qwen3_case:
         qwen3_case.load(1)
 
 
-def test_one_engine_serves_several_event_loops(qwen3_case: EngineCase) -> None:
-    qwen3_case.load(0)
-    results: dict[int, list[int]] = {}
-
-    def client(seed: int) -> None:
-        results[seed] = run(qwen3_case.generate([1, 2], Sampling(max_new_tokens=20, seed=seed)))[0].token_ids
-
-    threads = [threading.Thread(target=client, args=(seed % 2,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results[0] == run(qwen3_case.generate([1, 2], Sampling(max_new_tokens=20, seed=0)))[0].token_ids
-    assert results[0] != results[1]
-
-
-class CountingDecoder(LlamaDecoder):
-    """Notes which sequences it computed."""
-
-    def append(self, sequences: Any, owners: Any) -> torch.Tensor:
-        self.computed = [list(sequence) for sequence in sequences]
-        return super().append(sequences, owners)
-
-
-def test_equal_prompts_are_computed_once_also_when_recomputed() -> None:
-    config = qwen3()
-    family = find_family(config)
-    decoder = CountingDecoder(config, family, dtype=torch.float32, device=torch.device("cpu"))
-    batch = RunningBatch(decoder, max_rows=8, vocab_size=61, device=torch.device("cpu"))
-    rows = [Row((1, 2, 3), Sampling(max_new_tokens=4), seed) for seed in range(4)]
-    batch.admit([*rows, Row((5,), Sampling(), 0)], weight_version=0)
-    assert decoder.computed == [[1, 2, 3], [5]]
-    batch.recompute(weight_version=1)
-    assert decoder.computed == [[1, 2, 3], [5]]
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -287,15 +246,21 @@ def test_what_the_fast_path_does_not_compute_goes_to_the_fallback(config: Pretra
     assert find_family(config) is None
 
 
-@pytest.mark.skipif(fast_decoder.kernels() is None, reason="there is no C++ compiler on this machine")
-def test_the_kernels_split_the_rows_among_the_engines_threads_and_a_small_model_without_them_has_one() -> None:
-    fast, small = LocalEngine(threads=3), LocalEngine()
-    fast.start(qwen3())
-    small.start(gpt2())
-    found = (fast._decoder.kernels.threads, small.threads)
-    fast.close()
-    small.close()
-    assert found == (3, 1)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), id="a convolution for attention"),
+        pytest.param(
+            FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8),
+            id="a recurrent state beside attention",
+        ),
+        pytest.param(RecurrentGemmaConfig(**SIZES), id="no cache in the outputs"),
+        pytest.param(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1), id="no attention"),
+    ],
+)
+def test_a_model_that_keeps_more_than_key_values_is_refused_at_the_start(config: PretrainedConfig) -> None:
+    with pytest.raises(ValueError, match=f"layers of type '{config.model_type}' keep something else.*Use SGLangEngine"):
+        LocalEngine().start(config)
 
 
 def test_bfloat16_weights_serve() -> None:
@@ -315,8 +280,3 @@ def test_bfloat16_weights_serve() -> None:
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         LocalEngine(**arguments)
-
-
-def test_a_context_beyond_the_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_position_embeddings=256"):
-        LocalEngine(max_context=257).start(qwen3())

@@ -41,6 +41,7 @@ class LikesLowTokens(GRPO):
     [
         pytest.param("disk", "separate", 2, id="through disk"),
         pytest.param("distributed", "separate", 2, id="through gloo", marks=pytest.mark.extra),
+        pytest.param("tensor", "separate", 2, id="through shared memory", marks=pytest.mark.extra),
         pytest.param("disk", "colocated", 0, id="colocated", marks=pytest.mark.extra),
     ],
 )

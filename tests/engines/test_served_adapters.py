@@ -238,6 +238,7 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
     check_tokens(case, 0)
 
 
+@pytest.mark.extra
 def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder, serving):
     words = [*COMMAND, "--port", "{port}", "--model-path", str(folder)]
     case = serving(servers=1, command=[*words, *flags(LORA)], probe_interval_s=0.1)
@@ -249,14 +250,6 @@ def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(
     run(until(lambda: engine.fleet.urls != old and engine.pool.urls("routable") == engine.fleet.urls))
     assert listed(case) == [["policy-v1", "policy-v2"]]
     check_tokens(case, 2)
-
-
-def test_a_name_that_an_earlier_run_left_is_replaced(case, serving):
-    case.load(0)
-    later = serving()
-    later.models = [MODELS[3]]
-    later.load(0)
-    check_tokens(later, 0)
 
 
 def test_colocated_servers_cannot_serve_adapters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightrl.engines.sglang.pool import MAX_LOSSES, MAX_SESSIONS, WITHIN_VERSIONS, ServerPool
+from lightrl.engines.sglang.pool import MAX_LOSSES, MAX_SESSIONS, SLOW_ANSWERS, WITHIN_VERSIONS, ServerPool
 
 
 def pool_of(*urls: str, version: int = 0) -> ServerPool:
@@ -131,3 +131,24 @@ def test_the_last_server_is_never_retired() -> None:
         pool.join("flapping")
         pool.admit("flapping", 0)
     assert pool.has_hope()
+
+
+def test_a_server_that_is_slower_than_the_others_by_a_factor_is_named_once_until_it_has_recovered() -> None:
+    pool = pool_of("slow", "a", "b")
+
+    def answers(num: int, slow_s: float) -> list[str]:
+        messages = [pool.note_answer(url, 1.0, 100) for _ in range(num) for url in ("a", "b")]
+        messages += [pool.note_answer("slow", slow_s, 100) for _ in range(num)]
+        return [message for message in messages if message is not None]
+
+    assert not answers(SLOW_ANSWERS, 1.0)
+    (message,) = answers(4 * SLOW_ANSWERS, 4.0)
+    assert message.startswith("The server at slow takes 3")  # something above 30 ms
+    assert "the others 10 ms" in message
+    assert not answers(10 * SLOW_ANSWERS, 1.0)
+    assert len(answers(4 * SLOW_ANSWERS, 5.0)) == 1
+
+
+def test_one_server_alone_is_not_slow() -> None:
+    pool = pool_of("a")
+    assert not any(pool.note_answer("a", 10.0 * number, 1) for number in range(3 * SLOW_ANSWERS))

@@ -23,13 +23,6 @@ def test_a_half_built_environment_does_not_count(tmp_path, monkeypatch):
     assert (tmp_path / "sglang-cpu").resolve() == folder
 
 
-def test_the_environment_is_another_one_when_its_requirements_change(monkeypatch):
-    build = build_script()
-    before = build.environment_folder()
-    monkeypatch.setattr(build, "SGLANG", "sglang==0.0.1")
-    assert build.environment_folder() != before
-
-
 def slow_murmur3(data: bytes) -> int:
     """As on Wikipedia, for whole blocks of 4 bytes."""
     low = 0xFFFFFFFF

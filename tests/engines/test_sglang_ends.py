@@ -8,17 +8,13 @@ import http.server
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_sglang import COMMAND
-from fake_sglang.process import FakeServerProcess
 from sync_cases import LARGE, EngineOn, Start, one_weight
 from waits import NUM_TOKENS, SLOWLY, until
 
 from lightrl import StalenessControl
-from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang import members, writer
 from lightrl.engines.sglang.engine import SGLangEngine
@@ -44,77 +40,6 @@ def test_a_close_amid_a_thousand_requests_is_orderly(start: Start, engine_on: En
 
     errors = asyncio.run(scenario())
     assert errors == {"EngineError('SGLangEngine was closed before the completion was finished.')"}
-
-
-def test_a_close_while_the_loop_ends_all_its_tasks_ends_servers_and_scratch_too(caplog: Any) -> None:
-    """As a controller does that needs longer for it than its own deadline."""
-    engine = SGLangEngine(servers=1, command=[*COMMAND, "--port", "{port}"])
-    thread = LoopThread(loop_timeout_s=60, on_exit=print)
-    thread.start()
-    engine.start(LARGE)
-    thread.call(engine.attach())
-    is_over = threading.Event()
-    tasks: list[asyncio.Task[None]] = []
-
-    async def outlive_cancellations() -> None:
-        while not is_over.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(60)
-
-    async def end_all() -> None:
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in others:
-                task.cancel()
-            await asyncio.sleep(0.01)
-
-    async def begin() -> None:
-        engine._home.spawn(outlive_cancellations())
-        tasks.append(asyncio.get_running_loop().create_task(end_all()))
-
-    thread.call(begin())
-    with caplog.at_level("WARNING"):
-        engine.close()
-    is_over.set()
-    assert "The event loop of SGLangEngine ended" in caplog.text
-    assert not engine.fleet.servers[0].is_alive()
-    assert not Path(engine._scratch.name).exists()
-    thread.close(lambda: asyncio.wait(tasks), 60)
-
-
-def test_a_supervising_thread_that_is_late_gets_no_event_loop_from_a_closed_engine() -> None:
-    with FakeServerProcess() as server:
-        engine = SGLangEngine(urls=[server.url])
-        engine.start(LARGE)
-        home = engine._home
-        engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            home.call(asyncio.sleep(0), 5)
-        engine.start(LARGE)
-        home.call(asyncio.sleep(0), 5)
-        engine.close()
-
-
-def test_a_step_of_the_close_that_raises_skips_no_other_and_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SGLangEngine(servers=1, command=[*COMMAND, "--port", "{port}"])
-    engine.start(LARGE)
-    servers = engine.fleet.servers
-
-    def fail(*_: object) -> None:
-        raise OSError("the loop cannot be closed")
-
-    def stage() -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(engine.close)
-            raise EngineError("the first cause")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(engine._home, "close", fail)
-        with pytest.raises(OSError, match="the loop cannot be closed") as caught:
-            stage()
-    assert "the first cause" in str(caught.value.__context__)
-    assert not servers[0].is_alive()
-    assert not Path(engine._scratch.name).exists()
-    engine._home.close(engine._leave_loop)
 
 
 # ---------------------------------------------------------------------- a request that is lost, a server that returns
@@ -196,20 +121,6 @@ def answering(status: int, body: str) -> Iterator[str]:
     server.server_close()
 
 
-@contextlib.contextmanager
-def speaking_another_protocol() -> Iterator[str]:
-    def greet() -> None:
-        with listener.accept()[0] as connection:
-            connection.recv(65536)
-            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=greet)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join()
-
-
 def start_error(url: str, **arguments: Any) -> str:
     with pytest.raises(EngineError) as caught:
         SGLangEngine(urls=[url], **arguments).start(LARGE)
@@ -230,11 +141,6 @@ def test_another_program_at_the_address_is_an_error_at_once(status: int, body: s
         message = start_error(url)
     assert url in message
     assert words in message
-
-
-def test_another_protocol_at_the_address_is_an_error_at_once() -> None:
-    with speaking_another_protocol() as url:
-        assert url in start_error(url)
 
 
 def test_a_wrong_token_names_the_variable_and_requests_have_the_right_one(start: Start, engine_on: EngineOn) -> None:

@@ -11,10 +11,12 @@ from tiny import tiny_model
 from transformers import Qwen3Config
 
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.sync import server_sync
 from lightrl.engines.sglang.sync.report import SyncFailed, SyncReport
-from lightrl.engines.sglang.sync.server_sync import ServerSync
+from lightrl.engines.sglang.sync.server_sync import BucketFeed, ServerSync
 from lightrl.engines.sglang.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
-from lightrl.weights import ServerForm, WeightFolder, bucketed
+from lightrl.errors import WeightSyncError
+from lightrl.weights import Bucket, ServerForm, WeightFolder, bucketed
 
 CONFIG = Qwen3Config()
 UPDATE = "/update_weights_from_disk"
@@ -148,16 +150,35 @@ def test_buckets_are_made_in_the_main_thread_and_at_most_two_live_at_once(folder
     assert max(most) <= 2
 
 
-def test_an_error_of_the_export_comes_through_and_pauses_nobody(folder, two_servers):
-    def broken():
-        yield next(iter(bucketed(weights(0).items(), 100)))
-        raise ZeroDivisionError("a rank died")
+BUCKET = Bucket({"a": torch.zeros(4)})
 
-    report = SyncReport(1)
-    with pytest.raises(ZeroDivisionError):
-        in_a_thread(two_servers, DiskTransport(folder), broken(), weight_version=1, previous_version=0, report=report)
-    assert report.versions == {server.url: 0 for server in two_servers}
-    assert "/pause_generation" not in two_servers[0].stats()["requests"]
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["stopped", "closed"])
+def test_a_loop_that_has_ended_is_an_error_not_a_wait(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_sync, "LOOK_S", 0.01)
+    loop = asyncio.new_event_loop()
+    feed = BucketFeed(loop)
+    if is_closed:
+        loop.close()
+    with pytest.raises(WeightSyncError, match="event loop of the engine's requests ended during a weight sync"), feed:
+        feed.put(BUCKET)
+    loop.close()
+
+
+def test_a_blocked_loop_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_sync, "LOOK_S", 0.01)
+    monkeypatch.setattr(server_sync, "BLOCKED_S", 0.1)
+    loop, unblocked = asyncio.new_event_loop(), threading.Event()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    loop.call_soon_threadsafe(unblocked.wait, 30)
+    feed = BucketFeed(loop)
+    with pytest.raises(WeightSyncError, match=r"did not answer for 0\.1 s during a weight sync"), feed:
+        feed.put(BUCKET)
+    unblocked.set()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 # ---------------------------------------------------------------------- bucket by bucket
@@ -223,12 +244,6 @@ def test_a_bracket_that_a_crashed_trainer_left_open_is_ended_first(model_servers
     assert not model_servers[0].stats()["is_bracketed"]
 
 
-def test_a_last_bucket_of_nothing_but_a_tied_head_still_brings_the_version(model_servers):
-    named = {**parameters(9), "tied.weight": torch.zeros(1000)}
-    report = sync(model_servers, SharedMemoryTransport(ServerForm(skip_names=["tied.weight"])), named, 9)
-    assert set(report.versions.values()) == {9}
-
-
 def test_a_bucket_goes_through_shared_memory_in_parts_and_only_the_last_brings_the_version(model_servers, tmp_path):
     sync(model_servers, DiskTransport(WeightFolder(tmp_path, tiny_model("qwen3").config)), parameters(1), 1)
     expected = asked(model_servers[0], "checksum")["per_engine_checksum"]
@@ -241,17 +256,3 @@ def test_a_bucket_goes_through_shared_memory_in_parts_and_only_the_last_brings_t
     assert model_servers[0].stats()["requests"]["/update_weights_from_tensor"] == before + num_parts
     assert set(report.versions.values()) == {3}
     assert asked(model_servers[0], "checksum")["per_engine_checksum"] == expected
-
-
-def test_when_a_server_refuses_a_broadcast_the_others_get_the_whole_again(model_folder, model_servers):
-    with running(1, model_folder) as doomed:
-        transport = BroadcastTransport(transfer_timeout_s=5)
-        sync([*doomed, model_servers[0]], transport, parameters(1), 10)
-        doomed[0].fault("error", "/update_weights_from_distributed", count=-1)
-        report = sync([*doomed, model_servers[0]], transport, parameters(2), 11)
-        assert report.versions == {model_servers[0].url: 11}
-        assert list(report.lost) == [doomed[0].url]
-    sync(model_servers[1:], SharedMemoryTransport(), parameters(2), 11)
-    sums = [asked(server, "checksum")["per_engine_checksum"] for server in model_servers]
-    assert sums[0] == sums[1]
-    asyncio.run(transport.close())

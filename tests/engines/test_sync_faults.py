@@ -50,6 +50,7 @@ def test_a_fault_fires_and_is_noticed_within_one_iteration(
     assert result.iterations <= 1
 
 
+@pytest.mark.extra
 def test_healthy_syncs_give_no_alarm(servers: Servers) -> None:
     found = run_healthy(3 * len(HEALTHY), servers)
     assert found["healthy_syncs"] == 3 * len(HEALTHY)

@@ -17,11 +17,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 from waits import until as until_true
 
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.servers.server_process import ServerProcess, other_model
-from lightrl.engines.sglang.sync.report import Fleet
-from lightrl.engines.sglang.sync.weight_proofs import WeightProofs, target_digests
+from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
 from lightrl.weights import ServerForm, bucketed
@@ -98,12 +96,11 @@ def load(engine: SGLangEngine, parameters: dict[str, Tensor], version: int) -> N
 )
 def test_one_healthy_server_is_proven_at_each_sync(serving, folder, engines, transport, settings, caplog):
     servers = serving(1, folder, **settings)
-    with caplog.at_level("INFO", logger="lightrl"):
-        engine = engines(servers, config_of(), transport=transport)
-        for version in range(3):
-            load(engine, parameters_of(config_of(), version), version)
-            assert engine.proofs() == {servers[0].url: "digests"}
-    assert sum("bit by bit" in message for message in caplog.messages) == 1
+    engine = engines(servers, config_of(), transport=transport)
+    for version in range(3):
+        load(engine, parameters_of(config_of(), version), version)
+        assert engine.proofs() == {servers[0].url: "digests"}
+    assert not caplog.messages
 
 
 def test_a_tied_head_is_proven_too(serving, tmp_path, engines):
@@ -123,31 +120,12 @@ def ignored(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**changed, "model.norm.weight": norm}
 
 
-def acknowledge_only(engine: SGLangEngine, url: str) -> None:
-    """From now on the server at `url` takes the number of each version, and loads nothing."""
-    transport = engine._loading._sync.transport
-    load_held = transport.load_held
-
-    async def load(fleet: Fleet, weight_version: int) -> int:
-        others = Fleet([client for client in fleet.clients if client.url != url], fleet.timeout_s)
-        num_bytes = await load_held(others, weight_version) if others.clients else 0
-        await fleet.ask(lambda client: _renamed(client, weight_version) if client.url == url else client.is_ready())
-        return num_bytes
-
-    transport.load_held = load  # type: ignore[method-assign]
-
-
-async def _renamed(client: SGLangClient, weight_version: int) -> bool:
-    await client.set_weight_version(str(weight_version))
-    return True
-
-
 def test_one_server_that_acknowledges_and_ignores_the_smallest_update_is_noticed(serving, folder, engines):
     servers = serving(1, folder, dtype="bfloat16")
     engine = engines(servers, config_of())
     first = parameters_of(config_of())
     load(engine, first, 0)
-    acknowledge_only(engine, servers[0].url)
+    servers[0].fault("ignore_update", UPDATE)
     with pytest.raises(WeightSyncError, match=r"1 of its 19 parameters .* of version 1: model\.norm\.weight, on"):
         load(engine, ignored(first), 1)
 
@@ -156,36 +134,12 @@ def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays
     servers = pair[:2]
     engine = engines(servers, config_of(), probe_interval_s=60)  # it does not come back meanwhile
     load(engine, parameters_of(config_of()), 0)
-    acknowledge_only(engine, servers[0].url)
+    servers[0].fault("ignore_update", UPDATE)
     load(engine, parameters_of(config_of(), 1), 1)
     report = engine.last_sync
     assert report.versions == {servers[1].url: 1}
     assert "are not the trainer's" in report.lost[servers[0].url]
     assert engine.proofs()[servers[1].url] == "digests"
-
-
-def test_a_restarted_server_that_claims_the_version_gets_the_weights_anew(pair, engines, caplog):
-    servers = pair[:1]
-    with caplog.at_level("WARNING", logger="lightrl"):
-        engine = engines([*servers], config_of())
-        load(engine, parameters_of(config_of()), 0)
-        url, port = servers[0].url, servers[0].port
-        right = asked(servers[0], "checksum")["ranks"]
-        servers[0].arguments["weight_version"] = "0"
-        engine._home.call(_forget_failures(engine), 5)  # the restart falls between two health checks
-        servers[0].stop()
-        servers[0].start(port)
-        load(engine, parameters_of(config_of()), 1)
-        assert engine.proofs() == {url: "digests"}
-        assert asked(servers[0], "checksum")["ranks"] == right
-        assert any("was restarted since the last load" in message for message in caplog.messages)
-
-
-async def _forget_failures(engine: SGLangEngine) -> None:
-    """Stops the health checks."""
-    members = engine._members
-    members._probe_interval_s = 1e6
-    await asyncio.sleep(0.3)
 
 
 def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(pair, engines, caplog):
@@ -234,17 +188,6 @@ def test_requests_of_one_version_share_a_cache_key_and_other_versions_and_runs_d
     assert len(set(keys)) == 4
     body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}, "extra_key": keys[-1]}
     assert asked(servers[0], "generate", body=body)["meta_info"]["cached_tokens"] == 2
-
-
-def test_each_load_costs_a_server_one_request_before_it_and_one_after_it(pair, engines):
-    servers = pair[:1]
-    engine = engines(servers, config_of())
-    before = requests_of(servers[0])
-    for version in range(3):
-        load(engine, parameters_of(config_of(), version), version)
-    until(lambda: (requests_of(servers[0]) - before)["/generate"] == 4)
-    assert engine.last_sync.planted == [servers[0].url]
-    assert (requests_of(servers[0]) - before)["/flush_cache"] == 0
 
 
 def test_a_cache_that_a_load_did_not_empty_is_flushed(pair, engines):
@@ -299,22 +242,11 @@ def test_a_server_of_another_model_is_named_before_anything_is_loaded(pair, engi
     assert servers[0].is_alive()
 
 
-def test_a_model_of_another_shape_kills_the_fake_server_as_the_real_one(serving, folder, engines):
-    servers = serving(1, folder)
-    engine = engines(servers, config_of(hidden_size=64), verify_sync=False)
-    with pytest.raises(WeightSyncError):
-        load(engine, parameters_of(config_of(hidden_size=64)), 0)
-    until(lambda: not servers[0].is_alive())
-
-
-def test_a_config_of_another_host_is_not_compared():
-    process = ServerProcess(model_path="/nowhere")
-    assert other_model(config_of(), {"model_type": "qwen3"}, process, []) is None
-    told = other_model(config_of(), {"architectures": ["Qwen3ForSequenceClassification"]}, process, [])
-    assert told is None  # the trainer's config names none
-    config = config_of(architectures=["Qwen3ForCausalLM"])
-    told = other_model(config, {"architectures": ["Qwen3ForSequenceClassification"]}, process, [])
-    assert "the trainer has Qwen3ForCausalLM" in str(told)
+def test_the_architectures_are_compared_also_of_a_server_of_another_host():
+    process, told = ServerProcess(model_path="/nowhere"), {"architectures": ["Qwen3ForSequenceClassification"]}
+    assert other_model(config_of(), told, process, []) is None  # the trainer's config names none
+    problem = other_model(config_of(architectures=["Qwen3ForCausalLM"]), told, process, [])
+    assert "the trainer has Qwen3ForCausalLM" in str(problem)
 
 
 # ---------------------------------------------------------------------- what cannot be compared
@@ -340,13 +272,6 @@ def test_the_dtype_of_a_server_that_says_auto_is_the_one_that_matches(dtype):
     proofs = proofs_of(config_of(), ServerProcess("a", dtype=None))
     assert proofs.judge(URL, 0, answer_of(config_of(), dtype)) == ("digests", "")
     assert [layout.dtype for layout in proofs.begin(1, [URL])._layouts] == [dtype]  # from now on
-
-
-def test_a_server_that_matches_in_no_dtype_is_rejected():
-    proofs = proofs_of(config_of(), ServerProcess("a", dtype=None))
-    proof, problem = proofs.judge(URL, 0, answer_of(config_of(), torch.float64))
-    assert proof is None
-    assert "float32 on 1 CPU ranks or bfloat16 on 1 CPU ranks or float16 on 1 CPU ranks" in problem
 
 
 @pytest.mark.parametrize(
@@ -382,22 +307,6 @@ def test_parameters_that_only_one_side_has_are_another_model():
     proof, problem = proofs.judge(URL, 0, answer_of(config_of(tie_word_embeddings=True), torch.float32))
     assert proof is None
     assert "1 parameters that the server does not have (lm_head.weight)" in problem
-
-
-def test_draft_models_and_adapters_do_not_hide_the_targets_parameters():
-    infos = [{"role": "target", "tp_rank": 1}, {"role": "draft", "tp_rank": 1}]
-    first = {"checksums": {"a.weight": "1", "draft.a.weight": "2"}, "parallelism_info": infos}
-    second = {"checksums": {"a.base_layer.weight": "3"}, "parallelism_info": {"role": "target", "tp_rank": 0}}
-    assert target_digests({"ranks": [first, second]}) == [{"a.weight": "3"}, {"a.weight": "1"}]
-
-
-def test_of_a_restarted_server_only_the_present_process_is_remembered():
-    processes = {URL: ServerProcess("0", dtype=torch.float32)}
-    proofs = WeightProofs(config_of(), ServerForm.of(config_of()), processes)
-    for restart in range(3):
-        processes[URL] = ServerProcess(str(restart), dtype=torch.float32)
-        proofs.judge(URL, 0, None)
-    assert [known.identity for known in proofs._known.values()] == ["2"]
 
 
 def test_a_server_with_a_draft_model_is_verified_by_the_targets_digests(serving, folder, engines):

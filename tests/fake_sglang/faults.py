@@ -18,14 +18,14 @@ OF_LOADS = (
 )  # fmt: skip
 OF_SERVED_WEIGHTS = ("revert", "restart")
 OF_UPDATES = ("lose_update", "wrong_version", "keep_cache", "old_adapter")
-KINDS = ("late", *OF_ANSWERS, *OF_UPDATES, *OF_LOADS, *OF_SERVED_WEIGHTS)
+KINDS = (*OF_ANSWERS, *OF_UPDATES, *OF_LOADS, *OF_SERVED_WEIGHTS)
 
 
 @dataclass
 class Fault:
     """What goes wrong with `count` requests whose path starts with `path`, after `skip` healthy ones; -1 means all.
 
-    Kinds that a client sees: `late` (to start, by `seconds`), `slow` (`seconds` before the answer), `drop` (the
+    Kinds that a client sees: `slow` (`seconds` before the answer), `drop` (the
     connection, at once or after `seconds`), `error` (HTTP 500), `garbage` (not JSON), `hang` (no answer), `die` (the
     process, `seconds` into the request), `lose_update` (a weight update is acknowledged, not done), `wrong_version`
     (done, as another version).
@@ -49,13 +49,6 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"A fault must be one of {', '.join(KINDS)}, got {self.kind!r}.")
-
-    @classmethod
-    def parse(cls, text: str) -> Fault:
-        """From `KIND[:PATH[:COUNT[:SECONDS]]]`."""
-        kind, path, count, seconds = (*text.split(":"), *[""] * 4)[:4]
-        default = "/update_weights" if kind in (*OF_UPDATES, *OF_LOADS) else "/generate"
-        return cls(kind, path or default, int(count or 1), float(seconds or 0))
 
 
 class Faults(list[Fault]):

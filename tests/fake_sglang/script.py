@@ -39,7 +39,6 @@ class Run:
     versions: list[str] = field(default_factory=list)
     supports: list[list[int]] | None = None  # if the request asks for its sampling masks
     is_aborted: bool = False
-    num_retractions: int = 0
     minimum_from: int = 0  # the token from which `min_new_tokens` counts: a retraction forgets those before
     num_cached: int = 0  # tokens of the prompt
     is_stale: bool = False  # the cached ones are of weights before the present ones
@@ -137,17 +136,6 @@ class ScriptedModel:
     async def load_tensors(self, tensors: Any, version: str | None, fault: Fault | None = None) -> None:
         """Loads (name, tensor) pairs, possibly not all, or raises Refused."""
         raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
-
-    def load_adapter(self, name: str, config: Any, payload: str, checksums: Any, die: Any) -> None:
-        """Adds an adapter, or raises Refused."""
-        raise Refused("A fake server with a script takes no adapters. Start it with --model-path.")
-
-    def copy_adapter(self, source: str, target: str) -> int:
-        """Puts the values of one adapter into another; how many of them changed."""
-        raise Refused("A fake server with a script has no adapters.")
-
-    def unload_adapter(self, name: str) -> None:
-        raise Refused("A fake server with a script has no adapters.")
 
     def keep_history(self) -> None:
         """From now on keeps every version, for faults that need them."""

@@ -8,9 +8,8 @@ It takes SGLang's own arguments (and ignores those it has no use for) and ends w
 measured on SGLang 0.5.23: `retract`, the lock between generations and weight updates, the bracket around an update,
 versions per token, the ways to kill a server. It honors the sampling seed as under `--enable-deterministic-inference`.
 
-Request faults with `--fault KIND[:PATH[:COUNT[:SECONDS]]]` or by POST to `/fake/faults`, see faults.py. GET
-`/fake/stats` counts requests; POST `/fake/pace` changes a script's `seconds_per_token` from the next token on, for a
-test that acts during a generation and waits for its end.
+POST `/fake/faults` requests a fault, see faults.py. GET `/fake/stats` counts requests; POST `/fake/pace` changes a
+script's `seconds_per_token` from the next token on, for a test that acts during a generation and waits for its end.
 """
 
 from __future__ import annotations
@@ -49,12 +48,10 @@ DEFAULT_PARAMS: dict[str, Any] = {
 class FakeServer:
     """The routes of generation, pause and memory, and what the others share; aiohttp runs its `application`."""
 
-    def __init__(self, model: ScriptedModel, *, arguments: dict[str, Any], faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, model: ScriptedModel, *, arguments: dict[str, Any]) -> None:
         self.model = model
         self.arguments = arguments
         self.faults = Faults()
-        for fault in faults:
-            self._arm(fault)
         self.counts: Counter[str] = Counter()
         self.started_at = time.time()
         self._runs: dict[str, Run] = {}
@@ -110,9 +107,9 @@ class FakeServer:
     async def _around(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
         path = request.path
         self.counts[path] += 1
-        keys = {self.arguments.get("api_key"), self.arguments.get("admin_api_key")} - {None, ""}
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if keys and key not in keys and not path.startswith(("/health", "/ready", "/metrics", "/fake")):
+        key = self.arguments.get("api_key")
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if key and given != key and not path.startswith(("/health", "/ready", "/metrics", "/fake")):
             return web.json_response({"error": "Unauthorized"}, status=401)
         if path.startswith("/fake"):
             return await handler(request)
@@ -202,7 +199,6 @@ class FakeServer:
 
     async def _one(self, run: Run, wants_logprobs: bool, look_up: Callable[[], None]) -> dict[str, Any]:
         self._runs[run.rid] = run
-        started = time.monotonic()
         try:
             while not (self._unpaused.is_set() and self._weights.is_idle.is_set()):
                 await self._unpaused.wait()
@@ -224,7 +220,7 @@ class FakeServer:
                     writing.cancel()
         finally:
             del self._runs[run.rid]
-        return _answer(run, finish, wants_logprobs, time.monotonic() - started, self.model.version)
+        return _answer(run, finish, wants_logprobs, self.model.version)
 
     async def _abort(self, body: dict[str, Any]) -> None:
         rid = body.get("rid") or ""
@@ -242,7 +238,6 @@ class FakeServer:
             raise Refused("the fake server only knows the mode retract")
         self._unpaused.clear()
         for run in self._runs.values():
-            run.num_retractions += 1
             run.minimum_from = len(run.token_ids)
         await self.model.pause()
         self._is_paused = True
@@ -283,7 +278,6 @@ class FakeServer:
             "dtype": "float32",
             **{name: value for name, value in self.arguments.items() if not name.endswith("key")},
             "startup_time": {"scheduler_e2e": self.started_at}, "device": "cpu", "version": "fake",
-            "max_total_num_tokens": 2**20, "internal_states": [{}],
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -297,13 +291,11 @@ class FakeServer:
         return web.Response(status=200 if self._unpaused.is_set() else 503)
 
     async def _add_fault(self, body: dict[str, Any]) -> Any:
-        self._arm(Fault(**body))
-        return {}
-
-    def _arm(self, fault: Fault) -> None:
+        fault = Fault(**body)
         if fault.kind in (*OF_LOADS, *OF_SERVED_WEIGHTS):
             self.model.keep_history()
         self.faults.append(fault)
+        return {}
 
     async def _reset(self, body: dict[str, Any]) -> Any:
         self.faults.clear()
@@ -325,12 +317,11 @@ class FakeServer:
             "written": [len(run.token_ids) for run in self._runs.values()],
             "processor_s": time.process_time(), "is_paused": not self._unpaused.is_set(),
             "is_bracketed": self._weights.is_bracketed,
-            "released": [tag for tag, count in self._released.items() if count],
             "faults": [dataclasses.asdict(fault) for fault in self.faults],
         })  # fmt: skip
 
 
-def _answer(run: Run, finish: str, wants_logprobs: bool, latency_s: float, version: str) -> dict[str, Any]:
+def _answer(run: Run, finish: str, wants_logprobs: bool, version: str) -> dict[str, Any]:
     spans: list[dict[str, Any]] = []
     for index, version in enumerate(run.versions):
         if not spans or spans[-1]["version"] != version:
@@ -346,9 +337,7 @@ def _answer(run: Run, finish: str, wants_logprobs: bool, latency_s: float, versi
     meta: dict[str, Any] = {
         "id": run.rid, "finish_reason": reason, "prompt_tokens": len(run.prompt),
         "completion_tokens": len(run.token_ids), "cached_tokens": run.num_cached,
-        "num_retractions": run.num_retractions,
         "weight_version": run.versions[-1] if run.versions else version, "weight_versions": spans,
-        "e2e_latency": latency_s,
     }  # fmt: skip
     if wants_logprobs:
         meta["input_token_logprobs"] = []
@@ -393,7 +382,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model-path", "--model", help="Hugging Face folder; without it a script answers")
     parser.add_argument("--is-embedding", action="store_true", help="the model is a reward model")
     parser.add_argument("--api-key", default=os.environ.get("LIGHTRL_SERVER_TOKEN"))
-    parser.add_argument("--admin-api-key")
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the script")
     parser.add_argument("--context-length", type=int, default=2**20, help="of the script")
@@ -406,7 +394,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-lora-rank", type=int)
     parser.add_argument("--lora-target-modules", nargs="*", action="extend")
     parser.add_argument("--piece-tokens", type=int, default=16, help="of the model, between two checks for aborts")
-    parser.add_argument("--fault", action="append", default=[], type=Fault.parse, help="KIND[:PATH[:COUNT[:SECONDS]]]")
     return parser
 
 
@@ -421,9 +408,6 @@ async def serve(server: FakeServer, host: str = "127.0.0.1", port: int = 0) -> N
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    late_s = sum(fault.seconds for fault in options.fault if fault.kind == "late")
-    if late_s:
-        await asyncio.sleep(late_s)
     model: ScriptedModel
     if options.model_path is None:
         model = ScriptedModel(
@@ -448,8 +432,7 @@ async def _serve(options: argparse.Namespace) -> None:
                 draft=DraftModel() if options.speculative_algorithm else None,
             )
         )
-    arguments = {name: value for name, value in vars(options).items() if name != "fault"}
-    await serve(FakeServer(model, arguments=arguments, faults=options.fault), options.host, options.port)
+    await serve(FakeServer(model, arguments=vars(options)), options.host, options.port)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -210,7 +210,7 @@ class LoraRoutes:
 
     def __init__(
         self,
-        model: ScriptedModel,
+        model: Any,  # an EmbeddedModel; a script takes no adapters
         *,
         arguments: dict[str, Any],
         faults: Faults,

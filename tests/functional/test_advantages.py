@@ -1,7 +1,5 @@
 """Advantages worked by hand, against a loop over groups, and their invariances."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -12,15 +10,7 @@ import torch
 from lightrl.functional import group_advantages, optimal_advantages
 
 
-def slow_advantages(
-    rewards: list[float],
-    group_ids: list[int],
-    mean: str | None,
-    std: str | None,
-    leave_one_out: bool,
-    unbiased: bool,
-    eps: float,
-) -> list[float]:
+def slow_advantages(rewards, group_ids, mean, std, leave_one_out, unbiased, eps):
     """Plain Python, one trajectory at a time."""
     advantages = []
     for i, (reward, group_id) in enumerate(zip(rewards, group_ids, strict=True)):
@@ -59,9 +49,7 @@ def test_one_success_in_four_worked_by_hand() -> None:
         if mean or not leave_one_out
     ],
 )
-def test_advantages_equal_a_loop_over_groups_of_any_sizes_in_any_order(
-    mean: str | None, std: str | None, leave_one_out: bool, unbiased: bool
-) -> None:
+def test_advantages_equal_a_loop_over_groups_of_any_sizes_in_any_order(mean, std, leave_one_out, unbiased):
     group_ids = [7, -3, 7, 7, 100, -3, 5, 5, 7, 100, 2**40]
     rewards = [0.5, 1.0, 0.0, 2.0, 1.0, 1.0, 0.0, -1.0, 0.25, 1.0, 3.0]
     settings = (mean, std, leave_one_out, unbiased, 1e-5)

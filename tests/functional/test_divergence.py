@@ -1,7 +1,5 @@
 """Divergences over the teacher's likeliest tokens: by hand, against loops, and what makes them divergences."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """M2PO's mask and the interpolated proximal policy: worked by hand, and against loops over tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """KL estimators worked by hand, in expectation, and at the edges."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -13,8 +11,7 @@ from lightrl.functional import kl
 
 
 @pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))],
+    ("estimator", "expected"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2))]
 )
 def test_a_token_twice_as_likely_worked_by_hand(estimator: str, expected: float) -> None:
     # d = log(0.5) - log(0.25) = log 2

@@ -1,7 +1,5 @@
 """Logprobs and entropies against loops over tokens, against each other, and against finite differences."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

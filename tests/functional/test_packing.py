@@ -1,7 +1,5 @@
 """Partitions against exhaustive search; pack then unpack is the identity; a real model sees the same trajectories."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Losses of pairs, worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

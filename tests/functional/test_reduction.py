@@ -1,7 +1,5 @@
 """Masking and averaging worked by hand; parts sum to the whole; what is masked has no effect."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -15,8 +13,7 @@ LOSSES = torch.tensor([[9.0, 1.0, 2.0, 3.0], [9.0, 8.0, 9.0, 9.0], [9.0, 9.0, 9.
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
-    [("token", 14 / 4), ("sequence", (6 / 3 + 8 / 1) / 2), ("fixed", 14 / (2 * 10))],
+    ("mode", "expected"), [("token", 14 / 4), ("sequence", (6 / 3 + 8 / 1) / 2), ("fixed", 14 / (2 * 10))]
 )
 def test_each_reduction_worked_by_hand(mode: str, expected: float) -> None:
     loss = reduce_loss(LOSSES, MASK, mode=mode, num_tokens=4, num_sequences=2, max_new_tokens=10)

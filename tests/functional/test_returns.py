@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,9 +8,7 @@ from torch import Tensor
 from lightrl.functional import gae, on_last_loss_token, on_loss_tokens
 
 
-def slow_gae(
-    rewards: list[float], values: list[float], gamma: float, lam: float, end: float
-) -> tuple[list[float], list[float]]:
+def slow_gae(rewards, values, gamma, lam, end):
     """Of one trajectory's loss tokens alone: the sum over k of (gamma·lam)^k·delta_{t+k}, written out."""
     num = len(rewards)
     after = [*values[1:], end]
@@ -32,9 +28,7 @@ def ragged(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 0.0), (0.7, 1.0)])
 @pytest.mark.parametrize("is_truncated", [False, True], ids=["ended", "truncated"])
-def test_gae_is_that_of_each_trajectorys_loss_tokens_alone(
-    seed: int, gamma: float, lam: float, is_truncated: bool
-) -> None:
+def test_gae_is_that_of_each_trajectorys_loss_tokens_alone(seed, gamma, lam, is_truncated):
     rewards, values, mask, ends = ragged(seed)
     advantages, returns = gae(rewards, values, mask, gamma, lam, ends if is_truncated else None)
     for row in range(len(mask)):

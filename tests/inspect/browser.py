@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import socket
@@ -10,7 +9,6 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 MISSING = "Chromium and its driver are not installed here: apt-get install chromium chromium-driver."
@@ -61,9 +59,6 @@ class Browser:
     def problems(self) -> list[str]:
         """What the browser wrote to its console since the last call, scripts that it refused to run included."""
         return [entry["message"] for entry in self._send("POST", "/se/log", {"type": "browser"})]
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._send("GET", "/screenshot")))
 
     def close(self) -> None:
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser import MISSING, Browser, is_missing
-from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics
+from made_run import HOSTILE, make_run, write_metrics
 
 from lightrl.inspect.answers import Answers
 from lightrl.inspect.export import export
@@ -70,17 +70,6 @@ def test_curves_of_all_runs_lie_over_each_other_and_can_be_filtered(browser: Bro
     assert browser.problems() == []
 
 
-def test_the_table_is_sorted_by_a_click_and_searched_by_typing(browser: Browser, server: PageServer) -> None:
-    look(browser, f"{server.url}#trajectories?run=0")
-    browser.wait(f"{ROWS} === 37")
-    browser.type("#query", "iteration=1 reward>0.5")
-    browser.wait(f"{ROWS} === 4")
-    browser.click("th:nth-child(3) button")
-    browser.wait("document.querySelector('th:nth-child(3)').getAttribute('aria-sort') === 'descending'")
-    assert browser.text("tbody tr:first-child td:nth-child(3)") == "3"
-    assert browser.problems() == []
-
-
 def test_a_trajectory_is_shown_token_by_token_in_colors(browser: Browser, server: PageServer) -> None:
     look(browser, f"{server.url}#trajectories?run=0")
     browser.wait(ROWS)
@@ -107,32 +96,6 @@ def test_a_trajectory_is_shown_token_by_token_in_colors(browser: Browser, server
     browser.wait("document.querySelector('.card').getAttribute('aria-current')")
     assert "answer 4" in browser.text("#tokens")
     assert browser.problems() == []
-
-
-def test_the_time_line_is_drawn_and_tells_what_is_pointed_at(browser: Browser, server: PageServer) -> None:
-    look(browser, f"{server.url}#timeline?run=0&iteration=1")
-    browser.wait("document.querySelector('.timeline canvas')")
-    assert ink(browser, ".timeline canvas") > 5_000
-    script = """const canvas = document.querySelector('.timeline canvas'), box = canvas.getBoundingClientRect();
-        canvas.dispatchEvent(new MouseEvent('mousemove', {clientX: box.x + 400, clientY: box.y + 28}))"""
-    browser.run(script)
-    assert browser.text(".status").startswith("rollout")
-    assert "<b>this</b>" in browser.text(".status")
-    assert browser.problems() == []
-
-
-def test_a_growing_run_is_followed(browser: Browser, server: PageServer) -> None:
-    look(browser, f"{server.url}#trajectories?run=0")
-    browser.wait(ROWS)
-    folder = server.answers.runs[0].run.folder
-    write_iteration(folder, 7, [head_and_trajectory(7, 0, 0, "just written")])
-    server.answers.runs[0].index.update()
-    status = folder / "status.json"
-    status.write_text(status.read_text().replace('"iteration": 3', '"iteration": 8'))
-    browser.wait("document.querySelector('tbody')?.innerText.includes('just written')")
-    assert "8 / 9" in browser.text("#runs")
-    (folder / "trajectories" / "iteration-000007.jsonl").unlink()
-    server.answers.runs[0].index.update()
 
 
 HARMED = (

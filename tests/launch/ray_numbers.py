@@ -1,7 +1,5 @@
 """What the Ray launcher's runs train with, so that their numbers can be compared: SGD, and the first gradients kept."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The local launcher with small programs as ranks and servers: order of the end, failures, retries, kill -9."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The Ray launcher on a real Ray: where processes are, how they end, what starts again, and the numbers of a run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -15,7 +13,6 @@ import pytest
 import yaml
 from hosts import Hosts
 from hosts import why_not as why_no_hosts
-from launched import engine, fake_sglang
 from rank_scripts import ROUNDING
 from ray_box import TOKEN, Ray, why_not
 from ray_numbers import numbers_in
@@ -104,7 +101,6 @@ def ray() -> Iterator[Ray]:
         yield made
 
 
-@pytest.mark.extra
 @pytest.mark.slow
 class TestOnOneNode:
     def launched(self, ray: Ray, folder: Path, programs: dict[str, str], **settings) -> RayLauncher:
@@ -113,6 +109,7 @@ class TestOnOneNode:
         launcher.start()
         return launcher
 
+    @pytest.mark.extra
     def test_ranks_end_then_servers_and_the_clusters_room_is_free_again(self, ray, tmp_path):
         programs = {"trainer-0": NOTES_GPUS + "time.sleep(0.5); end()", "servers-0": WAITS}
         launcher = self.launched(ray, tmp_path, programs)
@@ -129,6 +126,7 @@ class TestOnOneNode:
         assert (Path(launcher.plan.folder) / host / "trainer-0.log").exists()
         assert f"servers-0  {host}  exit code 0" in status_text(tmp_path)
 
+    @pytest.mark.extra
     def test_a_lost_actor_starts_the_ranks_again_from_the_newest_checkpoint(self, ray, tmp_path):
         program = NOTES_GPUS + "time.sleep(0 if '--ckpt_path' in sys.argv else 600)"
         launcher = self.launched(ray, tmp_path, {"trainer-0": program, "servers-0": WAITS}, recover=Recover(retries=1))
@@ -150,6 +148,7 @@ class TestOnOneNode:
         assert notes(tmp_path).count("trainer-0 started") == 1
         assert notes(tmp_path).count("servers-0 started") == 2
 
+    @pytest.mark.extra
     def test_no_process_outlives_a_launcher_that_is_killed(self, ray, tmp_path):
         driver = [sys.executable, str(HERE / "ray_driver.py"), str(tmp_path), ray.address, TOKEN["RAY_AUTH_TOKEN"]]
         with forked.Popen(driver, stdin=subprocess.PIPE, env=without_ray()) as launcher:
@@ -283,32 +282,13 @@ class TestNumbers:
     def paths(self, monkeypatch) -> None:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
 
+    @pytest.mark.extra
     def test_two_ranks_one_killed_learn_what_one_process_learns(self, ray, expected, tmp_path):
         with RayRun(ray, tmp_path / "run", ranks=2, iterations=5, retries=1) as run:
             run.wait_for(2)  # a checkpoint is there
             assert 0 <= run.kill("rank 1")["lost_iterations"] <= 1
             assert run.finish() == 0, run.output()
         assert_same_numbers(run.folder, expected, 5)
-
-    @pytest.mark.extra
-    def test_a_server_of_the_cluster_gives_the_run_of_a_server_of_its_own(self, ray, tmp_path):
-        own = engine(tmp_path, servers=1)
-        expected = one_process(tmp_path / "reference", 3, engine=own)
-        server = ["--trainer.engine", "SGLangEngine", "--trainer.engine.sglang_python", fake_sglang(tmp_path)]
-        with RayRun(ray, tmp_path / "run", [*server, "--launch.servers", "1"], ranks=1, iterations=3) as run:
-            assert run.finish() == 0, run.output()
-        assert_same_numbers(run.folder, expected, 3)
-        assert "routable  version 3" in status_text(run.folder / "runs")
-
-    @pytest.mark.extra
-    @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
-    def test_two_hosts_with_two_ranks_each_learn_what_one_process_learns(self, expected, tmp_path):
-        with Hosts(2, are_named=True) as hosts, Ray(hosts, paths=(str(HERE), str(ROOT))) as cluster:
-            run = RunOnHosts(hosts, cluster, tmp_path / "run", ranks=4, iterations=3)
-            assert run.finish() == 0, run.output()
-        assert_same_numbers(run.folder, expected, 3)
-        logs = [log.parent.name for log in (run.folder / "runs/launch-0").glob("10.77.0.*/trainer-*.log")]
-        assert sorted(logs) == ["10.77.0.1"] * 2 + ["10.77.0.2"] * 2  # Ray chooses which of them has rank 0
 
     @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
     @pytest.mark.extra  # nearly two minutes; `pytest -m cluster` has it

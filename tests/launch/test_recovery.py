@@ -1,7 +1,5 @@
 """Kill -9 of a rank; random ones, of the launcher too: `python -m benchmarks.recovery`."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ class PlainRun(LaunchedRun):
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.extra
 def test_a_killed_run_loses_one_iteration_at_most_and_no_loss_differs(tmp_path: Path) -> None:
     with PlainRun(tmp_path / "reference", ranks=1, iterations=6) as reference:
         assert reference.finish() == 0, reference.output()

@@ -1,7 +1,5 @@
 """What torchrun's scripts and Kubernetes' manifests say of a plan."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """Jobs that the launcher writes, and what they do with Slurm on hosts in a box: order, warning, requeue, a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -161,37 +159,6 @@ class TestOnSlurm:
         log = (Path(plan.folder) / "job.log").read_text()
         assert "The time limit is near" in log
         assert "Requeued after 0 restarts." in log
-
-    @pytest.mark.extra
-    def test_a_canceled_job_asks_the_trainer_to_end_and_is_not_requeued(self, slurm, tmp_path):
-        plan = plan_in(tmp_path, recover=Recover(retries=1))
-        write_files(plan, "", SlurmLauncher(plan).files())
-        job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
-        self.wait_for_notes(slurm, job, tmp_path, 3)
-        slurm.run("scancel", "--batch", "--signal=TERM", job)  # SlurmLauncher.end
-        slurm.wait_for(job, "COMPLETED", timeout_s=LONGEST_S)
-        assert [one["role"] for one in notes(tmp_path)[3:]] == ["trainer", "trainer", "servers"]
-
-    @pytest.mark.extra
-    @pytest.mark.timeout(300)
-    def test_a_heterogeneous_job_starts_again_as_a_whole(self, slurm, tmp_path):
-        plan = plan_in(tmp_path, recover=Recover(retries=1), server_options={"nodelist": "node1"})
-        write_files(plan, "", SlurmLauncher(plan).files())
-        job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
-        self.wait_for_notes(slurm, job, tmp_path, 3)
-        first = {one["SLURMD_NODENAME"]: one for one in notes(tmp_path)}
-        assert {name: one["role"] for name, one in first.items()} == {
-            "node1": "servers", "node2": "trainer", "node3": "trainer"
-        }  # fmt: skip
-        assert first["node1"]["words"][first["node1"]["words"].index("--host") + 1] == "node1"
-        assert {first[name]["MASTER_ADDR"] for name in ("node2", "node3")} == {"node2"}
-        slurm.run("scancel", "--signal=KILL", (Path(plan.folder) / "trainer.step").read_text().strip())
-        slurm.wait_for(job, "COMPLETED", timeout_s=2 * LONGEST_S)
-        again = [one for one in notes(tmp_path)[3:] if one["word"] == "started" and one["role"] == "trainer"]
-        assert [one["words"][-2:] for one in again] == [["--ckpt_path", "last"]] * 2
-        ended = [one["role"] for one in notes(tmp_path) if one["word"] == "ended"]
-        assert ended == ["servers", "trainer", "trainer", "servers"]
-        assert "Job step aborted" not in (Path(plan.folder) / "job.log").read_text()  # servers were asked to end
 
     @pytest.mark.extra
     @pytest.mark.timeout(300)

@@ -1,7 +1,5 @@
 """torchrun's scripts on three hosts in a box: a run with a server elsewhere, a torchrun that is killed, a resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -64,9 +62,7 @@ def iteration(runs: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(WHY_NOT is not None, reason=f"hosts in a box: {WHY_NOT}")
-def test_a_killed_torchrun_leaves_no_rank_and_the_run_goes_on_from_its_checkpoint(
-    scripts: Path, start: Callable[..., subprocess.Popen[Any]]
-) -> None:
+def test_a_killed_torchrun_leaves_no_rank_and_the_run_goes_on_from_its_checkpoint(scripts, start):
     runs = scripts.parent
     start("servers", 3)
     first, second = start("trainer", 1), start("trainer", 2)

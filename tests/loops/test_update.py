@@ -31,6 +31,44 @@ def outputs_like(experience: Experience, *, requires_grad: bool = False) -> Outp
     return Outputs(logprobs.requires_grad_(requires_grad), torch.full_like(experience.behavior_logprobs, 2.0))
 
 
+class Named(GRPO):
+    """What a user writes, with a mistake in its loss."""
+
+    mistake: Any = None
+    reward = lambda self, trajectory: 0.0  # noqa: E731
+
+    def loss(self, experience: Experience, outputs: Outputs) -> Any:
+        return type(self).mistake(self, experience, outputs)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda self, experience, outputs: outputs.logprobs,
+         "Named.loss must return a dict, got Tensor. Return {'loss'"),
+        (lambda self, experience, outputs: None, r"Named\.loss must return a dict, got NoneType"),
+        (lambda self, experience, outputs: {"loss": outputs.logprobs.detach()},
+         r"Named\.loss returns a loss without a gradient\. Compute it from outputs\.logprobs"),
+        (lambda self, experience, outputs: {"loss": experience.advantage},
+         r"Named\.loss reads experience\.advantage, which does not exist\. Use advantages\."),
+        (lambda self, experience, outputs: {"loss": outputs.logprobs - experience.proximal_logprobs},
+         r"Named\.loss computes with None .*has no .*proximal_logprobs.*Set needs_proximal_logprobs = True"),
+        (lambda self, experience, outputs: {"loss": outputs.logprobs + "x"}, "unsupported operand"),
+    ],
+    ids=["a bare tensor", "nothing", "a detached loss", "a misspelled field", "proximal logprobs not asked for",
+         "any other is the user's own"],
+)  # fmt: skip
+def test_a_mistake_in_loss_is_a_sentence_with_class_hook_and_fix(
+    mistake: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Named, "mistake", staticmethod(mistake))
+    module = Named(tiny_spec(), group_size=2)
+    module.needs_proximal_logprobs = False
+    experience = random_experience(is_scored=False)
+    with pytest.raises((TypeError, ValueError, AttributeError), match=message):
+        MinibatchLoss(module, experience)(experience, outputs_like(experience, requires_grad=True))
+
+
 def returning(value: Any, **settings: Any) -> GRPO:
     """A module whose loss gives this, or what this gives for (experience, outputs)."""
     module = make_module(**settings)
@@ -74,7 +112,7 @@ def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_mi
         ({"loss": (torch.zeros(9), torch.ones(9))}, "'loss' per token, .* got tuple"),
         (
             {"loss": torch.zeros(9), "level": (random_experience().rewards, random_experience().behavior_logprobs)},
-            r"values and weights of 'level' from loss must have one shape, got \(9,\) and \(9, \d+\)",
+            r"values and weights of 'level' from GRPO.loss must have one shape, got \(9,\) and \(9, \d+\)",
         ),
         ({"loss": torch.zeros(9), "level": (torch.zeros(9),)}, "'level' per token, .* got tuple"),
         ({"loss": torch.zeros(9), "level": (torch.zeros(4), torch.ones(4))}, r"'level' per token, .* got \(4,\)"),

@@ -147,6 +147,52 @@ def test_what_learns_from_given_completions_becomes_its_own_class(areal, algorit
     assert not result.unknown
 
 
+def test_sft_without_a_type_is_not_taken_for_rl():
+    areal = learns_from("sft")
+    del areal["train_dataset"]["type"]
+    result = convert(areal)
+    assert (result.settings["model"]["class_path"], result.settings["data"]["class_path"]) == ("SFT", "SFTDataModule")
+    assert "reward" not in result.settings["model"]["init_args"]
+    assert "is not given" in result.notes["train_dataset.type"]
+
+
+def test_what_a_run_needs_and_the_file_lacks_is_said(tmp_path, capsys):
+    file = tmp_path / "areal.yaml"
+    file.write_text("actor: {path: a}\ngconfig: {n_samples: 4}\n")
+    assert main(["convert", str(file)]) == 0
+    said = capsys.readouterr().err.partition("since the file does not have it:")[2]
+    assert said.split() == ["data.train", "model.reward"]
+
+
+def test_a_file_of_areal_core_is_read_by_its_older_names():
+    result = convert({
+        "n_nodes": 1, "n_gpus_per_node": 8, "allocation_mode": "sglang.d4p1m1+d2p2m1", "group_size": 16,
+        "max_head_offpolicyness": 4, "actor": {"path": "some/model", "optimizer": {"lr": 2e-5}},
+        "ppo": {"gen": {"max_new_tokens": 512, "top_p": 1.0}, "eps_clip": 0.2, "ppo_n_minibatches": 2,
+                "reward_output_scaling": 5.0},
+        "dataset": {"path": "math.jsonl", "train_bs_n_seqs": 32, "max_prompt_len": 100},
+        "exp_ctrl": {"total_train_epochs": 3, "save_freq_steps": 20},
+    })  # fmt: skip
+    assert (result.left, result.unknown) == ({}, [])
+    model, data = (result.settings[name]["init_args"] for name in ("model", "data"))
+    assert (model["group_size"], model["sampling"], model["num_minibatches"]) == (
+        16, {"max_new_tokens": 512, "top_p": 1.0}, 2)  # fmt: skip
+    assert (model["lr"], model["clip_low"], model["reward_shaping"]) == (2e-5, 0.2, {"scaling": 5.0})
+    assert (data["train"], data["batch_size"], data["max_prompt_tokens"]) == ("math.jsonl", 32, 100)
+    trainer = result.settings["trainer"]
+    assert (trainer["max_epochs"], trainer["strategy"]["init_args"]) == (3, {"pp": 2, "tp": 1})
+    assert result.settings["launch"]["allocation"] == "sglang.d4p1m1+d2p2m1"
+    assert result.missing == ["model.reward"]
+
+
+def test_schedules_of_areal_are_rl_settings_too():
+    optimizer = {"eps": 1e-5, "lr_scheduler_type": "cosine", "min_lr_ratio": 0.1, "warmup_steps_proportion": 0.02}
+    result = convert({"actor": {"path": "a", "optimizer": optimizer}, "gconfig": {"n_samples": 4}})
+    model = result.settings["model"]["init_args"]
+    found = [model[name] for name in ("eps", "lr_decay", "min_lr_ratio", "warmup_iterations")]
+    assert (found, result.left) == ([1e-5, "cosine", 0.1, 0.02], {})
+
+
 def test_another_reference_of_dpo_is_kept_and_microbatches_have_no_counterpart():
     ref = {"path": "other/model", "mb_spec": {"max_tokens_per_mb": 9}}
     result = convert(learns_from("dpo", ref=ref))
@@ -244,7 +290,7 @@ def test_a_value_that_cannot_be_read_is_listed(key, value):
 @pytest.mark.parametrize(
     ("areal", "key", "is_converted"),
     [
-        (actor(reward_scaling=10.0), "actor.reward_scaling", False),
+        (actor(reward_scaling=10.0), "actor.reward_scaling", True),
         (
             actor(reward_scaling=10.0, adv_norm=norm("batch", "batch")),
             "actor.reward_scaling",
@@ -254,7 +300,7 @@ def test_a_value_that_cannot_be_read_is_listed(key, value):
         (
             actor(reward_scaling=2.0, reward_norm=norm("group", None)),
             "actor.reward_scaling",
-            False,
+            True,
         ),
         (actor(recompute_logprob=True), "actor.recompute_logprob", False),
         (actor(max_new_tokens=9) | {"gconfig": {"max_new_tokens": 8}}, "actor.max_new_tokens", False),

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from tiny import FAMILIES, char_tokenizer, tiny_model, tiny_spec
+from transformers import LlamaConfig, Phi3Config
 
-from lightrl.models import ModelSpec
+from lightrl.models import ModelSpec, context_tokens
 
 CONFIG = FAMILIES["qwen3"]
 
@@ -113,3 +114,28 @@ def test_an_import_that_fails_inside_the_module_is_not_swallowed(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
         ModelSpec(config=CONFIG, tokenizer="broken_tokenizer.make").load_tokenizer()
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        pytest.param(LlamaConfig, {}, 64, id="without rope"),
+        pytest.param(
+            LlamaConfig, {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}}, 16, id="in its rope"
+        ),
+        pytest.param(
+            Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24}, 24, id="beside its rope"
+        ),
+        pytest.param(
+            LlamaConfig, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, 64, id="yarn"
+        ),
+    ],
+)
+def test_longrope_ends_at_its_original_length_whose_factors_all_rows_have(
+    kind: Any, changes: dict[str, Any], expected: int
+) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
+    assert context_tokens(kind(vocab_size=32, **sizes, **changes)) == expected

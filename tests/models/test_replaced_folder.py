@@ -7,10 +7,14 @@ import signal
 from pathlib import Path
 
 import pytest
+from tiny import tiny_model, tiny_spec
 
 from lightrl.checks import publish
-from lightrl.models import model_folder
+from lightrl.models import LoRA, ModelSpec, model_folder
+from lightrl.models.lora import adapter_config, is_adapter, save_adapter
 from lightrl.models.model_folder import replaced_folder
+from lightrl.models.model_spec import check_files
+from lightrl.strategies.empty_model import parameter_reader
 
 # Each step of an export, as (module, function): it is killed before the step.
 STEPS = [("model_folder", "sync_files"), ("model_folder", "publish"), ("publish", "_swap"), ("publish", "remove_path")]
@@ -47,6 +51,44 @@ def test_an_export_killed_at_any_step_is_whole_and_the_next_one_clears_the_rest(
     export(place, "newest")
     assert (place / "config.json").read_text() == "newest"
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize("role", ["model", "tensors one by one", "scalar head"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_an_exported_file_with_one_other_bit_is_refused_by_name(name: str, role: str, tmp_path: Path) -> None:
+    place = tmp_path / "export"
+    with replaced_folder(place) as folder:
+        tiny_spec().load_model().save_pretrained(folder)
+    content = bytearray((place / name).read_bytes())
+    content[-9] ^= 1
+    (place / name).write_bytes(content)
+    spec = ModelSpec(path=str(place), head="scalar" if role == "scalar head" else "vocabulary")
+    load = (lambda: parameter_reader(spec, [])) if role == "tensors one by one" else spec.load_model
+    with pytest.raises(ValueError, match=rf"{name}' has other bytes than were written.*delete its line there"):
+        load()
+
+
+def test_an_exported_adapter_with_one_other_bit_is_refused(tmp_path: Path) -> None:
+    place, model = tmp_path / "export", tiny_model()
+    LoRA(rank=2).add_to(model)
+    adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
+    with replaced_folder(place) as folder:
+        save_adapter(adapters, adapter_config(model, None), folder)
+    content = bytearray((place / "adapter_model.safetensors").read_bytes())
+    content[-9] ^= 1
+    (place / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors' has other bytes than were written"):
+        LoRA(adapter=str(place)).add_to(tiny_model())
+
+
+def test_an_exported_file_that_was_changed_on_purpose_is_taken_after_its_line_is_deleted(tmp_path: Path) -> None:
+    export(tmp_path / "export", "old")
+    (tmp_path / "export" / "config.json").write_text("new")
+    sums = tmp_path / "export" / "sha256sums.txt"
+    with pytest.raises(ValueError, match=r"config\.json"):
+        check_files(tmp_path / "export")
+    sums.write_text("")
+    check_files(tmp_path / "export")
 
 
 def test_without_exchanging_renames_the_next_export_gives_the_old_folder_its_name_back(tmp_path: Path) -> None:

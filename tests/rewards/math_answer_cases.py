@@ -114,3 +114,83 @@ CASES: list[tuple[str, object, int, int, str]] = [
     (r"\boxed{\{1, 2\}}", r"\{1, 2, 3\}", 0, 1, "a smaller set"),
     (r"\boxed{(1, 2)}", "(2, 1)", 0, 1, "tuples have an order"),
 ]
+
+# What is in the box, the reference, and whether they are equal.
+BOXED: dict[str, list[tuple[str, str, int]]] = {
+    "a letter after a number is a variable": [
+        *[("6n", "6m", 0), ("3i", "3", 0), ("-4i", "-4", 0), ("8y", "8", 0), ("9ab", "9cd", 0), ("1/3x", "1/3y", 0)],
+        *[("6m", "6m", 1), ("7 cm", "7", 1), (r"5\text{ m}", "5", 1), ("12 m/s", "12", 1), ("9 ft.", "9", 1)],
+    ],
+    "a word after a number may change it": [
+        *[("5 and six", "5", 0), ("4 or y", "4", 0), ("2 million", "2", 0), ("7 p.m.", "7 a.m.", 0), ("8 pm", "8", 0)],
+        *[("6 dozen", "6", 0), ("6 thirds", "6", 0), ("6 plus zero", "6", 0), ("3万", "3", 0), ("5个", "5", 1)],
+        *[("42 fluid ounces", "42", 1), ("3 bags of rice", "3", 1), ("4 km", "4 cm", 0), ("4 cm", "4 cm", 1)],
+    ],
+    "what is left to calculate is not the number": [
+        *[(item, "6", 0) for item in ("2+4", "8-2", r"2\cdot3", r"2 \times 3", "2*3", "3!", r"\sqrt{36}", "12/2/1")],
+        *[
+            (item, "6", 0)
+            for item in ("2(3)", "--6", r"\frac{2+4}{1}", "|6|", r"\binom{4}{2}", "6e", "6 mod 7", "6:00")
+        ],
+        *[(item, "6", 0) for item in ("x=2+4", "6 = x", "x > 6", "6, 7", r"x = 6 \text{ or } x = 7", r"\pm 6", "6...")],
+        *[(item, "6", 1) for item in ("x = 6", "f(2) = 6", "6.", "(6)", "$6$", r"\frac{12}{2}", "6^1", "+6")],
+        *[("4+1", "x = 5", 0), ("5", "x = 5", 1), ("y = 5", "x = 5", 0), ("25", "x^2+y^2=25", 0), ("6", "3!", 1)],
+        *[("(1+1, 3)", "(2,3)", 0), (r"\{1+1,3\}", r"\{2,3\}", 0), ("(2, 3)", "(2,3)", 1), ("1200", "(1,200)", 0)],
+        *[(r"2+\sqrt{3}", r"2+\sqrt{3}", 1), (r"5+2\sqrt{6}", r"(\sqrt{2}+\sqrt{3})^2", 1), ("2π", r"2\pi", 1)],
+    ],
+    "one choice and no other": [
+        *[(item, "A", 0) for item in ("A. B. C. D", "(A) (B)", "A or B", "A, B", "A/B", "A B", "A.B.C", "A: B")],
+        *[(item, "A", 0) for item in ("a. none b. all", "A. x=1 or B. x=2", "A) or C", "A A", "(A), (B)")],
+        *[("B) 42", "B", 1), (r"(B) \frac{1}{2}", "B", 1), ("A) vitamin C.", "A", 1), ("(D) Both A and B", "D", 1)],
+    ],
+    "numbers near zero differ": [
+        *[("1/2^98", "1/2^99", 0), (r"e^{-70}", "e^{-80}", 0), (r"e^{-5000}", "e^{-6000}", 0)],
+        *[(r"2 \times 10^{-30}", r"3 \times 10^{-28}", 0), (r"\{e^{-70}, 1\}", r"\{e^{-80}, 1\}", 0)],
+        *[(r"2^{-99}", r"\frac{1}{2^{99}}", 1), ("1/2^99", r"2^{-99}", 1)],
+    ],
+    "a rounded value is another one": [
+        *[
+            ("0.333333", "1/3", 0),
+            ("1.414214", r"\sqrt{2}", 0),
+            ("3.14159265", r"\pi", 0),
+            (r"3.14159\ldots", r"\pi", 0),
+        ],
+        *[(r"2.5\pi", r"\frac{5\pi}{2}", 1), (r"0.1\pi", r"\frac{\pi}{10}", 1), (r"0.\overline{3}", r"\frac13", 1)],
+    ],
+    "an ellipsis is equal to itself alone": [
+        *[(r"2, 4, \ldots, 2n", r"2, 3, \ldots, n", 0), (r"1, 2, \dots", r"1, 2, 3, \dots", 0)],
+        (r"2, 4, \ldots, 2n", r"2, 4, \ldots, 2n", 1),
+    ],
+    "forms of the same number": [
+        *[("1 1/2", "1.5", 1), ("11 5/6", "71/6", 1), (r"12\frac12\%", r"12.5\%", 1), ("-2 1/4", "-2.25", 1)],
+        *[
+            ("3 000", "3000", 1),
+            ("3\u202f000", "3000", 1),
+            (r"3\,000", "3000", 1),
+            ("2 2/3", "2", 0),
+            ("1 5/3", "8/3", 0),
+        ],
+        *[("2**10", "1024", 1), (r"\left(\frac{1}{2}\right)^{3}", "0.125", 1), ("1.024 × 10³", "1024", 1)],
+        *[("50 percent", "0.5", 1), ("5€", "5", 1), ("30°", "30", 1), ("007", "7", 1), ("3/-4", "-0.75", 1)],
+    ],
+    "characters of other keyboards": [
+        *[(item, "-5", 1) for item in ("–5", "－5", "−5", "‑5", "—5", "﹣5")],
+        *[
+            ("５", "5", 1),
+            ("5。", "5", 1),
+            ("（1，2）", "(1,2)", 1),
+            ("1½", "1.5", 1),
+            ("x²", "x^2", 1),
+            ("√2", r"\sqrt2", 1),
+        ],
+        *[("￥５", "5", 1), ("１，０００", "1000", 1), ("10⁻³", "0.001", 1)],
+    ],
+    "words and variables are compared as they are": [
+        *[("listen", "silent", 0), ("York New", "New York", 0), ("AB", "ab", 0), ("x", "X", 0), ("ba", "ab", 1)],
+        *[("No", "no", 1), ("1010_3", "1010_2", 0), (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}", 1)],
+    ],
+    "an inequality is an interval": [
+        *[("0<x<12.5", "(0,12.5)", 1), ("(0,12.5)", "0<x<12.5", 1), ("x>1", r"(1,\infty)", 1), ("0<x<2", "[0,2]", 0)],
+        (r"x < \infty", r"x < +\infty", 1),
+    ],
+}

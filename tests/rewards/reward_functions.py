@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -58,6 +59,20 @@ def hold_the_interpreter() -> None:
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
+def _reply_pipe() -> int:
+    """The descriptor that only the worker's own code writes to."""
+    links = {int(entry.name): str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    stderr = links[2]
+    return max(
+        number for number, link in links.items() if link.startswith("pipe:") and link != stderr and _writes(number)
+    )
+
+
+def _writes(descriptor: int) -> bool:
+    flags = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0]
+    return int(flags, 8) & os.O_ACCMODE == os.O_WRONLY
+
+
 def obey(trajectory: Trajectory) -> object:
     """Does what the prompt's field `do` says."""
     what = trajectory.prompt.fields.get("do")
@@ -79,6 +94,20 @@ def obey(trajectory: Trajectory) -> object:
     if what == "print":
         print('{"index": 0, "reward": 7.0, "metrics": {}, "rewards": null}')  # noqa: T201
         os.write(1, b"raw bytes on descriptor 1\n\x1b]0;title\x07\x1b[2J\n")
+    if what == "write into the pipe":
+        for line in trajectory.prompt.fields["lines"]:
+            os.write(_reply_pipe(), line.encode())
+    if what == "write into the pipe later":
+        threading.Timer(0.1, os.write, [_reply_pipe(), b"stray\n"]).start()
+    if what == "print without a newline":
+        for _ in range(trajectory.prompt.fields["times"]):
+            os.write(1, b"." * (1 << 16))
+    if what == "spawn a session":
+        session = subprocess.Popen(
+            ["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert session.stdout is not None
+        return {"reward": 1.0, "child": session.pid, "grandchild": int(session.stdout.readline())}
     if what == "read":
         return len(sys.stdin.read())
     if what == "sys.exit":

@@ -121,10 +121,51 @@ def test_tests_that_would_begin_too_late_count_as_time_limit():
         ("print(1)", "print(1)"),
         ("```python\nnever closed", ""),
         ("```cpp\nint x;\n```", ""),
+        ("```python\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)\n"),
+        ("```\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)\n"),
+        ("```\nprint('a b')\n```\nIt prints:\n```\na b\n```", "print('a b')\n"),
+        ("```py\ndef f():\n    return 1\n```\nUse:\n```py\nprint(f())\n```", "def f():\n    return 1\n"),
+        ("```py\ndef f():\n    return 1\n```\nBetter:\n```py\ndef f():\n    return 2\n```", "def f():\n    return 2\n"),
+        (
+            "```py\ndef f(x):\n    return x\n```\nand\n```py\nprint(f(input()))\n```",
+            "def f(x):\n    return x\n\nprint(f(input()))\n",
+        ),
+        ("```py\nprint(1)\n```\nNo:\n```py\nprint(2\n```", "print(2\n"),
+        ("print(1)\n```", "print(1)\n"),
+        ("print(1)\n```\nUse:\n```bash\npython a.py\n```\n", "print(1)\n"),
+        ("Here it is.\n```python\nprint(1)\n```\n```", "print(1)\n"),
+        ('```python\n"""\n```\n1 2\n```\n"""\nprint(1)\n```\n', '"""\n```\n1 2\n```\n"""\nprint(1)\n'),
+        (r"```python" "\nre.compile('\\d')\n```", "re.compile('\\d')\n"),
     ],
 )
-def test_the_last_python_block_is_the_program(completion, program):
+def test_the_program_is_the_last_block_that_is_no_output_and_no_example_of_its_use(completion, program):
     assert extracted_program(completion) == program
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("print(10**6000)", [{"stdin": "", "stdout": "1" + "0" * 6000}]),
+        ("def f(n):\n    return 10**n", [{"function": "f", "arguments": [6000], "expected": 10**6000}]),
+        ("def f(n):\n    return 10**n", '[{"function": "f", "arguments": [6000], "expected": 1%s}]' % ("0" * 6000)),
+        (
+            "import numpy as np\ndef f(a):\n    return np.sum(a)",
+            [{"function": "f", "arguments": [[1, 2]], "expected": 3}],
+        ),
+        (
+            "import numpy as np\ndef f(a):\n    return {np.int64(1): (np.array(a), np.bool_(True), np.float32(0.5))}",
+            [{"function": "f", "arguments": [[1, 2]], "expected": {1: [[1, 2], True, 0.5]}}],
+        ),
+    ],
+    ids=["printed", "returned", "from a column", "numpy's integer", "numpy within a dict"],
+)
+def test_integers_of_any_length_and_numpys_numbers_are_values(program, tests):
+    assert judged(program, tests)["reward"] == 1.0
+
+
+def test_a_call_that_raises_is_not_the_expected_null():
+    program = "def f():\n    raise ValueError"
+    assert verdict_of(judged(program, [{"function": "f", "arguments": [], "expected": None}])) == "runtime_error"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_number_that_training_would_overflow_on_is_refused(value):
 def test_what_is_no_judgment_is_refused_with_a_reason(value, message):
     with pytest.raises(RewardError, match=message) as caught:
         Judgment.of(value, trajectory_that())
-    assert caught.value.reason == "raised"
+    assert caught.value.reason == "invalid"
 
 
 def test_a_judgment_is_written_into_its_trajectory():

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reward_functions import trajectory_that
 
 from lightrl.errors import RewardError
@@ -119,6 +121,54 @@ def test_an_answer_without_a_good_score_is_an_error(answer, message):
     (error,) = Server(answer).judge(ask())
     assert isinstance(error, RewardError)
     assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        *[
+            ("Wrong. Score: -1", -1.0),
+            ("Score: -8", -8.0),
+            ("Score: −8", -8.0),
+            ("Score: .5", 0.5),
+            ("Score: -.5", -0.5),
+        ],
+        *[("Score: +3", 3.0), ("Score: 10.", 10.0), ("**Score:** 8/10", 8.0), ("Score: **8** out of 10", 8.0)],
+        *[("Score (-10 to 10): 4", 4.0), ('{"score": -2.5}', -2.5), ("score = 3 + 4 = 7", 7.0), ("final_score=6", 6.0)],
+        *[
+            ("Score: 8 (ratio: 3)", 8.0),
+            ("Score: [[7]]", 7.0),
+            ("Score\n\n7", 7.0),
+            ("score 7", 7.0),
+            ("Score: 1e-1", 0.1),
+        ],
+        *[("Score: 3 for style. Score: -4", -4.0), ("Score -7", -7.0)],
+    ],
+)
+def test_the_score_is_the_number_behind_the_last_colon_or_equals_sign(answer, score):
+    (result,) = Server(answer).judge(ask(), score_range=(-10, 10))
+    assert result["score"] == score
+    assert result["reward"] == pytest.approx((score + 10) / 20)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    score=st.floats(-10, 10).map(lambda value: round(value, 3)),
+    form=st.sampled_from(["{}", "{:.1f}", "{:+}", "{:.3f}"]),
+)
+def test_every_form_of_a_number_in_the_range_is_read(score, form):
+    judge = LLMJudge(url="http://127.0.0.1:9/v1", model="m", rubric="", score_range=(-10, 10))
+    written = form.format(score)
+    for shown in (written, written.replace("0.", ".", 1) if abs(score) < 1 else written, written.replace("-", "−")):
+        assert judge._score(f"Fine.\nScore: {shown}", ask())[0] == pytest.approx(float(written))
+
+
+@pytest.mark.parametrize(
+    "answer", ["Score: 7-8", "Score: 7,5", "Score: 4/5", "Score - 7", "Score: - 7", "Score: 3 out of 5"]
+)
+def test_a_score_that_may_mean_two_numbers_is_an_error(answer):
+    (error,) = Server(answer).judge(ask())
+    assert isinstance(error, RewardError)
 
 
 def test_requests_run_together_up_to_the_bound():

@@ -5,11 +5,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from math_answer_cases import CASES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from math_answer_cases import BOXED, CASES
 from reward_functions import trajectory_that
 
 from lightrl.rewards import math_answer
-from lightrl.rewards.math_answer import Answer, final_answer, number
+from lightrl.rewards.math_answer import Answer, equals, final_answer, number
 
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 
@@ -40,6 +42,80 @@ def test_the_last_marked_answer_counts_and_the_format_is_a_number_of_its_own(
     required = judged(completion, answer, require_format=True)
     assert required["accuracy"] == accuracy * format_, reason
     assert required["reward"] == (1.0 if accuracy and format_ else 0.1 if format_ else 0.0), reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "is_equal"),
+    [pytest.param(*row, id=f"{kind}: {row[0]} for {row[1]}") for kind, rows in BOXED.items() for row in rows],
+)
+def test_answers_are_equal_where_a_teacher_says_so(answer, reference, is_equal):
+    assert judged(f"\\boxed{{{answer}}}", reference)["accuracy"] == is_equal
+
+
+NUMBERS = st.integers(-999, 999)
+FRACTIONS = st.fractions(min_value=-99, max_value=99, max_denominator=99)
+
+
+def forms_of(value: Fraction) -> list[str]:
+    """The literal forms of a rational number."""
+    above, below = abs(value.numerator), value.denominator
+    sign = "-" if value < 0 else ""
+    whole, rest = divmod(above, below)
+    forms = [f"{sign}{above}/{below}", rf"{sign}\frac{{{above}}}{{{below}}}", rf"\dfrac{{{sign}{above}}}{{{below}}}"]
+    forms += [
+        f"{sign}{3 * above} / {3 * below}",
+        rf"${sign}\tfrac{{{above}}}{{{below}}}$",
+        f"x = {sign}{above}/{below}",
+    ]
+    if whole and rest:
+        forms += [f"{sign}{whole} {rest}/{below}", rf"{sign}{whole}\frac{{{rest}}}{{{below}}}"]
+    if below == 1:
+        forms += [
+            f"{sign}{above}",
+            f"{sign}{above}.0",
+            f"{sign}{above} apples",
+            f"{sign}{above},000/1,000" if above else "0",
+        ]
+        forms += [f"–{above}" if sign else f"{above}。", rf"{sign}{above} \times 10^{{0}}", f"{sign}{above}00%"]
+    return forms
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=FRACTIONS, data=st.data())
+def test_every_literal_form_of_a_number_is_equal_to_every_other(value, data):
+    answer, reference = data.draw(st.sampled_from(forms_of(value))), data.draw(st.sampled_from(forms_of(value)))
+    assert equals(answer, reference)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=FRACTIONS, other=FRACTIONS, data=st.data())
+def test_no_form_of_another_number_is_equal(value, other, data):
+    if value not in (other, 100 * other, other / 100):
+        answer, reference = data.draw(st.sampled_from(forms_of(value))), data.draw(st.sampled_from(forms_of(other)))
+        assert not equals(answer, reference)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    first=NUMBERS, second=NUMBERS, operator=st.sampled_from(["+", "-", " + ", "*", r"\cdot ", r" \times ", " × ", "·"])
+)
+def test_what_has_to_be_calculated_is_never_equal_to_its_value(first, second, operator):
+    value = {"+": first + second, "-": first - second}.get(operator.strip(), first * second)
+    for expression in (
+        f"{first}{operator}{second}",
+        f"x = {first}{operator}({second})",
+        f"({first}{operator}{second})",
+    ):
+        for marker in (r"\boxed", "####", "answer is"):
+            assert not equals(expression, str(value), is_marked_by=marker)
+
+
+@pytest.mark.parametrize(
+    "text", [r"so \fbox{42}", r"so \boxed 42.", r"so $\boxed 42$", r"\boxed{\fbox{42}}", r"\boxed\frac{84}{2}"]
+)
+def test_a_box_may_be_written_in_other_ways(text):
+    assert judged(text, "42")["accuracy"] == 1.0
+    assert judged("#### 42", text)["accuracy"] == 1.0
 
 
 @pytest.mark.parametrize("completion", ["1 or 42", "That is 50-42", "#### 6 * 7 = 42", "It is 42"])

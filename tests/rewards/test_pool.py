@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -252,6 +253,57 @@ def test_close_fails_the_calls_on_their_way_and_ends_all_processes():
         assert reasons(results) == ["killed"] * 5
         assert wait_until_gone(children)
         assert reasons(asyncio.run(judged_group(pool, [trajectory_that()] * 2))) == ["killed", "killed"]
+
+
+@pytest.mark.parametrize("function", ["obey", "obey_async"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        *[["stray\n"], ["{}\n"], ["3\n"], ["[[["], ["\n"], ['{"reward": 1.0}\n'], ["[" * 100_000 + "\n"]],
+        ['{"index": 99, "error": "", "reason": "raised"}\n'],
+    ],
+    ids=["text", "dict", "number", "no newline", "empty", "a reward", "deep", "another call"],
+)
+def test_a_stray_line_on_the_reply_pipe_costs_one_process(function, lines):
+    with pool_of(function) as pool:
+        batch = [trajectory_that(sample=i, do="write into the pipe" if i == 2 else None, lines=lines) for i in range(6)]
+        results = outcomes(pool, *batch)
+        assert reasons(outcomes(pool, *[trajectory_that()] * 3)) == [1.0] * 3
+    assert reasons(results) == [1.0, 1.0, "killed", 1.0, 1.0, 1.0]
+    assert "reply pipe" in str(results[2]) or "second outcome" in str(results[2])
+
+
+def test_a_stray_line_that_comes_between_two_calls_costs_no_call():
+    with pool_of("obey") as pool:
+        assert reasons(outcomes(pool, trajectory_that(do="write into the pipe later"))) == [1.0]
+        time.sleep(0.3)
+        assert reasons(outcomes(pool, trajectory_that(give=2.0))) == [2.0]
+
+
+def test_a_reward_that_prints_without_a_newline_keeps_no_memory_here(capfd):
+    with pool_of("obey") as pool:
+        call = trajectory_that(do="print without a newline", times=200)
+        asyncio.run(pool.score(trajectory_that()))
+        tracemalloc.start()
+        results = outcomes(pool, call)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert reasons(results) == [1.0]
+    assert peak < 4 << 20
+    assert capfd.readouterr().err.count(".") == 200 << 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to their guard")
+@pytest.mark.parametrize("end", ["close", "hang"])
+def test_processes_with_a_session_of_their_own_end_with_the_worker(end):
+    with pool_of("obey", timeout_s=1.0) as pool:
+        (result,) = outcomes(pool, trajectory_that(do="spawn a session"))
+        children = [int(result.metrics["child"]), int(result.metrics["grandchild"])]
+        assert not any(map(is_gone, children))
+        if end == "hang":
+            assert reasons(outcomes(pool, trajectory_that(do="hang"))) == ["timeout"]
+            assert wait_until_gone(children)
+    assert wait_until_gone(children)
 
 
 def test_a_worker_that_was_killed_while_idle_costs_no_trajectory():

@@ -73,6 +73,12 @@ def test_replay_finds_out_that_a_reward_is_not_deterministic(tmp_path):
     assert [row.is_deterministic for row in rows] == [False]
 
 
+def test_replay_shows_what_special_tokens_the_completion_leaves_out(tmp_path):
+    path = write(tmp_path / "log.jsonl", trajectory_that("42"))
+    (row,) = replay(path, "lightrl.rewards.math_answer", decode=lambda ids: f"tokens {ids}")
+    assert (row.completion, row.raw) == ("42", "tokens [5, 1]")
+
+
 def test_a_line_without_a_trajectory_is_named(tmp_path):
     path = tmp_path / "other.jsonl"
     path.write_text('{"step": 1}\n')

@@ -33,10 +33,25 @@ def test_a_pattern_matches_all_or_a_part(completion, is_full, reward):
         ("<think>a<answer>b</answer>", 0.0),
         ("<think></think> so <answer>b</answer>", 0.0),
         ("", 0.0),
+        ("\na\n</think>\n<answer>b</answer>", 1.0),
+        ("a</think></think><answer>b</answer>", 0.0),
+        ("a<think>b</think><answer>b</answer>", 0.0),
+        ("a</think>b</answer>", 0.0),
     ],
 )
 def test_tags_stand_in_order_once_and_alone(completion, reward):
     assert tag_format(trajectory_that(completion)) == reward
+
+
+def test_the_first_tag_may_be_opened_by_the_prompt_whatever_it_is():
+    assert tag_format(trajectory_that("a</reason><answer>b</answer>"), tags=["reason", "answer"]) == 1.0
+    assert tag_format(trajectory_that("a"), tags=[]) == 0.0
+
+
+@pytest.mark.parametrize("text", ["你好世界", "今日はいい天気です。", "สวัสดีชาวโลก", "hello big wide world "])
+def test_repetition_costs_in_every_script(text):
+    assert repetition_penalty(trajectory_that(text * 50)) < -0.9
+    assert repetition_penalty(trajectory_that(text)) == 0.0
 
 
 @pytest.mark.parametrize(("num_tokens", "reward"), [(0, 0.0), (12, 0.0), (14, -0.5), (16, -1.0), (20, -1.0)])

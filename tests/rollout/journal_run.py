@@ -3,8 +3,6 @@
 journal_run.py FOLDER        leaves `killed-N.pt` for each N: effects, tokens and requests after the resume
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -46,9 +44,7 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def play(
-    folder: Path, *, kill_before: int | None = None, kill_amid: int | None = None, resumes: bool
-) -> dict[str, Any]:
+def play(folder, *, kill_before=None, kill_amid=None, resumes):
     """Two iterations of one conversation; dies before the completion of this number, or amid this call of the tool."""
     effects = folder / "effects"
     num_calls = 0
@@ -98,12 +94,9 @@ def play(
     drops = [drop.message for drop in controller.drain_drops()]
     controller.close()
     return {
-        "effects": effects.read_text().split(),
-        "tokens": [list(item.token_ids) for item in trained],
-        "metrics": [item.metrics["tool_calls"] for item in trained],
-        "requests": len(engine.requests),
-        "drops": drops,
-    }
+        "effects": effects.read_text().split(), "tokens": [list(item.token_ids) for item in trained],
+        "metrics": [item.metrics["tool_calls"] for item in trained], "requests": len(engine.requests), "drops": drops,
+    }  # fmt: skip
 
 
 def in_child(work: Callable[[], Any]) -> int:

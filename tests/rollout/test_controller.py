@@ -1,7 +1,5 @@
 """RolloutController through its public door, with FakeEngine: order, staleness, failures, resume, cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -12,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 from worker_workflows import Words
 
 from lightrl.engines.fake_engine import FakeEngine
-from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError, RewardError, RolloutError, WeightSyncError
-from lightrl.rewards import Judgment, RewardHook
+from lightrl.rewards import Judgment
 from lightrl.rollout.controller import RolloutController, Wait
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
@@ -27,15 +24,9 @@ from lightrl.workflows.workflow import Generate, SingleTurn, Workflow
 
 SAMPLING = Sampling(max_new_tokens=4)
 CONFIG = Qwen3Config(
-    vocab_size=997,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=8,
-    max_position_embeddings=64,
-)
+    vocab_size=997, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+    num_key_value_heads=1, head_dim=8, max_position_embeddings=64,
+)  # fmt: skip
 Make = Callable[..., RolloutController]
 
 
@@ -131,9 +122,6 @@ def uneven(prompt: list[int], sampling: Sampling) -> float:
     return 0.0005 * (1 + prompt[0] * 7 % 5)
 
 
-# ---------------------------------------------------------------------- on-policy
-
-
 def test_on_policy_requests_come_in_one_wave_of_prompts_and_samples(make: Make) -> None:
     controller = make(FakeEngine(seconds_per_token=uneven), group_size=3, groups_per_iteration=4)
     groups = controller.take(0)
@@ -163,51 +151,6 @@ def test_on_policy_nothing_starts_before_a_batch_is_waited_for(make: Make) -> No
     iterate(controller, 0)
     controller.state_dict()  # the event loop has handled all that came before
     assert len(fake(controller).requests) == 2
-
-
-def test_local_engine_gives_the_trajectories_of_the_plain_order(make: Make) -> None:
-    engine = LocalEngine(threads=1)
-    engine.start(CONFIG)
-    with torch.random.fork_rng():
-        model = AutoModelForCausalLM.from_config(CONFIG)
-    judge = RewardHook(lambda trajectory: float(len(trajectory.token_ids)))
-    judge.start()
-    controller = RolloutController(
-        engine,
-        single_turn(),
-        judge,
-        RolloutSettings(group_size=2, groups_per_iteration=3),
-        sampling=SAMPLING,
-        prompts=Numbers(),
-    )
-    try:
-        controller.load_weights(bucketed(model.named_parameters(), 10_000), weight_version=0)
-        groups = controller.take(0)
-        for group in groups:
-            for item in group.trajectories:
-                seed = sampling_seed(0, f"{group.id}:p{group.id}", item.sample)
-                sampling = Sampling(max_new_tokens=4, seed=seed)
-                (alone,) = asyncio.run(engine.generate([group.id], sampling, session="alone"))
-                assert item.completion_ids == alone.token_ids
-                assert item.behavior_logprobs[1:] == pytest.approx(alone.logprobs, abs=1e-5)
-                assert item.reward == 5.0
-    finally:
-        controller.close()
-        judge.close()
-        engine.close()
-
-
-# ---------------------------------------------------------------------- staleness
-
-
-def test_later_groups_run_while_the_update_is_in_progress(make: Make) -> None:
-    controller = make(FakeEngine(seconds_per_token=0.005), max_staleness=1)
-    assert ids(controller.take(0)) == [0, 1]
-    # Here the update is in progress: nothing was committed or synced.
-    wait_until(lambda: {request.token_ids[0] for request in fake(controller).requests} == {0, 1, 2, 3})
-    controller.commit()
-    load_version(controller, 1)
-    assert [request.weight_version for request in fake(controller).requests] == [0, 0, 0, 0, 1, 1]
 
 
 class PausingScript(list[int]):
@@ -293,22 +236,6 @@ def test_a_straggler_is_given_up_and_drawn_again_with_newer_weights(make: Make) 
     assert controller.drain_drops() == []
 
 
-def test_max_concurrent_bounds_the_groups_in_flight(make: Make) -> None:
-    in_flight: list[int] = []
-    most: list[int] = []
-
-    async def count(prompt: Prompt, generate: Generate) -> None:
-        in_flight.append(1)
-        most.append(len(in_flight))
-        await generate(prompt.token_ids or [])
-        in_flight.pop()
-
-    controller = make(workflow=Playing(count), max_staleness=2, groups_per_iteration=4, max_concurrent=3)
-    for version in range(3):
-        iterate(controller, version)
-    assert max(most) == 3
-
-
 def test_no_prompt_starts_beyond_what_the_run_needs(make: Make) -> None:
     controller = make(max_staleness=4, total_groups=6, reward=fails_for({3}), max_failed_fraction=1.0)
     seen = [position for version in range(3) for position in ids(iterate(controller, version))]
@@ -316,9 +243,6 @@ def test_no_prompt_starts_beyond_what_the_run_needs(make: Make) -> None:
     controller.state_dict()
     assert controller.progress()["next_position"] == 7  # 6 and one for the dropped one
     assert len(fake(controller).requests) == 7
-
-
-# ---------------------------------------------------------------------- what is dropped
 
 
 def fails_for(positions: set[int], reason: str = "raised") -> Callable[[Trajectory], float]:
@@ -429,9 +353,6 @@ def test_a_group_in_which_the_policy_wrote_nothing_does_not_hold_the_others_up(m
     assert len(seen) == len(set(seen)) == 12
 
 
-# ---------------------------------------------------------------------- what ends the run
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_an_engine_error_reaches_take_at_once(make: Make, max_staleness: int) -> None:
     hanging = {0, 1, 2}
@@ -440,12 +361,6 @@ def test_an_engine_error_reaches_take_at_once(make: Make, max_staleness: int) ->
         controller.take(0)
     with pytest.raises(EngineError, match="request 3"):
         controller.take(0)
-
-
-def test_a_closed_engine_fails_many_requests_and_one_error_is_raised(make: Make) -> None:
-    controller = make(FakeEngine(hang_requests=range(100)), group_size=4)
-    with pytest.raises(EngineError, match="closed"):
-        controller.take(0, on_wait=lambda done, total: controller.engine.close())
 
 
 def test_an_expired_wait_names_who_waits_for_whom(make: Make) -> None:
@@ -539,9 +454,6 @@ def test_settings_out_of_bounds_are_refused(name: str, value: float) -> None:
         RolloutSettings(**{name: value})  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------- resume
-
-
 def through_disk(state: dict[str, Any]) -> dict[str, Any]:
     assert json.loads(json.dumps(state)) == state
     buffer = io.BytesIO()
@@ -588,35 +500,6 @@ def test_nothing_is_lost_or_trained_on_twice_after_a_stop_anywhere(make: Make, m
     assert interrupted == list(range(5)) or max_staleness or point != "rolling out"
 
 
-def test_finished_groups_and_positions_in_flight_are_restored(make: Make) -> None:
-    first = make(FakeEngine(hang_requests={1, 3}), max_staleness=1)
-    wait_until(lambda: first.progress()["finished_groups"] == 2)
-    state = first.state_dict()
-    assert (state["in_flight"], [group["id"] for group in state["finished"]]) == ([1, 3], [0, 2])
-    second = make(load=False, max_staleness=1)
-    second.load_state_dict(state)
-    assert second.state_dict() == state
-    load_version(second, 0)
-    assert sorted(ids(iterate(second, 0) + iterate(second, 1))) == [0, 1, 2, 3]
-    assert [request.token_ids[0] for request in fake(second).requests][:2] == [1, 3]
-
-
-def test_a_resume_with_a_smaller_bound_draws_what_is_too_old_again(make: Make) -> None:
-    first = make(max_staleness=3)
-    wait_until(lambda: first.progress()["finished_groups"] == 8)
-    iterate(first, 0)
-    second = make(load=False, max_staleness=0)
-    second.load_state_dict(first.state_dict())
-    load_version(second, 1)
-    seen = []
-    for version in (1, 2, 3, 4):
-        groups = iterate(second, version)
-        assert {group.oldest_version for group in groups} == {version}
-        seen += ids(groups)
-    assert sorted(seen) == list(range(2, 10))
-    assert {drop.reason for drop in second.drain_drops()} == {"stale"}
-
-
 def test_a_resume_with_another_number_of_groups_per_iteration_goes_on(make: Make) -> None:
     first = make(groups_per_iteration=2)
     for version in range(3):
@@ -654,9 +537,6 @@ def test_progress_is_told_while_it_waits(make: Make) -> None:
     with pytest.raises(RolloutError):
         controller.take(0, on_wait=lambda *counts: told.append(counts))
     assert told[-1] == (3, 4)
-
-
-# ---------------------------------------------------------------------- validation
 
 
 def test_evaluation_keeps_the_order_and_lets_training_rollouts_go_on(make: Make) -> None:
@@ -718,9 +598,6 @@ def test_an_interrupted_validation_is_cancelled_and_training_goes_on(make: Make)
         controller.evaluate([Prompt(id="a", token_ids=[900])], sampling=SAMPLING, on_wait=interrupt)
     wait_until(lambda: fake(controller).num_running == 0)
     assert ids(controller.take(0)) == [0, 1]
-
-
-# ---------------------------------------------------------------------- the end, and cancellation
 
 
 def test_close_cancels_what_runs_or_hangs_and_may_be_called_twice(make: Make) -> None:

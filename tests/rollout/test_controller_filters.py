@@ -1,8 +1,5 @@
 """RolloutController that drops groups, starts more than needed, and follows a curriculum: through its public door."""
 
-from __future__ import annotations
-
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -39,13 +36,8 @@ def requests(controller: Any) -> list[int]:
     return [request.token_ids[0] for request in fake(controller).requests]
 
 
-# ---------------------------------------------------------------------- dropped groups
-
-
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_dropped_groups_are_counted_by_reason_and_replaced_so_that_iterations_keep_their_size(
-    make: Make, max_staleness: int
-) -> None:
+def test_dropped_groups_are_counted_by_reason_and_replaced_so_that_iterations_keep_their_size(make, max_staleness):
     flat = {0, 3, 4}
     controller = make(
         group_size=2, group_filter=GroupFilter(), reward=differs_unless(flat), max_staleness=max_staleness,
@@ -112,9 +104,6 @@ def test_a_filter_that_raises_ends_the_run(make: Make) -> None:
     assert controller.state_dict()["in_flight"] == [0]
 
 
-# ---------------------------------------------------------------------- incomplete groups
-
-
 def fails_once(trajectory: Trajectory, failed: set[int]) -> float:
     """Sample 1 of prompt 0 fails in the first draw of the group."""
     if trajectory.token_ids[0] == 0 and trajectory.sample == 1 and not failed:
@@ -168,9 +157,6 @@ def test_a_draw_in_flight_keeps_its_new_seeds_over_a_resume(make: Make) -> None:
     ]
 
 
-# ---------------------------------------------------------------------- over-sampling
-
-
 def test_on_policy_over_sampling_gives_up_the_stragglers(make: Make) -> None:
     controller = make(FakeEngine(hang_requests={1}), groups_per_iteration=4, oversample_fraction=0.25)
     assert ids(iterate(controller, 0)) == [0, 2, 3, 4]
@@ -182,26 +168,6 @@ def test_on_policy_over_sampling_gives_up_the_stragglers(make: Make) -> None:
     seen = ids(controller.take(1))
     assert len(seen) == 4
     assert set(seen) <= {5, 6, 7, 8, 9}
-
-
-def test_with_staleness_stragglers_are_carried_over_until_they_would_hold_a_batch_back(make: Make) -> None:
-    controller = make(FakeEngine(hang_requests={1}), max_staleness=1, oversample_fraction=0.5)
-    wait_for_five(controller)
-    assert ids(iterate(controller, 0)) == [0, 2]  # of five in flight; 1 is carried over, one finished is too many
-    groups = iterate(controller, 1)
-    assert len(groups) == 2
-    groups = iterate(controller, 2)
-    assert min(group.oldest_version for group in groups) >= 1
-    oversampled = [item.prompt_id for item in controller.drain_drops() if item.reason == "oversampled"]
-    assert "p1" in oversampled
-
-
-def wait_for_five(controller: Any) -> None:
-    while controller.progress()["finished_groups"] < 4:
-        threading.Event().wait(0.001)
-
-
-# ---------------------------------------------------------------------- curriculum
 
 
 def solved_below(limit: int) -> Callable[[Trajectory], float]:
@@ -226,28 +192,6 @@ def test_dropped_groups_teach_the_curriculum_too(make: Make) -> None:
     )  # fmt: skip
     assert [ids(iterate(controller, version)) for version in range(2)] == [[3, 4, 5], [9, 10, 11]]
     assert controller.drain_group_drops() == {"filtered_zero_variance": 3}
-
-
-@pytest.mark.parametrize("num_before", [1, 2, 3])
-def test_a_resumed_run_plays_the_prompts_of_one_that_never_stopped(make: Make, num_before: int) -> None:
-    def start(**kwargs: Any) -> Any:
-        return make(
-            FakeEngine(seconds_per_token=uneven), group_size=2, prompts=SixPrompts(), reward=solved_below(2),
-            groups_per_iteration=2, curriculum=SuccessRateCurriculum(solved_times=2), group_filter=drop(3, 8), **kwargs,
-        )  # fmt: skip
-
-    whole = start()
-    expected = [iterate(whole, version) for version in range(6)]
-    first = start()
-    seen = [iterate(first, version) for version in range(num_before)]
-    state = through_disk(first.state_dict())
-    second = start(load=False, run_seed=99)  # the seed of the checkpoint counts
-    second.load_state_dict(state)
-    assert second.state_dict() == state
-    load_version(second, num_before)
-    seen += [iterate(second, version) for version in range(num_before, 6)]
-    assert seen == expected
-    assert second.state_dict() == whole.state_dict()
 
 
 def test_a_curriculum_that_plays_nothing_ends_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightrl.rollout import RolloutSettings
-from lightrl.rollout.group_book import (
-    MAX_REDRAWS,
-    Batch,
-    GroupBook,
-    RunningGroup,
-    find_late,
-    num_admissible,
-    pass_over,
-)
+from lightrl.rollout.group_book import MAX_REDRAWS, Batch, GroupBook, RunningGroup, find_late, num_admissible, pass_over
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 STALENESSES = (0, 1, 2, 4, 8)
@@ -78,9 +70,6 @@ def finish(book: GroupBook, running: RunningGroup, *, version: int = 0, reward: 
                 book.settle(running.group)
 
 
-# ---------------------------------------------------------------------- the rules by hand
-
-
 @pytest.mark.parametrize(
     ("counts", "limits", "expected"),
     [
@@ -96,9 +85,7 @@ def finish(book: GroupBook, running: RunningGroup, *, version: int = 0, reward: 
         pytest.param((0, 0, -1), (4, 0, None, None), 0, id="nothing before the first weights"),
     ],
 )
-def test_num_admissible(
-    counts: tuple[int, int, int], limits: tuple[int, int, int | None, int | None], expected: int
-) -> None:
+def test_num_admissible(counts, limits, expected):
     (running, accepted, version), (per_iteration, staleness, concurrent, total) = counts, limits
     settings = rules(per_iteration, staleness, total_groups=total)
     assert num_admissible(settings, version, running, accepted, concurrent) == expected
@@ -117,9 +104,7 @@ def test_num_admissible(
         pytest.param({5: 4, 6: 4}, {1: 4, 2: 4, 3: 5}, 5, 2, Batch([5, 6], []), id="just what later ones hold"),
     ],
 )
-def test_passing_over_leaves_only_what_can_be_trained_on_in_time(
-    finished: dict[int, int], running: dict[int, int], version: int, staleness: int, expected: Batch
-) -> None:
+def test_passing_over_leaves_only_what_can_be_trained_on_in_time(finished, running, version, staleness, expected):
     assert pass_over(rules(2, staleness), version, finished, running) == expected
 
 
@@ -149,9 +134,7 @@ def test_over_sampled_groups_are_given_up_where_they_hold_a_batch_back(
         pytest.param({1: 4, 2: 4, 3: 4, 4: 5, 5: 5}, 1, [3], id="version 4 has one batch, both versions have two"),
     ],
 )
-def test_groups_that_no_batch_can_take_in_time_are_overdue(
-    finished: dict[int, int], staleness: int, expected: list[int]
-) -> None:
+def test_groups_that_no_batch_can_take_in_time_are_overdue(finished, staleness, expected):
     assert find_late(rules(2, staleness), 5, finished) == expected
 
 
@@ -159,9 +142,6 @@ def test_a_message_names_the_first_groups_only() -> None:
     assert Batch(None, [3, 4]).describe_wait() == "groups 3, 4"
     assert Batch(None, list(range(9))).describe_wait() == "groups 0, 1, 2, 3, 4 and 4 more"
     assert Batch(None, []).describe_wait() == "more finished groups"
-
-
-# ---------------------------------------------------------------------- the book by hand
 
 
 def test_a_batch_is_the_first_groups_of_the_stream_whatever_finishes_first() -> None:
@@ -241,16 +221,12 @@ def test_a_restored_group_whose_rewards_all_failed_is_drawn_again() -> None:
     assert book.unjudged() == []
 
 
-# ---------------------------------------------------------------------- simulation
-
-
 @dataclass
 class Simulation:
     """Groups with random durations and a trainer whose update takes 1; time is a number, there is no event loop."""
 
     settings: RolloutSettings
     seed: int = 0
-    takes_by_rule: bool = True  # False: any P finished groups, in the order in which they finished
     clock: float = 0.0
     version: int = 0
     next_position: int = 0
@@ -269,7 +245,7 @@ class Simulation:
                 duration = self.random.uniform(0.5, 1.0) * (30 if self.random.random() < 0.05 else 1)
                 heapq.heappush(self.ends, (self.clock + duration, running.group.id))
                 self.next_position = max(self.next_position, running.group.id + 1)
-            if self.update_ends is None and self.take():
+            if self.update_ends is None and self.book.take(self.version).group_ids is not None:
                 for group in self.book.taken:
                     self.staleness.append(self.version - group.oldest_version)
                     self.trained.append(group.id)
@@ -277,15 +253,6 @@ class Simulation:
                 self.update_ends = self.clock + 1.0
             self.advance()
         return self
-
-    def take(self) -> bool:
-        if self.takes_by_rule:
-            return self.book.take(self.version).group_ids is not None
-        ids = list(self.book.finished)[: self.settings.groups_per_iteration]
-        if len(ids) < self.settings.groups_per_iteration:
-            return False
-        self.book.taken = [self.book.finished.pop(group_id)[0] for group_id in ids]
-        return True
 
     def advance(self) -> None:
         """To the next event; without one the run would wait for ever."""
@@ -321,39 +288,6 @@ def test_which_groups_are_trained_on_does_not_depend_on_how_long_they_take(max_s
     assert runs == [list(range(200))] * 3
 
 
-@pytest.mark.parametrize("oversampled", [1, 2, 5])
-@pytest.mark.parametrize("groups_per_iteration", [1, 3, 8])
-@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
-def test_over_sampling_keeps_the_bound_and_every_batch_can_be_taken(
-    max_staleness: int, groups_per_iteration: int, oversampled: int
-) -> None:
-    num = 100 * groups_per_iteration
-    run = simulation(groups_per_iteration, max_staleness, seed=2, oversampled=oversampled, total_groups=num).run(100)
-    assert len(run.trained) == len(set(run.trained)) == num
-    assert max(run.staleness) <= max_staleness
-
-
-def test_over_sampling_is_faster_than_waiting_for_stragglers() -> None:
-    for max_staleness in (0, 1):
-        patient, hasty = (simulation(8, max_staleness, seed=1, oversampled=extra).run(200).clock for extra in (0, 4))
-        assert hasty < patient / 2
-
-
-def test_admission_alone_lets_stragglers_become_far_too_old() -> None:
-    run = simulation(8, max_staleness=1)
-    run.takes_by_rule = False
-    assert max(run.run(200).staleness) > 10
-
-
-def test_more_staleness_gives_more_iterations_in_the_same_time() -> None:
-    seconds = [simulation(8, max_staleness, seed=1).run(200).clock for max_staleness in STALENESSES]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[-1] < seconds[0] / 2
-
-
-# ---------------------------------------------------------------------- random sequences of events
-
-
 class Controller(RuleBasedStateMachine):
     """Does with the book what a controller may do, in any order, and checks it after each step."""
 
@@ -371,14 +305,7 @@ class Controller(RuleBasedStateMachine):
             }
         ),
     )
-    def begin(
-        self,
-        per_iteration: int,
-        max_staleness: int,
-        oversampled: int,
-        num_iterations: int | None,
-        others: dict[str, Any],
-    ) -> None:
+    def begin(self, per_iteration, max_staleness, oversampled, num_iterations, others):
         others["total_groups"] = None if num_iterations is None else num_iterations * per_iteration
         others["group_filter"] = drops_negative
         self.settings = rules(per_iteration, max_staleness, oversampled=oversampled, **others)

@@ -1,7 +1,5 @@
 """GroupFilter: each rule by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One request and one task for a group: what comes of it is what one of each for every trajectory gives."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,9 +30,7 @@ class GroupEngine(FakeEngine):
     async def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
         return await super().generate(*args, **kwargs)
 
-    def write_group(
-        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
-    ) -> list[asyncio.Future[Completion]]:
+    def write_group(self, token_ids, samplings, *, session, images=()):
         check_request(token_ids, samplings[0], len(samplings), vocab_size=CONFIG.vocab_size, max_context=64)
         self.num_groups += 1
 

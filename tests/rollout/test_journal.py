@@ -1,7 +1,5 @@
 """A tool with side effects acts once, wherever the process is killed; what was written before is not written again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PromptCursor: what is played, what is skipped, and what the state holds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The end of an event loop's tasks, also of those that go on after a cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

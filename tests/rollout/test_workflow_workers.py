@@ -3,8 +3,6 @@
 Real workers and fake servers, whose tokens are a function of seed and place: one that is lost or drawn twice shows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -23,7 +21,7 @@ from fake_gateway import FakeGateway
 from fake_sglang.process import FakeServerProcess
 from test_controller import Numbers
 from transformers import Qwen3Config
-from worker_workflows import BlockingOnce, Dropping, Dying, Two, Unreadable, Words
+from worker_workflows import BlockingOnce, Dropping, Dying, SlowToRead, Two, Unreadable, Words
 
 from lightrl.engines import SGLangEngine, Timeouts
 from lightrl.errors import RolloutError
@@ -57,7 +55,9 @@ def servers() -> Iterator[list[FakeServerProcess]]:
         yield [first, second]
 
 
-ROUTERS = pytest.mark.parametrize("router", [False, True], ids=["directly", "through a gateway"], indirect=True)
+ROUTERS = pytest.mark.parametrize(
+    "router", [False, pytest.param(True, marks=pytest.mark.extra)], ids=["directly", "through a gateway"], indirect=True
+)
 
 
 @pytest.fixture
@@ -170,11 +170,10 @@ def taken_while(controller: RolloutController, fault: Callable[[], object]) -> l
     return groups
 
 
-# ---------------------------------------------------------------------- the same numbers
-
-
 @ROUTERS
-@pytest.mark.parametrize("judges_later", [False, True], ids=["judged", "judged later"])
+@pytest.mark.parametrize(
+    "judges_later", [False, pytest.param(True, marks=pytest.mark.extra)], ids=["judged", "judged later"]
+)
 def test_two_workers_give_the_trajectories_of_none(make: Make, router: str | None, judges_later: bool) -> None:
     results = []
     for num in (0, 2):
@@ -210,10 +209,10 @@ def test_all_workers_play_and_a_drop_keeps_its_reason(make: Make) -> None:
 
 
 @ROUTERS
-@pytest.mark.parametrize("is_killed", [False, True], ids=["all live", "one is killed amid syncs"])
-def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(
-    make: Make, servers: list[FakeServerProcess], router: str | None, is_killed: bool
-) -> None:
+@pytest.mark.parametrize(
+    "is_killed", [pytest.param(False, marks=pytest.mark.extra), True], ids=["all live", "one is killed amid syncs"]
+)
+def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make, servers, router, is_killed):
     controller = make(2, router=router, max_staleness=1)
     servers[0].pace(5 * PACE_S)  # so that a sync finds something to stop on a slow machine too
     groups = controller.take(0)
@@ -241,13 +240,10 @@ def test_what_is_given_up_ends_on_the_servers(make: Make, servers: list[FakeServ
     wait_until(lambda: num_running(servers) == 0)
 
 
-# ---------------------------------------------------------------------- a worker that fails
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill -9", "SIGSTOP"])
-def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(
-    make: Make, number: int, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.extra)], ids=["kill -9", "SIGSTOP"]
+)
+def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(make, number, caplog):
     expected = iterations(make(0), 2)
     controller = make(2, loop_timeout_s=3.0)
     groups = taken_while(controller, lambda: os.kill(workers_of()[0].pid, number))
@@ -255,14 +251,13 @@ def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(
     load(controller, 1)
     groups += controller.take(1)
     assert groups == expected
-    assert "ended with signal 9. Its 4 trajectories are played again" in caplog.text
+    assert "ended with signal 9. Trajectories to play again: 4" in caplog.text
     assert ("did not answer for loop_timeout_s=3" in caplog.text) == (number == signal.SIGSTOP)
     wait_until(lambda: len(workers_of()) == 2)  # another one in its place
 
 
-def test_a_workflow_that_blocks_its_worker_is_shown_and_played_again(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.extra
+def test_a_workflow_that_blocks_its_worker_is_shown_and_played_again(make, tmp_path, caplog, capfd):
     controller = make(2, BlockingOnce(tmp_path / "mark"), loop_timeout_s=3.0)
     groups = controller.take(0)
     assert tokens(groups) == tokens(make(0).take(0))
@@ -270,6 +265,7 @@ def test_a_workflow_that_blocks_its_worker_is_shown_and_played_again(
     assert "worker_workflows.py" in capfd.readouterr().err  # the line
 
 
+@pytest.mark.extra
 def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     controller = make(2, Dying(Words()), max_failed_fraction=1.0, groups_per_iteration=2)  # type: ignore[arg-type]
     groups = controller.take(0)
@@ -280,6 +276,15 @@ def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.L
     assert "ended with exit code 7" in caplog.text
 
 
+def test_a_worker_that_is_starting_ends_with_its_controller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.rollout.tasks._CANCEL_AGAIN_S", 0.2)
+    controller = make(1, SlowToRead(Words()))  # type: ignore[arg-type]
+    wait_until(workers_of)
+    controller.close()
+    assert not workers_of()
+
+
+@pytest.mark.extra
 def test_a_workflow_that_no_worker_can_read_ends_the_run(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     controller = make(1, Unreadable(Words()))  # type: ignore[arg-type]
     with pytest.raises(RolloutError, match="workflow worker 0 ended with exit code 1 before it had played"):
@@ -287,13 +292,8 @@ def test_a_workflow_that_no_worker_can_read_ends_the_run(make: Make, capfd: pyte
     assert "no copy of me works" in capfd.readouterr().err
 
 
-# ---------------------------------------------------------------------- servers
-
-
 @ROUTERS
-def test_a_server_that_dies_is_left_and_comes_back(
-    make: Make, router: str | None, servers: list[FakeServerProcess]
-) -> None:
+def test_a_server_that_dies_is_left_and_comes_back(make, router, servers):
     expected = iterations(make(0), 2)
     controller = make(2, router=router)
     port = servers[1].port
@@ -310,10 +310,9 @@ def test_a_server_that_dies_is_left_and_comes_back(
     assert servers[1].stats()["requests"]["/generate"] > 0
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("router", [True], indirect=True)
-def test_requests_at_a_server_that_hangs_continue_though_the_gateway_does_not_say_which(
-    make: Make, router: str, servers: list[FakeServerProcess]
-) -> None:
+def test_requests_at_a_server_that_hangs_continue_though_the_gateway_does_not_say_which(make, router, servers):
     expected = make(0).take(0)
     controller = make(2, router=router)
     try:
@@ -323,9 +322,7 @@ def test_requests_at_a_server_that_hangs_continue_though_the_gateway_does_not_sa
 
 
 @ROUTERS
-def test_a_server_that_leaves_amid_an_iteration_is_drained(
-    make: Make, router: str | None, servers: list[FakeServerProcess]
-) -> None:
+def test_a_server_that_leaves_amid_an_iteration_is_drained(make, router, servers):
     expected = make(0).take(0)
     controller = make(2, router=router)
     engine: Any = controller.engine
@@ -338,10 +335,7 @@ def test_a_server_that_leaves_amid_an_iteration_is_drained(
     assert num_running(servers) == 0
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
-@pytest.mark.parametrize("resumed_with", [0, 2])
+@pytest.mark.parametrize("resumed_with", [pytest.param(0, marks=pytest.mark.extra), 2])
 @pytest.mark.parametrize("workflow", [SingleTurn(Words()), Two()], ids=["one turn", "two turns"])  # type: ignore[arg-type]
 def test_what_is_in_flight_goes_on_from_its_token(make: Make, resumed_with: int, workflow: Workflow) -> None:
     states: list[dict[str, Any]] = []
@@ -356,8 +350,6 @@ def test_what_is_in_flight_goes_on_from_its_token(make: Make, resumed_with: int,
     groups = resumed.take(0)
     assert tokens(groups) == tokens(expected)
 
-
-# ---------------------------------------------------------------------- ends, refusals
 
 TRAINER = """
 import sys, time

@@ -1,7 +1,5 @@
 """What test_workflow_workers.py plays in workers: a module that they can import."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -72,3 +70,10 @@ class Unreadable(SingleTurn):
 
     def __setstate__(self, state: object) -> None:
         raise RuntimeError("no copy of me works")
+
+
+class SlowToRead(SingleTurn):
+    """A worker that reads it is not ready for a minute."""
+
+    def __setstate__(self, state: object) -> None:
+        time.sleep(60)

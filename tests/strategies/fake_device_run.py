@@ -3,8 +3,6 @@
 A process of its own: the device stays registered, and code that looks for an accelerator would find it.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace

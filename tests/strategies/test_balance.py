@@ -46,29 +46,5 @@ def test_imbalance_is_the_fullest_share_over_the_mean() -> None:
     assert token_imbalance([6, 2], [[0], [1]]) == pytest.approx(1.5)
 
 
-def best_fit_decreasing(sizes: list[int], max_size: int) -> int:
-    rooms: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        fitting = [index for index, room in enumerate(rooms) if room >= size]
-        if fitting:
-            rooms[min(fitting, key=lambda index: rooms[index])] -= size
-        else:
-            rooms.append(max_size - size)
-    return len(rooms)
-
-
-@pytest.mark.parametrize("budget", [2048, 4096, 16384])
-def test_microbatches_are_no_more_than_best_fit_decreasing_makes_and_near_the_bound(budget: int) -> None:
-    generator = random.Random(2)
-    for _ in range(20):
-        lengths = [min(2048, int(generator.lognormvariate(6, 1)) + 20) for _ in range(200)]
-        parts = bins(lengths, budget)
-        assert sorted(index for part in parts for index in part) == list(range(200))
-        assert max(sum(lengths[index] for index in part) for part in parts) <= budget
-        assert len(parts) <= best_fit_decreasing(lengths, budget)
-        bound = max(-(-sum(lengths) // budget), sum(length > budget / 2 for length in lengths))
-        assert len(parts) <= bound + 1
-
-
 def test_things_of_like_size_stay_together_where_it_costs_nothing() -> None:
     assert bins([4, 1, 4, 1], 8) == [[0, 2], [1, 3]]

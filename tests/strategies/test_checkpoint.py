@@ -1,23 +1,26 @@
-from __future__ import annotations
-
+import errno
 import os
+import random
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._pytree import tree_flatten
 
 from lightrl.checks.publish import publish
 from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO
 from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile
 from lightrl.strategies.checkpoint import load_optimizers
-from lightrl.strategies.checkpoint_folder import optimizer_state
+from lightrl.strategies.checkpoint_folder import folder_writer, optimizer_state
 
 
 class DiesWhenWritten:
@@ -108,6 +111,22 @@ def test_ctrl_c_ends_the_wait_for_a_disk_and_saving_at_the_end_is_bounded(tmp_pa
     disk.answer()
 
 
+def test_a_disk_that_turns_read_only_is_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(OSError, match=r"one.ckpt could not be written: Read-only file system\. The disk needs"):
+        AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "one.ckpt")
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"one.ckpt could not be written: Not a directory\. .*another default_root_dir"):
+        AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "file" / "in it" / "one.ckpt")
+
+
 def test_a_write_that_takes_long_but_goes_on_is_no_hang(tmp_path: Path) -> None:
     writes, steps = BackgroundWrites(stall_s=0.5), []
 
@@ -124,9 +143,7 @@ def test_a_write_that_takes_long_but_goes_on_is_no_hang(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("can_swap", [True, False])
 @pytest.mark.parametrize("old", ["folder", "file", "link", "nothing"])
-def test_a_folder_takes_the_place_of_what_was_there(
-    old: str, can_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_takes_the_place_of_what_was_there(old, can_swap, tmp_path, monkeypatch):
     if not can_swap:
         monkeypatch.setattr("lightrl.checks.publish._swap", lambda left, right: False)
     part, place = tmp_path / "last.ckpt.part", tmp_path / "last.ckpt"
@@ -145,7 +162,102 @@ def test_a_folder_takes_the_place_of_what_was_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "last.ckpt"]
 
 
-# ---------------------------------------------------------------------- optimizers, by parameter name
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def saved_both_ways(place: Path) -> dict[str, Path]:
+    """One checkpoint as a file and as a folder; returns each of their files, by what it is."""
+    weights = {f"policy.{index}": torch.randn(64, 40) for index in range(3)}
+    rest = {"pytorch-lightning_version": "2.6", "global_step": 3, "lengths": list(range(500))}
+    AtomicCheckpointIO().save_checkpoint({**rest, "state_dict": weights}, place / "one.ckpt")
+    optimizer = {"state.policy.0.exp_avg": torch.randn(64, 40), "param_groups.policy.0.lr": 0.1}
+    checkpoint = {**rest, "state_dict": dict(weights), "optimizer_states": [optimizer]}
+    folder = place / "many.ckpt"
+    write = folder_writer(
+        checkpoint,
+        folder,
+        writer_mark=own_mark(),
+        group=dist.group.WORLD,
+        is_main=True,
+        copies=False,  # type: ignore[arg-type]
+    )
+    BackgroundWrites().run(folder, write)
+    parts = {name: folder / name for name in ("__0_0.distcp", "meta.pt", ".metadata")}
+    return {"a file": place / "one.ckpt", **parts}
+
+
+def flipped(content: bytes, start: int, size: int, rng: random.Random) -> bytes:
+    damaged = bytearray(content)
+    damaged[start] ^= 1 << rng.randrange(8)
+    return bytes(damaged)
+
+
+def zeroed(content: bytes, start: int, size: int, rng: random.Random) -> bytes:
+    end = min(start + size, len(content))
+    return content[:start] + bytes(end - start) + content[end:]
+
+
+def overwritten(content: bytes, start: int, size: int, rng: random.Random) -> bytes:
+    end = min(start + size, len(content))
+    return content[:start] + rng.randbytes(end - start) + content[end:]
+
+
+def cut(content: bytes, start: int, size: int, rng: random.Random) -> bytes:
+    return content[:-size] if size < len(content) else b""
+
+
+def are_equal(left: Any, right: Any) -> bool:
+    (values, structure), (others, other_structure) = tree_flatten(left), tree_flatten(right)
+    same = all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(values, others, strict=True)
+    )
+    return structure == other_structure and same
+
+
+Damage = Callable[[bytes, int, int, random.Random], bytes]
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("damage", [flipped, zeroed, overwritten, cut])
+@pytest.mark.parametrize("what", ["a file", "__0_0.distcp", "meta.pt", ".metadata"])
+def test_damaged_bytes_are_refused_with_the_files_name(what: str, damage: Damage, tmp_path: Path) -> None:
+    file = saved_both_ways(tmp_path)[what]
+    checkpoint = file if what == "a file" else file.parent
+    honest, rng = file.read_bytes(), random.Random(what)
+    whole = AtomicCheckpointIO().load_checkpoint(checkpoint)
+    refusals = []
+    for size in (1, 10, 100, 1000, 5000):
+        for _ in range(4):
+            file.write_bytes(damage(honest, rng.randrange(len(honest)), size, rng))
+            try:
+                loaded = AtomicCheckpointIO().load_checkpoint(checkpoint)
+            except ValueError as error:
+                refusals.append(str(error))
+            else:  # it met bytes between two records, which say nothing
+                assert are_equal(loaded, whole)
+    assert len(refusals) >= 10
+    assert all(str(file) in message for message in refusals)
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("what", "record"),
+    [("a file", "data/1 of the file"), ("__0_0.distcp", "data/0 of state_dict.policy.1")],
+)
+def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, tmp_path: Path) -> None:
+    file = saved_both_ways(tmp_path)[what]
+    checkpoint = file if what == "a file" else file.parent
+    weight = AtomicCheckpointIO().load_checkpoint(checkpoint)["state_dict"]["policy.1"]
+    content = bytearray(file.read_bytes())
+    content[content.index(weight.numpy().tobytes()) + 3] ^= 0x40  # the largest bit of a float32's exponent
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file.name}' .* damaged \(record archive/{record} has other bytes than"):
+        AtomicCheckpointIO().load_checkpoint(checkpoint)
+
 
 LAYERS = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
 FIRST, SECOND = LAYERS.parameters()
@@ -189,6 +301,3 @@ def test_settings_come_by_parameter_name_into_other_groups(own: Optimizer) -> No
 def test_another_optimizer_is_refused_with_what_differs(saved: Optimizer, own: Optimizer, difference: str) -> None:
     with pytest.raises(ValueError, match=rf"The checkpoint does not fit .*: {difference}\. Model, .* Resume with"):
         resumed(saved, own)
-
-
-# ---------------------------------------------------------------------- strategies

@@ -1,7 +1,5 @@
 """Two halves in two threads give the gradient of the whole, and the same bits each time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiny import gradients, random_experience, tiny_model
@@ -62,9 +60,7 @@ def test_one_group_is_not_cut(experience: Experience) -> None:
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.usefixtures("_in_halves")
-def test_the_gradient_is_that_of_the_whole_to_the_bit_each_time(
-    experience: Experience, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_is_that_of_the_whole_to_the_bit_each_time(experience, num_microbatches, monkeypatch):
     size = 12 // num_microbatches
     microbatches = [experience.select(range(start, start + size)) for start in range(0, 12, size)]
     calls: list[float] = []

@@ -1,7 +1,5 @@
 """Attention over packed rows: each trajectory alone, by every kernel, and nothing of size T × T."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -134,13 +132,14 @@ def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkey
     monkeypatch.setattr(packed_attention, "KERNELS", kernels)
     monkeypatch.setattr(packed_attention, "_is_tried_on", lambda device: True)
     kernel_for.cache_clear()
-    with caplog.at_level(logging.INFO, "lightrl"):
+    with caplog.at_level(logging.DEBUG, "lightrl"):
         assert [kernel_for(CPU, torch.float32, 8, 8) for _ in range(2)] == ["sdpa", "sdpa"]
     kernel_for.cache_clear()
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("attention of packed rows: sdpa, float32 on cpu (flash: needs a newer GPU; flex: differs")
 
 
+@pytest.mark.extra
 def test_no_microbatch_makes_the_host_wait_for_the_device(tmp_path: Path) -> None:
     done = finished(Path(__file__).with_name("fake_device_run.py"), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

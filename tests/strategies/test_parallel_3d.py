@@ -3,8 +3,6 @@
 Each world of processes checks many cases (world_3d.py), for starting it costs more than a case does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -52,12 +50,9 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     script = Path(__file__).parent / "world_3d.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = forked.run(
-        [sys.executable, str(script), json.dumps(request.param)],
-        capture_output=True,
-        text=True,
-        env=environment,
+        [sys.executable, str(script), json.dumps(request.param)], capture_output=True, text=True, env=environment,
         timeout=170,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

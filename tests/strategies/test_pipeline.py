@@ -1,7 +1,5 @@
 """Pipeline plans: complete, in a possible order, within their memory, and as idle as the formula says."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,12 +1,11 @@
 """What the probes find, for families whose code is known; a wrong yes would train on wrong logprobs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from tiny import FAMILIES, VOCABULARY, tiny_model
-from transformers import MambaConfig, MambaForCausalLM
+from tiny import FAMILIES, VOCABULARY, random_experience, tiny_model
+from transformers import MambaConfig, MambaForCausalLM, Phi3Config, Phi3ForCausalLM
 
+from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.shared_prefix import LAYOUTS
 from lightrl.strategies.single import can_pack, exact_layouts, head_is_plain
 
@@ -49,6 +48,20 @@ def test_a_state_that_runs_through_the_row_can_be_neither_packed_nor_shared() ->
     model = MambaForCausalLM(config).eval()
     assert not can_pack(model)
     assert not exact_layouts(model)
+
+
+def test_a_row_beyond_longropes_original_length_is_refused() -> None:
+    """Its factors are those of the longest row of a forward: 6 nats, by which rows happened to be together."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=16, num_hidden_layers=1,
+                        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, rope_parameters=rope,
+                        original_max_position_embeddings=8)  # fmt: skip
+    parallel = SingleModel(Phi3ForCausalLM(config).eval(), LogprobSettings())
+    row = random_experience(prompt_tokens=(4, 4), completion_tokens=(4, 4))
+    (outputs,) = parallel.forward([row])
+    assert outputs.logprobs.isfinite().all()
+    with pytest.raises(ValueError, match=r"trajectory of 9 tokens.*with longrope, its original_max.*, 8 tokens"):
+        list(parallel.forward([random_experience(prompt_tokens=(4, 4), completion_tokens=(5, 5))]))
 
 
 def test_rotary_angles_that_depend_on_the_length_of_a_forward_are_refused() -> None:

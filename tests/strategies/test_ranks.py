@@ -102,9 +102,6 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     assert [(item.sample, item.reward) for item in group.trajectories] == [(1, 0.1), (2, 0.7)]
 
 
-# ---------------------------------------------------------------------- who hangs, who has failed
-
-
 @pytest.fixture
 def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_watch, "POLL_S", 0.02)
@@ -230,15 +227,14 @@ def test_a_rank_that_waits_for_one_that_goes_on_is_left_alone() -> None:
     ],
     ids=lambda value: str(value) if len(str(value)) < 20 else "",
 )
-def test_a_rank_that_is_stopped_or_killed_is_named_and_none_is_left(
-    how: str, rank: int, message: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_stopped_or_killed_is_named_and_none_is_left(how, rank, message, tmp_path):
     done = finished(Path(__file__).with_name("watched_ranks_run.py"), tmp_path, how, str(rank))
     assert done.returncode == 1  # after the last rank, the one that was stopped too
     others = [other for other in range(3) if other != rank]
     assert all(f"[rank {other}, in {how.split()[-1]!r}] {message}" in done.stderr for other in others), done.stderr
 
 
+@pytest.mark.extra
 def test_a_rank_that_does_not_report_its_share_of_the_weights_is_named_at_the_deadline(tmp_path: Path) -> None:
     done = finished(Path(__file__).with_name("watched_ranks_run.py"), tmp_path, "late in share", "2")
     assert done.returncode == 1

@@ -1,7 +1,5 @@
 """Folders that hosts share, or do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which prompts share what, by hand; that sharing is exact is tested with the other forms in test_single.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -14,13 +12,7 @@ from torch.testing import assert_close
 from lightrl.experience import Experience
 from lightrl.functional import predicting_positions
 from lightrl.strategies import LogprobSettings, SingleModel, shared_prefix
-from lightrl.strategies.shared_prefix import (
-    LAYOUTS,
-    Row,
-    find_shared_prompts,
-    shared_hidden,
-    shared_rows,
-)
+from lightrl.strategies.shared_prefix import LAYOUTS, Row, find_shared_prompts, shared_hidden, shared_rows
 
 
 def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:
@@ -31,15 +23,11 @@ def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:
         token_ids[row, : len(ids)] = torch.tensor(ids)
         loss_mask[row, list(trained)] = True
     return Experience(
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        behavior_logprobs=torch.zeros(num, width),
-        weight_versions=torch.where(loss_mask, 0, -1),
-        rewards=torch.zeros(num),
-        group_ids=torch.tensor([group for group, _, _ in rows]),
-        is_truncated=torch.zeros(num, dtype=torch.bool),
+        token_ids=token_ids, loss_mask=loss_mask, behavior_logprobs=torch.zeros(num, width),
+        weight_versions=torch.where(loss_mask, 0, -1), rewards=torch.zeros(num),
+        group_ids=torch.tensor([group for group, _, _ in rows]), is_truncated=torch.zeros(num, dtype=torch.bool),
         lengths=torch.tensor([len(ids) for _, ids, _ in rows]),
-    )
+    )  # fmt: skip
 
 
 def test_a_group_shares_its_prompt() -> None:
@@ -74,9 +62,7 @@ def test_every_completion_is_in_one_row_which_is_short_where_it_can_be(sizes: li
 @pytest.mark.parametrize("overhead_tokens", [0, 256])
 @pytest.mark.parametrize("max_tokens", [1, 8, 128])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hidden_states_do_not_depend_on_the_rows(
-    layout: str, max_tokens: int, overhead_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_states_do_not_depend_on_the_rows(layout, max_tokens, overhead_tokens, monkeypatch):
     monkeypatch.setattr(shared_prefix, "MAX_ROW_TOKENS", max_tokens)
     monkeypatch.setattr(shared_prefix, "CALL_OVERHEAD_TOKENS", overhead_tokens)
     model, made = tiny_model(), random_experience(num_groups=4)

@@ -1,7 +1,5 @@
 """SingleModel against a loop over Hugging Face's logits: outputs, gradients, forms, and how much it allocates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An iteration's Experience without padding; tests/trainer/test_layouts.py has it between ranks."""
 
-from __future__ import annotations
-
 import torch
 from tiny import random_experience
 

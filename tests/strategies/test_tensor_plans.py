@@ -1,7 +1,5 @@
 """What is decided on paper: which families, which sizes, which layers on which stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,14 +10,9 @@ from lightrl.strategies.tensor_plans import check_schedule, check_sizes, layer_k
 
 def config(model_type: str = "qwen3", **changes: Any) -> Any:
     sizes = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 48,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 4,
-    }
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 4,
+    }  # fmt: skip
     return AutoConfig.for_model(model_type, **{**sizes, **changes})
 
 

@@ -1,7 +1,5 @@
 """Values of a critic of its own, of a head on the policy's body, and of the states after trajectories."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,9 +62,6 @@ def test_a_head_that_caps_its_logits_is_not_shared() -> None:
         SingleModel(tiny_model("gemma2 with capped logits"), LogprobSettings(), value_head=torch.nn.Linear(16, 1))
 
 
-# ---------------------------------------------------------------------- where a critic comes from
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_a_fresh_critic_has_the_language_models_body_and_says_zero(family: str) -> None:
     model = critic_spec(family).load_model()
@@ -86,9 +81,6 @@ def test_a_critic_is_loaded_from_a_language_model_or_from_a_reward_model(tmp_pat
     assert torch.equal(again.score.weight, critic_that_says_something().score.weight)
     other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     assert torch.equal(other.score.weight, again.score.weight)
-
-
-# ---------------------------------------------------------------------- the score phase
 
 
 class Judged(RLModule):

@@ -4,8 +4,6 @@ How: `stop in sync`, whose phase has its own deadline; `stop in update`; `kill i
 others wait for nothing yet; `late in share`, which the rank does not report to the others.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

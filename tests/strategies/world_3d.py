@@ -7,13 +7,9 @@ one, which has imported everything once. It prints a JSON line for each case: th
 process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-import tempfile
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
+from rank_scripts import fork_runs
 from second_device import second_device
 from tiny import FAMILIES, random_experience, tiny_model, tiny_spec, with_supports, with_teacher_topk
 from torch import Tensor
@@ -89,13 +86,9 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     single, split_one = make_model(family), make_model(family)
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     split = split_model(
-        split_one,
-        mesh,
-        ends=ends_group(mesh),
-        schedule=schedule,
-        stages_per_rank=1 if schedule == "1F1B" else 2,
+        split_one, mesh, ends=ends_group(mesh), schedule=schedule, stages_per_rank=1 if schedule == "1F1B" else 2,
         checkpoint_activations=form == "checkpointed",
-    )
+    )  # fmt: skip
     alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS, is_packed=form == "packed")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
     found: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "norm": 0.0}
@@ -169,12 +162,12 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     return {**case, **dict(zip(found, numbers.tolist(), strict=True))}
 
 
-def work(rank: int, size: int, store: str, cases: list[list[Any]]) -> None:
+def work(cases: list[list[Any]]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo")
     for case in cases:
         found = compare(*case)
-        if rank == 0:
+        if dist.get_rank() == 0:
             os.write(1, (json.dumps(found) + "\n").encode())  # a line at once: several worlds print
     dist.barrier()
     dist.destroy_process_group()
@@ -184,27 +177,7 @@ def main(cases: list[list[Any]]) -> int:
     worlds: dict[int, list[list[Any]]] = {}
     for case in cases:
         worlds.setdefault(case[0] * case[1] * case[2], []).append(case)
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for size, rank in [(world, rank) for world in worlds for rank in range(world)]:
-            child = os.fork()
-            if child == 0:
-                try:
-                    work(rank, size, f"{folder}/store-{size}", worlds[size])
-                except BaseException:  # noqa: BLE001
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        codes = []
-        while children:
-            child, status = os.wait()
-            codes.append(status)
-            children.remove(child)
-            if status:
-                for other in children:
-                    os.kill(other, 9)
-    return int(any(codes))
+    return fork_runs(list(worlds), lambda size: work(worlds[size]))
 
 
 if __name__ == "__main__":

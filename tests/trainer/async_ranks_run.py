@@ -1,8 +1,6 @@
 """What test_async_ranks.py runs: an asynchronous run on one, two and four ranks. Its engine's tokens follow from seed
 and position alone, so the runs draw the same ones although their syncs come at other moments."""
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace

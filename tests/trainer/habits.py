@@ -3,8 +3,6 @@
 `python tests/trainer/habits.py --write docs/lightning-habits.md` writes them, without `--write FILE` to the terminal.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -13,10 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[2]
-MARKS = (
-    "<!-- python tests/trainer/habits.py --write docs/lightning-habits.md -->",
-    "<!-- end of the tables -->",
-)
+MARKS = ("<!-- python tests/trainer/habits.py --write docs/lightning-habits.md -->", "<!-- end of the tables -->")
 # In the order of the page: title → the file whose rows it has.
 TABLES = {
     "Trainer flags": "test_lightning_flags",

@@ -1,7 +1,5 @@
 """What test_interrupts.py runs in a process of its own and interrupts: it stops at a place and says so by a file."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os
@@ -32,22 +30,14 @@ def main(folder: Path, place: str) -> None:
     if place == "write":
         torch.save = stopping_save(folder, torch.save)  # type: ignore[assignment]
     checkpoint = ModelCheckpoint(
-        folder,
-        save_last=True,
-        every_n_train_steps=1,
-        save_on_exception=True,
-        enable_version_counter=False,
+        folder, save_last=True, every_n_train_steps=1, save_on_exception=True, enable_version_counter=False,
         save_top_k=0,
-    )
+    )  # fmt: skip
     flags: dict[str, Any] = {"limit_val_batches": 1.0, "val_check_interval": 2} if place == "validation" else {}
     trainer = make_trainer(
-        folder,
-        engine=StoppingEngine(folder, place),
-        callbacks=[checkpoint, Stop(folder, place)],
-        max_steps=4,
-        enable_checkpointing=True,
-        **flags,
-    )
+        folder, engine=StoppingEngine(folder, place), callbacks=[checkpoint, Stop(folder, place)], max_steps=4,
+        enable_checkpointing=True, **flags,
+    )  # fmt: skip
     module = TinyGRPO(reward="digit_reward.token_reward", num_minibatches=2)
     try:
         trainer.fit(module, datamodule=Digits())

@@ -6,8 +6,6 @@ All ranks are forked from this process, which has imported everything once. Each
 what `play` gives, by case, or, in one process, by module.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -194,8 +192,7 @@ BY_ROLES = "PPO by roles: each rank has a role"
 CASES: dict[str, Case] = {
     "sharded": Case("microbatches and minibatches", SHARDED),
     "sharded, recomputed, reduced for each microbatch": Case(
-        "microbatches and minibatches",
-        lambda: SHARDED(activation_checkpointing=True, reduce_every_microbatch=True),
+        "microbatches and minibatches", lambda: SHARDED(activation_checkpointing=True, reduce_every_microbatch=True)
     ),
     "two replicas, parameters kept": Case(
         "a reference policy, truncated draws", lambda: SHARDED(num_replicas=2, reshard_after_forward=False)

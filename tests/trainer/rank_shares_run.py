@@ -3,8 +3,6 @@
 python rank_shares_run.py FOLDER run | kills
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

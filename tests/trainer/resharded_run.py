@@ -1,12 +1,9 @@
 """What test_resharded.py runs in two and in four processes: runs that save, and runs that go on from saved ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,23 +63,17 @@ class TinyPPO(PPO):
         self.updates.append(dict(metrics))
 
 
-def play(
-    folder: Path, name: str, *, settings: Mapping[str, Any] = {}, ckpt_path: Path | None = None, **spread: Any
-) -> dict[str, Any]:
+def play(folder, name, *, settings=None, ckpt_path=None, **spread):
     """Trains four iterations, saves after two of them and exports at the end; or goes on from `ckpt_path`."""
-    module = TinyPPO(**settings)
+    module = TinyPPO(**(settings or {}))
     callbacks: list[Any] = []
     if ckpt_path is None:
         callbacks += [ModelCheckpoint(folder / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
         callbacks += [HuggingFaceExport(str(folder / f"{name} {role}"), role=role) for role in ("policy", "critic")]
     trainer = make_trainer(
-        folder,
-        max_steps=4,
-        callbacks=callbacks,
-        enable_checkpointing=ckpt_path is None,
-        gradient_clip_val=0.5,
+        folder, max_steps=4, callbacks=callbacks, enable_checkpointing=ckpt_path is None, gradient_clip_val=0.5,
         **spread,
-    )
+    )  # fmt: skip
     trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
     return {"updates": module.updates, "weights": {} if "strategy" in spread else weights_of(module)}
 

@@ -3,8 +3,6 @@
 It is started once, Lightning starts the second process from the same command.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -17,21 +15,12 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import leave
+from resharded_run import weights_of
 from tiny_run import BATCH_SIZE, Digits, TinyGRPO, make_trainer
-from torch import Tensor
 
-from lightrl import (
-    Experience,
-    FSDP2Strategy,
-    LocalEngine,
-    RLCallback,
-    Trace,
-    Trajectory,
-    TrajectoryLog,
-)
-from lightrl.models.lora import merged_parameters
+from lightrl import Experience, FSDP2Strategy, LocalEngine, RLCallback, Trace, Trajectory, TrajectoryLog
 from lightrl.rollout import RolloutSettings
-from lightrl.strategies import rank_watch, whole
+from lightrl.strategies import rank_watch
 
 
 class BySGD:
@@ -78,10 +67,6 @@ class Recorded(BySGD, TinyGRPO):
         self.updates.append(dict(metrics))
 
 
-def whole_weights(module: TinyGRPO) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in merged_parameters(module.policy, whole)}
-
-
 def resume(folder: Path) -> dict[str, Any]:
     """Trains four iterations, and again the last two from the checkpoint between."""
 
@@ -100,8 +85,8 @@ def resume(folder: Path) -> dict[str, Any]:
         whole, _ = run(None)
     resumed, trainer = run(folder / "resume" / "step=2.ckpt")
     return {
-        "whole": whole_weights(whole),
-        "resumed": whole_weights(resumed),
+        "whole": weights_of(whole),
+        "resumed": weights_of(resumed),
         "trained": (whole.trained, resumed.trained),
         "warned": [str(warning.message) for warning in warned],
         "val/prompts": float(trainer.callback_metrics["val/prompts"]),
@@ -131,7 +116,7 @@ def configure(folder: Path) -> dict[str, Any]:
     log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
     trainer = make_trainer(folder, devices=2, strategy="FSDP2Strategy", callbacks=[differs, log])
     trainer.fit(module, datamodule=Digits())
-    return {"settings": differs.settings, "weights": whole_weights(module)}
+    return {"settings": differs.settings, "weights": weights_of(module)}
 
 
 class Failing(TinyGRPO):

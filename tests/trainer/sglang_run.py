@@ -1,7 +1,5 @@
 """What test_sglang_faults.py runs in a process of its own and kills amid a weight sync: servers that the run starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Sequence

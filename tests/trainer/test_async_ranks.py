@@ -1,7 +1,5 @@
 """Several ranks at staleness 2 train on what one process trains on, with its losses and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """On-policy the models score while rewards are awaited: the same run as if all rewards had been there before."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
@@ -70,9 +68,7 @@ def played(module: TinyGRPO, folder: Path, *callbacks: Any, **flags: Any) -> See
 KINDS = [FailingPPO, lambda: FailingSome(decoupled=True, num_minibatches=2)]
 
 
-def played_both_ways(
-    kind: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **attributes: Any
-) -> tuple[Any, Seen, Any, Seen]:
+def played_both_ways(kind, folder, monkeypatch, **attributes):
     """The module and what was seen of a run that judges later, and of one that judges before it scores."""
     later, before = kind(), kind()
     vars(later).update(attributes)
@@ -86,9 +82,7 @@ def played_both_ways(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["PPO", "GRPO"])
-def test_a_run_is_the_same_to_the_bit_whether_it_judges_later_or_not(
-    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_the_same_to_the_bit_whether_it_judges_later_or_not(kind, tmp_path, monkeypatch):
     later, seen, before, expected = played_both_ways(kind, tmp_path, monkeypatch, fails=False)
     assert are_equal(weights(later), weights(before))
     assert seen.logged == expected.logged
@@ -100,9 +94,7 @@ def test_a_run_is_the_same_to_the_bit_whether_it_judges_later_or_not(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["PPO", "GRPO"])
-def test_what_is_dropped_after_it_was_scored_leaves_no_trace(
-    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_dropped_after_it_was_scored_leaves_no_trace(kind, tmp_path, monkeypatch):
     """To rounding: the trajectories that are scored together differ, and so do the shapes of matrix products."""
     later, seen, before, expected = played_both_ways(kind, tmp_path, monkeypatch)
     assert seen.drops == ["reward_raised"] * 2
@@ -176,9 +168,7 @@ def test_a_reward_that_never_comes_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_later", [True, False], ids=["awaits rewards", "has rewards first"])
-def test_a_checkpoint_keeps_groups_whose_rewards_are_awaited(
-    is_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_keeps_groups_whose_rewards_are_awaited(is_later, tmp_path, monkeypatch):
     saved = threading.Event()
     path = tmp_path / "amid.ckpt"
 

@@ -1,7 +1,5 @@
 """What docs/write-a-callback.md shows: a callback that configures the rollout, and metrics of one's own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

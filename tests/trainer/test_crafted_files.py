@@ -1,7 +1,5 @@
 """A checkpoint or a model folder from a stranger runs no code: each file here would, with the stock loader."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -104,12 +102,9 @@ def export(path: Path, folder: Path) -> None:
     export_checkpoint(path, folder / "model", tokenizer=POLICY.tokenizer)
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("load", [resume, export])
 @pytest.mark.parametrize("name", PICKLES)
-def test_a_crafted_pickle_runs_with_the_stock_loader_and_not_with_ours(
-    name: str, load: Callable[[Path, Path], None], file: Path, tmp_path: Path
-) -> None:
+def test_a_crafted_pickle_runs_with_the_stock_loader_and_not_with_ours(name, load, file, tmp_path):
     craft, load_as_torch_does = PICKLES[name]
     marker = tmp_path / "it ran".replace(" ", "_")
     path = craft(file, tmp_path / "crafted", marker)
@@ -124,7 +119,6 @@ def test_a_crafted_pickle_runs_with_the_stock_loader_and_not_with_ours(
     assert marker.exists()
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.bad_input
 def test_metadata_can_neither_change_a_class_nor_lead_out_of_the_folder(file: Path, tmp_path: Path) -> None:
     folder = as_folder(file, tmp_path / "crafted")
@@ -189,9 +183,7 @@ def test_what_a_checkpoint_names_is_not_imported(name: str, file: Path, tmp_path
     assert not stranger.exists()
 
 
-def test_a_user_may_let_an_export_run_the_code_that_a_checkpoint_names(
-    file: Path, tmp_path: Path, stranger: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_user_may_let_an_export_run_the_code_that_a_checkpoint_names(file, tmp_path, stranger, capsys):
     export = ["export", str(file), "--to", str(tmp_path / "model")]
     assert main(export) == 2
     assert "pass --run_code_of_checkpoint" in capsys.readouterr().err
@@ -200,9 +192,7 @@ def test_a_user_may_let_an_export_run_the_code_that_a_checkpoint_names(
     assert stranger.exists()  # so that the tests above can fail
 
 
-def test_a_checkpoint_does_not_set_the_configuration_of_the_command(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_does_not_set_the_configuration_of_the_command(file, tmp_path, capsys):
     saved = torch.load(file, weights_only=True)
     saved["hyper_parameters"] = {"_class_path": "GRPO", "reward": "os.system"}
     torch.save(saved, tmp_path / "crafted.ckpt")
@@ -263,6 +253,15 @@ def test_a_model_folder_does_not_load_a_pickle_or_kernels(tmp_path: Path) -> Non
     assert AutoConfig.from_pretrained(folder)._attn_implementation == "stranger/kernel"
     with pytest.raises(ValueError, match="names attention code on the hub, 'stranger/kernel'"):
         ModelSpec(path=str(folder)).load_model()
+
+
+def test_an_export_names_the_roles_that_are_there_and_leaves_a_folder_with_other_things_alone(file, tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"no role 'critic'. Set --role to one of \['policy'\]"):
+        export_checkpoint(file, tmp_path / "model", role="critic")
+    (tmp_path / "thesis.tex").write_text("text")
+    assert main(["export", str(file), "--to", str(tmp_path)]) == 2
+    assert "holds 'thesis.tex'" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").exists()
 
 
 @pytest.mark.bad_input

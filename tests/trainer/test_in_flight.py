@@ -78,3 +78,19 @@ def test_a_resumed_run_keeps_the_tokens_that_were_in_flight(engine: Any, checkpo
     for part in parts:
         begun = tuple(list(values) for values in (part.token_ids, part.logprobs, part.weight_versions))
         assert any(tuple(values[: len(part.token_ids)] for values in row) == begun for row in rows)
+
+
+class SpeedSeen(RLCallback):
+    """Whether the iterations before each one have logged a speed of the rollout."""
+
+    def __init__(self) -> None:
+        self.is_logged: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.is_logged.append("rollout/tokens_per_s" in trainer.callback_metrics)
+
+
+def test_tokens_that_an_earlier_fit_wrote_are_no_speed_of_the_resumed_one(checkpoint: Path, tmp_path: Path) -> None:
+    seen = SpeedSeen()
+    fit(tmp_path, FakeEngine(), seen, ckpt_path=checkpoint)
+    assert seen.is_logged == [False, False, True]

@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM and `kill -9` against real processes: what they leave behind, and how one goes on from there."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -22,8 +20,6 @@ DEADLINE_S = 90.0  # of everything here, on a loaded machine
 # One process imports everything and the runs are forked off it: an import takes seconds.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["interrupted_run"])
-
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
 
 
 class Run:
@@ -114,9 +110,7 @@ SIGTERM = (signal.SIGTERM, 0, "Received SIGTERM")  # SIGTERMException is a Syste
         pytest.param("validation", CTRL_C, 2, id="Ctrl-C in a validation", marks=pytest.mark.extra),
     ],
 )
-def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(
-    place: str, sent: tuple[int, int, str], num_done: int, start: Any, whole: dict[str, torch.Tensor]
-) -> None:
+def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(place, sent, num_done, start, whole):
     number, code, text = sent
     run = start(place)
     run.wait_for("reached")
@@ -128,9 +122,7 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(
     assert_goes_on_from(run.folder, whole, num_done)
 
 
-def test_a_second_ctrl_c_ends_an_update_at_once_without_a_checkpoint_of_it(
-    start: Any, whole: dict[str, torch.Tensor]
-) -> None:
+def test_a_second_ctrl_c_ends_an_update_at_once_without_a_checkpoint_of_it(start, whole):
     run = start("endless_update")
     run.wait_for("reached")
     run.send(signal.SIGINT)
@@ -140,9 +132,7 @@ def test_a_second_ctrl_c_ends_an_update_at_once_without_a_checkpoint_of_it(
     assert_goes_on_from(run.folder, whole, 2)
 
 
-def test_kill_9_while_a_checkpoint_is_written_leaves_the_one_before_and_no_worker(
-    start: Any, whole: dict[str, torch.Tensor]
-) -> None:
+def test_kill_9_while_a_checkpoint_is_written_leaves_the_one_before_and_no_worker(start, whole):
     run = start("write")
     run.wait_for("reached")
     assert run.children

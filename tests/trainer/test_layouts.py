@@ -1,7 +1,5 @@
 """GRPO, PPO and distillation in every layout against one process: the same gradients, weights, numbers and tokens."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -128,9 +126,7 @@ def test_each_role_is_clipped_by_itself(name: str, runs: Runs) -> None:
 
 
 @every_ppo
-def test_a_judge_is_asked_on_rank_0_alone_and_a_role_that_waits_in_cpu_memory_moves_for_its_calls_only(
-    name: str, runs: Runs
-) -> None:
+def test_a_judge_is_asked_on_rank_0_alone_and_a_role_that_waits_in_cpu_memory_moves_for_its_calls_only(name, runs):
     ranks, _ = compared(name, runs)
     assert [rank["judged"] for rank in ranks] == [2] + [0] * (len(ranks) - 1)
     if not CASES[name].meshes:

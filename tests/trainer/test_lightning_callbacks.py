@@ -1,14 +1,11 @@
 """What a Lightning user does by habit works with an RLModule: flags, callbacks, loggers, stages, loaders."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from digit_reward import token_reward
@@ -46,8 +43,6 @@ from tiny_run import POLICY, Digits, Logged, TinyGRPO, are_equal, make_trainer, 
 import lightrl
 from lightrl import GRPO, RolloutMetrics, Sampling, StalenessControl, Trajectory, WeightSync
 from lightrl.callbacks.monitors import ALWAYS_LOGGED
-
-# ---------------------------------------------------------------------- callbacks and loggers
 
 
 @habit('ModelCheckpoint(monitor="rollout/reward", mode="max", every_n_train_steps=2)')
@@ -141,9 +136,6 @@ def test_the_pytorch_profiler_records_the_whole_of_a_short_run(tmp_path: Path) -
     assert "rl/update" in (tmp_path / "fit-profile.txt").read_text()
 
 
-# ---------------------------------------------------------------------- default callbacks and refusals
-
-
 def test_default_callbacks_are_added_once(tmp_path: Path) -> None:
     given = StalenessControl(2)
     trainer = make_trainer(tmp_path, callbacks=given)
@@ -231,15 +223,8 @@ def test_weights_may_be_synced_every_second_iteration(tmp_path: Path) -> None:
     assert trainer.global_step == 6
 
 
-# ---------------------------------------------------------------------- a mistyped monitor
-
-
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: EarlyStopping("val/rewrad", mode="max"),
-        lambda: ModelCheckpoint(monitor="val/rewrad", mode="max"),
-    ],
+    "make", [lambda: EarlyStopping("val/rewrad", mode="max"), lambda: ModelCheckpoint(monitor="val/rewrad", mode="max")]
 )
 def test_a_mistyped_monitor_is_found_before_training(make: Any, tmp_path: Path) -> None:
     module, given = TinyGRPO(), make()
@@ -311,9 +296,6 @@ def test_a_monitor_that_need_not_be_there_is_left_alone(tmp_path: Path) -> None:
     assert trainer.global_step == 3
 
 
-# ---------------------------------------------------------------------- the other callbacks
-
-
 @habit("ModelSummary(max_depth=2)")
 @habit("RichModelSummary()")
 @pytest.mark.parametrize("make", [lambda: ModelSummary(max_depth=2), lambda: RichModelSummary(max_depth=2)])
@@ -354,9 +336,7 @@ def test_a_prediction_writer_gets_the_groups(tmp_path: Path) -> None:
 
 
 class Fails(Callback):
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 2:
             raise RuntimeError("on request")
 
@@ -365,7 +345,7 @@ class Fails(Callback):
     "OnExceptionCheckpoint(FOLDER)",
     "between iterations; within one it saves nothing, as it would repeat or skip groups",
 )
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:`?.fit.ckpt_path=")
+@pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")
 def test_an_exception_leaves_a_checkpoint_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OnExceptionCheckpoint, "teardown", Callback.teardown)  # which removes it after a good end
     callbacks = [OnExceptionCheckpoint(tmp_path), Fails()]

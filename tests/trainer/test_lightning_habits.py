@@ -1,12 +1,8 @@
 """What a Lightning user does by habit works with an RLModule: flags, callbacks, loggers, stages, loaders."""
 
-from __future__ import annotations
-
 import inspect
 import math
-import os
-import subprocess
-import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +12,17 @@ import lightning.pytorch
 import pytest
 import torch
 from habits import MARKS, ROOT, all_habits, habit, refused, tables
+from lightning.fabric.plugins.environments import slurm
 from lightning.pytorch.demos.boring_classes import BoringModel
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightrl
 from lightrl import Prompt, Sampling
+from lightrl.data import DataSource
 from lightrl.module import NEEDS_OUR_TRAINER
+from lightrl.trainer import ignore_srun_advice
 from lightrl.trajectory import Group
-
-# ---------------------------------------------------------------------- stages
 
 
 @habit(
@@ -76,9 +73,6 @@ def test_one_trainer_does_one_stage_after_the_other(engine: Any, tmp_path: Path)
     assert trainer.test(module, datamodule=Digits(), verbose=False)[0]["test/prompts"] == 4
 
 
-# ---------------------------------------------------------------------- other modules, other loaders
-
-
 @habit("lightrl.Trainer().fit(any LightningModule)")
 def test_a_plain_module_trains_as_with_lightnings_trainer(tmp_path: Path) -> None:
     final = []
@@ -86,51 +80,27 @@ def test_a_plain_module_trains_as_with_lightnings_trainer(tmp_path: Path) -> Non
         torch.manual_seed(0)
         module = BoringModel()
         trainer = kind(
-            accelerator="cpu",
-            max_epochs=1,
-            limit_train_batches=5,
-            limit_val_batches=1,
-            accumulate_grad_batches=2,
-            log_every_n_steps=1,
-            gradient_clip_val=0.5,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
+            accelerator="cpu", max_epochs=1, limit_train_batches=5, limit_val_batches=1, accumulate_grad_batches=2,
+            log_every_n_steps=1, gradient_clip_val=0.5, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
         trainer.fit(module)
         final.append((trainer.global_step, module.state_dict()))
     assert final[0][0] == final[1][0] == 3
     assert are_equal(final[0][1], final[1][1])
 
 
-FIT = """
-import warnings
-warnings.simplefilter("always")
-from lightning.pytorch.demos.boring_classes import BoringModel
-from tiny_run import Digits, TinyGRPO, make_trainer
-for module, data in ((TinyGRPO(), Digits()), (BoringModel(), None)):
-    make_trainer(".", max_steps=1, limit_val_batches=0).fit(module, datamodule=data)
-print("trained")
-"""
-
-
-@pytest.mark.extra
 @pytest.mark.parametrize("job", [None, "7"], ids=["outside a Slurm job", "in a Slurm job"])
-def test_srun_on_the_path_is_mentioned_in_a_slurm_job_only(job: str | None, tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text("#!/bin/sh\n")
-    (tmp_path / "srun").chmod(0o755)
-    folders = [path for path in sys.path if path]
-    environment = os.environ | {
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(folders),
-        **({} if job is None else {"SLURM_JOB_ID": job}),
-    }
-    command = [sys.executable, "-c", FIT]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("trained\n"), done.stderr
-    assert ("srun" in done.stdout + done.stderr) is (job is not None)
+def test_srun_on_the_path_is_mentioned_in_a_slurm_job_only(job, monkeypatch):
+    advice = "The `srun` command is available"
+    assert advice in inspect.getsource(slurm)  # Lightning's own text
+    if job is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ignore_srun_advice()
+        warnings.warn(f"{advice} on your system but is not used.", UserWarning, stacklevel=1)
+    assert bool(warned) is (job is not None)
 
 
 QUESTIONS = ["0 1", "1 2", "2 3", "3 4", "4 5"]
@@ -176,6 +146,37 @@ def test_a_users_module_may_give_the_loaders_and_log_in_its_own_validation(tmp_p
     trainer = make_trainer(tmp_path, max_epochs=1, limit_val_batches=1.0)
     trainer.fit(Own())
     assert 0 <= trainer.callback_metrics["val/highest"] <= 1
+
+
+@habit("val_dataloader that returns several", "a number for each, `val/reward/dataloader_idx_0`, as in Lightning")
+def test_several_validation_loaders_have_a_number_each(tmp_path: Path) -> None:
+    rewards = iter([1.0, 0.0, 0.5, 0.25])
+
+    class Own(TinyGRPO):
+        def reward(self, trajectory: Any) -> float:
+            return next(rewards)
+
+    loaders = [DataLoader(QUESTIONS[:2], batch_size=1), DataLoader(QUESTIONS[2:4], batch_size=2)]
+    trainer, module = make_trainer(tmp_path, limit_val_batches=1.0), Own()
+    first, second = trainer.validate(module, loaders)
+    assert first["val/reward/dataloader_idx_0"] == 0.5
+    assert second["val/reward/dataloader_idx_1"] == 0.375
+
+
+@habit("validation=[DataSource(..., label=NAME), ...]", "`val/reward` of all, and `val/reward/NAME` of each")
+def test_several_labeled_validation_sources_have_a_number_each(tmp_path: Path) -> None:
+    class Own(TinyGRPO):
+        def reward(self, trajectory: Any) -> float:
+            return float(trajectory.prompt.fields["worth"])
+
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("easy", "hard")}
+    files["easy"].write_text('{"question": "0", "worth": 1}\n' * 3)
+    files["hard"].write_text('{"question": "1", "worth": 0}\n')
+    sources = [DataSource(str(path), label=name) for name, path in files.items()]
+    data = lightrl.PromptDataModule(None, sources, batch_size=1, answer_column=None, validation_batch_size=2)
+    found, = make_trainer(tmp_path, limit_val_batches=1.0).validate(Own(), data)  # fmt: skip
+    assert [found[f"val/{name}"] for name in ("reward", "reward/easy", "reward/hard")] == [0.75, 1.0, 0.0]
+    assert [found[f"val/{name}"] for name in ("prompts", "prompts/easy", "prompts/hard")] == [4, 3, 1]
 
 
 @habit("IterableDataset", "with `max_steps`")
@@ -224,9 +225,6 @@ def test_prompts_that_are_prompts_need_no_data_module(tmp_path: Path) -> None:
     assert trainer.callback_metrics["val/prompts"] == 4
 
 
-# ---------------------------------------------------------------------- the module's optimizer
-
-
 class TwoOptimizers(TinyGRPO):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.policy.parameters(), lr=lr) for lr in (0.1, 0.2)]
@@ -238,12 +236,19 @@ class Manual(TinyGRPO):
         self.automatic_optimization = False
 
 
+class OwnStep(TinyGRPO):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("never", 1.0)
+
+
 REFUSED = refused("test_lightning_habits", [
     ("def configure_optimizers(self): return [one, another]", lambda: (lightrl.Trainer, TwoOptimizers()),
      "TwoOptimizers.configure_optimizers must return one optimizer, with a parameter group for each learning rate; "
      "`parameter_groups` gives one for each trained model."),
     ("self.automatic_optimization = False", lambda: (lightrl.Trainer, Manual()),
      "Manual.automatic_optimization must be True: the loop updates the policy with what `loss` returns."),
+    ("def training_step(self, batch, batch_idx)", lambda: (lightrl.Trainer, OwnStep()),
+     "OwnStep.training_step is never called: an RLModule has no training_step. Write loss."),
     ("lightning.Trainer().fit(RLModule)", lambda: (L.Trainer, TinyGRPO()), NEEDS_OUR_TRAINER),
 ])  # fmt: skip
 
@@ -290,9 +295,6 @@ def test_layers_that_are_frozen_after_loading_stay_as_they_are(tmp_path: Path) -
     changed = {name for name, value in weights(module).items() if not torch.equal(value, before[name])}
     assert changed
     assert not [name for name in changed if "embed_tokens" in name or "lm_head" in name]
-
-
-# ---------------------------------------------------------------------- the page
 
 
 def test_every_flag_and_callback_of_lightning_has_a_row() -> None:

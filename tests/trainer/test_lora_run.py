@@ -1,7 +1,5 @@
 """Runs that train adapters: what is saved, exported, synced and compared with is what the setting promises."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +83,6 @@ def test_an_export_loads_in_peft(finished: Any, base: Path, tmp_path: Path) -> N
     for adapter in (folder / "model", tmp_path / "model"):
         loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
         assert torch.equal(logits(loaded), logits(module.policy))
-
-
-def test_a_merged_export_has_the_merged_weights(finished: Any, tmp_path: Path) -> None:
-    module, folder, _ = finished
-    export_checkpoint(folder / "run.ckpt", tmp_path / "model", tokenizer="tiny_run.tokenizer", merged=True)
-    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
-    merged = dict(merged_parameters(module.policy))
-    assert loaded.keys() == merged.keys()
-    assert all(torch.equal(loaded[name], merged[name]) for name in merged)
 
 
 def test_a_resumed_run_repeats_the_whole_one(tmp_path: Path) -> None:

@@ -1,12 +1,9 @@
 """An iteration leaves nothing in memory; `benchmarks.soak` shows the same for a process and 10,000 iterations."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import zlib
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,9 +42,7 @@ class SometimesFails(GRPO):
 
 
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.extra), 2])
-def test_an_iteration_leaves_nothing_in_memory(
-    max_staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_iteration_leaves_nothing_in_memory(max_staleness, tmp_path, monkeypatch):
     monkeypatch.setattr(learning_curve, "MAX_POINTS", 8)
     census = Census()
     callbacks = [census, LearningCurve(), TrajectoryLog(), StalenessControl(max_staleness)]

@@ -1,7 +1,5 @@
 """A resume from the checkpoint of another configuration: refused with what differs, and nothing is left behind."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,6 @@ CASES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
 @pytest.mark.bad_input
 @pytest.mark.parametrize("name", CASES)
 def test_another_configuration_is_refused_with_what_differs(name: str, checkpoint: Path, tmp_path: Path) -> None:
@@ -70,7 +67,6 @@ def test_another_configuration_is_refused_with_what_differs(name: str, checkpoin
     assert save.save_on_exception is False
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
 def test_after_a_refused_stage_a_run_saves_on_exceptions_again(checkpoint: Path, tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True)
     trainer = make_trainer(tmp_path, max_steps=4, callbacks=[save], enable_checkpointing=True)
@@ -88,11 +84,8 @@ START_FAILS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
 @pytest.mark.parametrize("place", START_FAILS)
-def test_after_a_resume_that_fails_the_trainer_refuses_to_fit_again(
-    place: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_after_a_resume_that_fails_the_trainer_refuses_to_fit_again(place, checkpoint, tmp_path):
     trainer = make_trainer(tmp_path, max_steps=2)
     with pytest.raises(ValueError, match=r"does not (fit|divide)"):
         trainer.fit(START_FAILS[place](), datamodule=Digits(), ckpt_path=checkpoint)
@@ -102,9 +95,7 @@ def test_after_a_resume_that_fails_the_trainer_refuses_to_fit_again(
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
-def test_after_a_refused_stage_a_run_without_a_checkpoint_starts_afresh(
-    stage: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_after_a_refused_stage_a_run_without_a_checkpoint_starts_afresh(stage, checkpoint, tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1)
     with pytest.raises(ValueError, match="does not fit"):
         getattr(trainer, stage)(TinyGRPO(WIDER), datamodule=Digits(), ckpt_path=checkpoint)

@@ -1,7 +1,5 @@
 """Two ranks write their shares of the weights for a server: what it gets, and what happens when a rank cannot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +44,7 @@ def test_served_adapters_leave_the_base_as_it_was_loaded_first(runs: dict[str, A
     assert any(not torch.equal(found["written"][key], value) for key, value in found["weights"].items())
 
 
+@pytest.mark.extra
 def test_a_rank_that_is_killed_amid_its_share_leaves_the_version_absent(tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "kills")
     assert done.returncode != 0

@@ -1,7 +1,5 @@
 """A run saved by some processes goes on in any other number of them, optimizer included, and can be exported."""
 
-from __future__ import annotations
-
 import signal
 import warnings
 from pathlib import Path
@@ -18,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lightrl.commands.export import export_checkpoint
 
 SCRIPT = Path(__file__).with_name("resharded_run.py")
-# A run that goes on here saves nothing itself.
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 
 
 @pytest.fixture(scope="module")
@@ -71,25 +67,19 @@ def test_a_run_goes_on_in_another_topology(name: str, four: dict[str, Any], alon
 
 @pytest.mark.extra
 @pytest.mark.parametrize("name", ["on the body otherwise", "on the body, then sharded"])
-def test_a_head_on_the_body_and_a_moving_reference_go_on_in_another_topology(
-    name: str, four: dict[str, Any], alone_on_body: dict[str, Any]
-) -> None:
+def test_a_head_on_the_body_and_a_moving_reference_go_on_in_another_topology(name, four, alone_on_body):
     assert_same_updates(four[name]["updates"], alone_on_body["updates"][4:])
 
 
 @pytest.mark.extra
-def test_a_head_on_the_body_and_a_moving_reference_go_on_in_one_process(
-    four: dict[str, Any], alone_on_body: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
+def test_a_head_on_the_body_and_a_moving_reference_go_on_in_one_process(four, alone_on_body, folder, tmp_path):
     assert_same_updates(four["on the body"]["updates"], alone_on_body["updates"])
     found = play(tmp_path, "one", settings=ON_BODY, ckpt_path=folder / "on the body" / "step=2.ckpt")
     assert_same_updates(found["updates"], alone_on_body["updates"][4:])
 
 
 @pytest.mark.parametrize("saved", ["two ranks", pytest.param("split", marks=pytest.mark.extra)])
-def test_a_run_of_several_processes_goes_on_in_one(
-    saved: str, alone: dict[str, Any], folder: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_run_of_several_processes_goes_on_in_one(saved, alone, folder, tmp_path, request):
     request.getfixturevalue("two" if saved == "two ranks" else "four")
     found = play(tmp_path, "one", ckpt_path=folder / saved / "step=2.ckpt")
     assert_same_updates(found["updates"], alone["updates"][4:])
@@ -108,9 +98,7 @@ def test_adapters_of_two_ranks_go_on_in_one_process(two: dict[str, Any], folder:
 @pytest.mark.parametrize(
     ("role", "kind"), [("policy", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)]
 )
-def test_the_command_exports_what_the_run_did(
-    saved: str, role: str, kind: Any, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_the_command_exports_what_the_run_did(saved, role, kind, folder, tmp_path, request):
     request.getfixturevalue("two" if saved == "two ranks" else "four")
     export_checkpoint(folder / saved / "step=4.ckpt", tmp_path / "model", role=role, tokenizer=SPEC.tokenizer)
     assert same_tensors(tmp_path / "model", folder / f"{saved} {role}", kind)

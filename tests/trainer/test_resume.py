@@ -1,10 +1,11 @@
 """A run that is resumed is the run that never stopped: to the bit on-policy, without loss or repetition otherwise."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
+import functools
 import logging
+import os
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,6 @@ from lightrl import Experience, FakeEngine, Outputs, Sampling, StalenessControl
 from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO
 
-pytestmark = [
-    # Lightning's, about a resume with other callbacks or another folder than those of the run before
-    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
-]
 NUM_ITERATIONS = 7  # epochs of 3: iterations 3 and 6 are ends of epochs
 # Of the wall clock; and the probe of a weight sync, which the first load of each process has.
 WALL_TIME = ("time/", "rollout/tokens_per_s", "update/tokens_per_s", "sync/probe")
@@ -37,13 +32,9 @@ class Noisy(TinyGRPO):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(
-            num_minibatches=2,
-            update_epochs=2,
-            warmup_iterations=5,
-            validation_sampling=Sampling(max_new_tokens=6),
-            validation_group_size=2,
-            **kwargs,
-        )
+            num_minibatches=2, update_epochs=2, warmup_iterations=5, validation_sampling=Sampling(max_new_tokens=6),
+            validation_group_size=2, **kwargs,
+        )  # fmt: skip
 
     def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
         result = super().loss(experience, outputs)
@@ -69,13 +60,7 @@ class Record(Callback):
         self.validation[trainer.global_step] = {name: float(value) for name, value in values if name.startswith("val/")}
 
 
-def fit(
-    folder: Path,
-    *,
-    resume: Path | None = None,
-    flags: dict[str, Any] | None = None,
-    callbacks: list[Callback] | None = None,
-) -> tuple[L.Trainer, Noisy, Record]:
+def fit(folder, *, resume=None, flags=None, callbacks=None):
     torch.manual_seed(5)
     module, record = Noisy(), Record()
     settings = {"max_steps": NUM_ITERATIONS, "limit_val_batches": 1.0, "num_sanity_val_steps": 1} | (flags or {})
@@ -155,6 +140,68 @@ def test_last_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     assert trainer.global_step == len(module.trained) == NUM_ITERATIONS
 
 
+def lr_and_decay(
+    folder: Path, steps: int, *, resume: Path | None = None, scheduler: Any = None, **settings: Any
+) -> list[tuple[float, float]]:
+    """Learning rate and weight decay of each iteration; leaves a checkpoint."""
+    used: list[tuple[float, float]] = []
+
+    class Own(TinyGRPO):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            group = self.optimizers().param_groups[0]  # type: ignore[union-attr]
+            used.append((round(group["lr"], 9), group["weight_decay"]))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return optimizer if scheduler is None else ([optimizer], [scheduler(optimizer)])
+
+    trainer = make_trainer(folder, max_steps=steps)
+    trainer.fit(Own(**settings), datamodule=Digits(), ckpt_path=resume)
+    trainer.save_checkpoint(folder / "a.ckpt")
+    return used
+
+
+LINEAR = {"lr": 0.4, "lr_decay": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected", "message"),
+    [
+        ({"lr": 0.4}, {"lr": 0.2}, [(0.2, 0.0)] * 2, "lr=0.2, .* checkpoint's was 0.4"),
+        ({"lr": 0.4}, {"lr": 0.4, "weight_decay": 0.1}, [(0.4, 0.1)] * 2, "weight_decay=0.1, .* checkpoint's was 0.0"),
+        (LINEAR, {"lr": 0.4}, [(0.4, 0.0)] * 2, "lr=0.4, .* checkpoint's was 0.0.*set lr, lr_decay and the end as"),
+        ({"lr": 0.4}, LINEAR, [(0.2, 0.0), (0.1, 0.0)], "lr=0.2, .* checkpoint's was 0.4"),
+        (LINEAR, LINEAR, [(0.2, 0.0), (0.1, 0.0)], "lr=0.2, .* checkpoint's was 0.0"),
+        (LINEAR, {**LINEAR, "lr": 0.8}, [(0.4, 0.0), (0.2, 0.0)], "lr=0.4, .* checkpoint's was 0.0"),
+        ({"lr": 0.4}, {"lr": 0.4}, [(0.4, 0.0)] * 2, None),
+    ],
+    ids=["lr", "weight decay", "no decay after one that has ended", "a decay from now on", "a decay with a later end",
+         "a decay of another lr", "nothing"],
+)  # fmt: skip
+def test_a_resumed_run_has_its_own_lr_and_weight_decay_and_says_which_differ(
+    before: dict[str, Any], after: dict[str, Any], expected: Any, message: str | None,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    lr_and_decay(tmp_path, 2, **before)
+    with caplog.at_level(logging.WARNING, logger="lightrl.loops.resume"):
+        found = lr_and_decay(tmp_path, 4, resume=tmp_path / "a.ckpt", **after)
+    assert found == expected
+    said = [record.getMessage() for record in caplog.records if record.name == "lightrl.loops.resume"]
+    assert len(said) == (message is not None)
+    assert message is None or re.search(message, said[0])
+
+
+def test_an_lr_that_a_users_scheduler_and_a_callback_have_changed_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    halve: Any = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    lr_and_decay(tmp_path, 1, scheduler=halve, lr=0.4)
+    path = tmp_path / "a.ckpt"
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        assert lr_and_decay(tmp_path, 2, resume=path, scheduler=halve, lr=0.8) == [(0.4, 0.0)]
+    assert "lr=0.8 has no effect on this resumed run: StepLR goes on from the checkpoint's 0.4" in caplog.text
+
+
 def test_a_resume_with_another_seed_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,9 +211,6 @@ def test_a_resume_with_another_seed_is_warned_of(
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         fit(tmp_path, resume=tmp_path / "a.ckpt")
     assert "made with seed 0, this run has seed 8" in caplog.text
-
-
-# ---------------------------------------------------------------------- asynchronous
 
 
 class Stop(Exception):
@@ -190,17 +234,12 @@ def engine() -> FakeEngine:
     return FakeEngine(seconds_per_token=lambda prompt, sampling: 0.03 if prompt[0] == 4 else 0.002)
 
 
-def fit_async(
-    folder: Path, staleness: int, *, resume: Path | None = None, callbacks: list[Callback] | None = None, num: int = 8
-) -> TinyGRPO:
+def fit_async(folder, staleness, *, resume=None, callbacks=None, num=8):
     module = TinyGRPO()
     trainer = make_trainer(
-        folder,
-        engine=engine(),
-        max_steps=num,
-        enable_checkpointing=True,
+        folder, engine=engine(), max_steps=num, enable_checkpointing=True,
         callbacks=[StalenessControl(staleness), *(callbacks or [])],
-    )
+    )  # fmt: skip
     with contextlib.suppress(Stop):
         trainer.fit(module, datamodule=Digits(), ckpt_path=resume)
     return module
@@ -231,9 +270,7 @@ def test_a_crash_between_updates_saves_a_checkpoint_from_which_nothing_is_lost(h
 
 
 @pytest.mark.parametrize("hook", ["on_minibatch_end", "on_policy_updated", "on_weights_synced"])
-def test_a_crash_within_an_iteration_saves_no_checkpoint(
-    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_crash_within_an_iteration_saves_no_checkpoint(hook, tmp_path, caplog):
     save = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_train_steps=2, filename="{step}")
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         fit_async(tmp_path, 1, callbacks=[save, StopAfter(3, hook)])
@@ -255,9 +292,6 @@ def test_max_epochs_holds_after_a_crash_and_a_resume(tmp_path: Path) -> None:
         trainer.fit(second, datamodule=Digits(), ckpt_path=folder / "step=4.ckpt")
         assert trainer.global_step == 6
         assert sorted(position for batch in first.trained + second.trained for position in batch) == list(range(12))
-
-
-# ---------------------------------------------------------------------- the file
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) -> None:
@@ -289,6 +323,32 @@ def test_a_callback_that_fails_on_an_exception_leaves_nothing_behind(tmp_path: P
     trainer = make_trainer(tmp_path, callbacks=[FullDisk(), StopAfter(1)])
     with pytest.raises(OSError, match="no space left"):
         trainer.fit(TinyGRPO(), datamodule=Digits())  # the fixture looks for threads
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_the_error_of_a_run_is_not_hidden_by_a_checkpoint_that_cannot_be_written_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, save_async: bool
+) -> None:
+    (tmp_path / "file").touch()
+    saves = ModelCheckpoint(dirpath=tmp_path / "file" / "checkpoints", save_on_exception=True)
+    callbacks = [saves, StopAfter(1)]
+    plugins = [AtomicCheckpointIO(save_async=save_async)]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True, plugins=plugins)
+    with pytest.raises(Stop):
+        trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert "could not be written: Not a directory" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_models_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda folder, mode: mode != os.W_OK or folder != tmp_path)
+    make_trainer(tmp_path, max_steps=1).fit(TinyGRPO(), datamodule=Digits())  # which writes nothing
+    module = TinyGRPO()
+    trainer = make_trainer(tmp_path / "runs", enable_checkpointing=True)
+    with pytest.raises(ValueError, match=rf"write to {tmp_path}/runs, but {tmp_path} is read-only.*default_root_dir"):
+        trainer.fit(module, datamodule=Digits())
+    assert not hasattr(module, "policy")
 
 
 def test_a_failed_run_can_go_on_with_the_same_trainer(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Hooks: which ones are called when, with what; and what a user's own module can do with them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,18 +16,10 @@ from lightrl import Experience, ModelCall, Outputs, RLCallback, RLModule, Sampli
 from lightrl.trajectory import Group
 
 HOOKS = [
-    "on_rollout_start",
-    "on_rollout_end",
-    "on_rewards_ready",
-    "on_experience_ready",
-    "on_minibatch_start",
-    "on_minibatch_end",
-    "on_minibatch_start",
-    "on_minibatch_end",
-    "on_policy_updated",
-    "on_weights_synced",
+    "on_rollout_start", "on_rollout_end", "on_rewards_ready", "on_experience_ready", "on_minibatch_start",
+    "on_minibatch_end", "on_minibatch_start", "on_minibatch_end", "on_policy_updated", "on_weights_synced",
     "on_train_batch_end",
-]
+]  # fmt: skip
 
 
 Calls = list[tuple[str, tuple[Any, ...]]]

@@ -1,7 +1,5 @@
 """Two processes on gloo: what they log and resume, and how they end; test_layouts.py compares them with one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

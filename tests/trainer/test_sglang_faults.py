@@ -1,7 +1,5 @@
 """A trainer that is killed amid a weight sync, and resumed: nothing is trained twice, no server outlives it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,14 +7,11 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 import sglang_run
 import torch
 from tiny_run import are_equal, weights
 
 DEADLINE_S = 90.0  # on a loaded machine
-
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
 
 
 def test_a_trainer_killed_amid_a_sync_leaves_no_server_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What becomes of a critic that is a head on the policy's body: in checkpoints, in exports, in the next run."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +71,7 @@ def test_loading_a_checkpoint_brings_the_head_and_the_normalizer(finished: Finis
     assert loaded.normalizer == finished.module.normalizer != TinyPPO(finished.policy).normalizer
 
 
-def test_the_policys_export_is_a_plain_language_model_and_says_where_the_head_is(
-    finished: Finished, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_policys_export_is_a_plain_language_model_and_says_where_the_head_is(finished, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lightrl"):
         export_checkpoint(finished.checkpoint, tmp_path / "policy", merged=True, tokenizer="tiny_run.tokenizer")
     assert "role critic exports body and head" in caplog.text
@@ -108,9 +104,7 @@ def test_the_critics_export_is_the_start_of_a_critic_and_a_reward_model(finished
 
 
 @pytest.mark.parametrize(("critic", "match"), [(None, "a head on the policy"), ("shared", "a model of its own")])
-def test_a_critic_of_the_other_form_does_not_resume(
-    critic: str | None, match: str, finished: Finished, tmp_path: Path
-) -> None:
+def test_a_critic_of_the_other_form_does_not_resume(critic, match, finished, tmp_path):
     checkpoint = finished.checkpoint
     if critic == "shared":
         trainer = make_trainer(tmp_path, max_steps=1)

@@ -1,7 +1,5 @@
 """Numbers that an iteration logs reach loggers, callbacks and the bar as Lightning's own would, in one row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs on data that is read while it is used: to the bit as from the start of the run, wherever they resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,6 @@ from tiny_run import POLICY, TinyGRPO, are_equal, make_trainer, weights
 
 import lightrl
 from lightrl import FakeEngine, PromptDataModule, SFTDataModule, StalenessControl
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
-]
 
 
 @pytest.fixture
@@ -61,11 +54,9 @@ def test_a_resumed_run_goes_on_at_the_next_row(folder: str, tmp_path: Path, max_
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_sft_resumes_at_the_next_row_too(
-    folder: str, tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sft_resumes_at_the_next_row_too(folder, tmp_path, streaming, monkeypatch):
     monkeypatch.setattr("lightrl.data.prompts.MAX_PROMPTS_AT_START", 3)
-    monkeypatch.setattr("lightrl.data.windows.BATCHES", 3)
+    monkeypatch.setattr("lightrl.data.completions.BATCHES", 3)
     source = folder if streaming else folder.replace("*", "0")
 
     def run(resume: Path | None = None) -> Any:

@@ -1,6 +1,5 @@
 from pathlib import Path
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import Digits, TinyGRPO, make_trainer
@@ -9,7 +8,6 @@ import lightrl
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
 def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_goes_on_from_it(tmp_path: Path) -> None:
     callbacks = [TimedCheckpoint(every_s=0), ModelCheckpoint(save_top_k=0)]
     trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_steps=3)

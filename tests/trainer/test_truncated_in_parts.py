@@ -1,14 +1,11 @@
 """Truncated completions that go on under other weights, or in another run: each token has the support of its draw."""
 
-from __future__ import annotations
-
 import copy
 import random
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import CONFIG, EOS, Digits, TinyGRPO, make_trainer
@@ -19,10 +16,6 @@ from lightrl.experience import row_codes
 from lightrl.functional import Supports
 from lightrl.loops.rollout_loop import ROLLOUT_LOOP_KEY
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
-]
 POLICY = ModelSpec(config={**CONFIG, "max_position_embeddings": 128}, tokenizer="tiny_run.tokenizer", seed=3)
 SAMPLING = Sampling(max_new_tokens=100, min_new_tokens=100, top_p=0.9, top_k=6, temperature=0.8)
 

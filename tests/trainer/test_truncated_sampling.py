@@ -1,7 +1,5 @@
 """Runs under top-p and top-k: the trainer's logprobs are the engine's, also in minibatches, on resume and on replay."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

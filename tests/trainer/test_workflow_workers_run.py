@@ -1,7 +1,5 @@
 """Runs whose workflows are in workers: the numbers of rank 0 alone, and what is refused before a model is built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +32,8 @@ def test_a_run_with_workers_has_the_weights_of_one_without(tmp_path: Path) -> No
     ],
     ids=["the default", "LocalEngine", "served adapters"],
 )
-def test_an_engine_without_workers_is_refused_before_a_model_is_built(
-    tmp_path: Path, engine: Any, message: str
-) -> None:
+def test_an_engine_without_workers_is_refused_before_a_model_is_built(tmp_path, engine, message):
     module = TinyGRPO(workflow_workers=2)
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, engine=engine).fit(module, datamodule=Digits())
     assert not hasattr(module, "policy")
-
-
-def test_a_negative_number_of_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match="workflow_workers must be"):
-        TinyGRPO(workflow_workers=-1)

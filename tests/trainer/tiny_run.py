@@ -1,7 +1,5 @@
 """A policy of a few thousand parameters on six prompts, and quiet trainers: what the tests of this room share."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,19 +22,10 @@ GROUP_SIZE = 4
 BATCH_SIZE = 2  # P: prompts per iteration, of NUM_PROMPTS
 NUM_PROMPTS = 6  # 3 iterations per epoch
 CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 8,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-    "eos_token_id": EOS,
-    "pad_token_id": 0,
-}
+    "model_type": "qwen3", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32,
+    "tie_word_embeddings": True, "eos_token_id": EOS, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -80,16 +69,10 @@ class TinyGRPO(GRPO):
 
 def make_trainer(folder: Path | str, **kwargs: Any) -> lightrl.Trainer:
     settings = {
-        "accelerator": "cpu",
-        "default_root_dir": folder,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 0,
+        "accelerator": "cpu", "default_root_dir": folder, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
         "log_every_n_steps": 1,
-    }
+    }  # fmt: skip
     settings |= {"max_steps": 3} if not {"max_epochs", "max_time", "fast_dev_run"} & kwargs.keys() else {}
     return lightrl.Trainer(**(settings | kwargs))
 

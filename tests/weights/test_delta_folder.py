@@ -1,11 +1,7 @@
 """A DeltaFolder has a whole version of the trainer or none, whatever arrives and whoever is killed."""
 
 import errno
-import multiprocessing
 import os
-import random
-import signal
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -182,52 +178,3 @@ def test_a_full_disk_is_said_before_it_is_full(folder, trainer, monkeypatch):
     with pytest.raises(OSError, match="are needed") as caught:
         trainer.send_full(folder)
     assert caught.value.errno == errno.ENOSPC
-
-
-def finish_in_a_process(root, version, parts, base):
-    send(DeltaFolder(root), version, parts, base)
-
-
-@pytest.mark.extra
-def test_bit_equal_after_1000_versions_with_crashes_repetitions_gaps_and_torn_files(tmp_path, trainer):
-    """Each version arrives by whatever way works; a fault never leaves anything but the trainer's version or none."""
-    chance = random.Random(0)
-    folder = DeltaFolder(tmp_path / "weights")
-    context = multiprocessing.get_context("fork")
-    counts = dict.fromkeys(["killed", "repeated", "skipped", "torn part", "torn file", "restarted", "none", "full"], 0)
-    last_parts: tuple = ()
-    for _ in range(1000):
-        fault = chance.choices(list(counts), weights=[2, 4, 4, 4, 4, 2, 80, 0])[0]
-        counts[fault] += 1
-        trainer.step()
-        if fault == "killed":
-            arguments = (folder.root, trainer.version, trainer.parts, trainer.base.digest)
-            process = context.Process(target=finish_in_a_process, args=arguments)
-            process.start()
-            time.sleep(chance.uniform(0, 0.02))
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
-            folder = DeltaFolder(folder.root)
-        elif fault == "restarted":
-            folder = DeltaFolder(folder.root)
-        elif fault == "repeated" and last_parts:
-            with pytest.raises(NotTheBase):
-                send(folder, *last_parts)
-        elif fault == "skipped":
-            trainer.step()
-        elif fault == "torn part":
-            with pytest.raises(DeltaError):
-                send(folder, trainer.version, [part[:-1] for part in trainer.parts], trainer.base.digest)
-        elif fault == "torn file" and folder.version != NOTHING:
-            os.truncate(max(folder.path.glob("*.safetensors"), key=lambda path: path.stat().st_size), 1000)
-        if folder.version != trainer.version:
-            try:
-                trainer.send_delta(folder)
-            except DeltaError:
-                trainer.send_full(folder)
-                counts["full"] += 1
-        assert folder.version == trainer.version
-        assert versions(folder) == [folder.path.name]
-        assert is_equal(loaded(folder.path), trainer.expected())
-        last_parts = (trainer.version, trainer.parts, trainer.base.digest)
-    assert min(counts.values()) > 5, counts  # each fault came, and repairs too

@@ -96,20 +96,6 @@ def test_each_rank_of_a_gemma3_server_has_the_whole_embedding_without_padding():
     assert [rank["model.embed_tokens.weight"] for rank in ours] == [expected, expected]
 
 
-def test_no_bucket_is_kept_for_a_tensor_that_ends_in_a_later_one():
-    import weakref
-
-    model = model_of(num_key_value_heads=2)
-    digests = Digests(model.config, ServerForm(), [ServerLayout()])
-    (bucket,) = bucketed([("model.layers.0.self_attn.q_proj.weight", torch.zeros(32, 32))], 2**30)
-    kept = weakref.ref(bucket.tensors["model.layers.0.self_attn.q_proj.weight"])
-    digests.add(bucket)
-    digests.wait()
-    del bucket
-    assert kept() is None
-    digests.close()
-
-
 def test_layouts_that_cannot_be_computed_are_named():
     gpt2 = tiny_model("gpt2").config
     assert "'gpt2'" in str(unknown_layout(gpt2, ServerLayout()))

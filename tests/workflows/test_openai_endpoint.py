@@ -70,8 +70,11 @@ def is_open(base_url: str) -> bool:
         return tried.connect_ex(("127.0.0.1", urlsplit(base_url).port or 0)) == 0
 
 
-def our_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightrl")]
+@pytest.fixture
+def own_threads() -> Callable[[], list[str]]:
+    """The names of the threads of lightrl that the test has started and that run."""
+    others = set(threading.enumerate())
+    return lambda: [one.name for one in set(threading.enumerate()) - others if one.name.startswith("lightrl")]
 
 
 @pytest.mark.parametrize("agent", [talk_once, "test_openai_endpoint.talk_once"], ids=["function", "dotted path"])
@@ -277,12 +280,12 @@ async def returns_nan(prompt: Prompt, base_url: str, api_key: str) -> float:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_an_agent_that_fails_is_a_rollout_error(agent: Any, message: str) -> None:
+def test_an_agent_that_fails_is_a_rollout_error(agent: Any, message: str, own_threads: Callable[[], list[str]]) -> None:
     timeout_s = 0.2 if "hangs" in agent.__name__ else 30.0
     with pytest.raises(RolloutError, match=message):
         play(agent, scripted("one"), agent_timeout_s=timeout_s)
     released.set()
-    while our_threads():
+    while own_threads():
         time.sleep(0.01)
     released.clear()
 
@@ -321,7 +324,9 @@ def test_what_is_still_asked_when_the_agent_returns_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("ticks", [1, 3, 10, 30, 100, None])
-def test_a_trajectory_cancelled_anywhere_leaves_no_request_port_or_thread(ticks: int | None) -> None:
+def test_a_trajectory_cancelled_anywhere_leaves_no_request_port_or_thread(
+    ticks: int | None, own_threads: Callable[[], list[str]]
+) -> None:
     agent, seen = says_hi()
 
     async def scenario() -> None:
@@ -341,7 +346,7 @@ def test_a_trajectory_cancelled_anywhere_leaves_no_request_port_or_thread(ticks:
     asyncio.run(scenario())
     assert engine.num_running == 0
     assert not any(is_open(base_url) for base_url in seen)
-    assert our_threads() == []
+    assert own_threads() == []
 
 
 def ask_in_a_thread(prompt: Prompt, base_url: str, api_key: str) -> None:
@@ -354,7 +359,7 @@ def ask_in_a_thread(prompt: Prompt, base_url: str, api_key: str) -> None:
 seen_by_threads: list[str] = []
 
 
-def test_closing_the_controller_ends_agents_requests_threads_and_port() -> None:
+def test_closing_the_controller_ends_agents_requests_threads_and_port(own_threads: Callable[[], list[str]]) -> None:
     engine, judge = started(FakeEngine(seconds_per_token=3600.0)), RewardHook(lambda trajectory: 1.0)
     judge.start()
     controller = RolloutController(engine, workflow_of(ask_in_a_thread), judge, RolloutSettings(), sampling=SAMPLING)
@@ -371,7 +376,7 @@ def test_closing_the_controller_ends_agents_requests_threads_and_port() -> None:
     assert engine.num_running == 0
     assert len(set(seen_by_threads)) == 6
     assert not any(is_open(base_url) for base_url in seen_by_threads)
-    while our_threads():
+    while own_threads():
         time.sleep(0.01)
 
 

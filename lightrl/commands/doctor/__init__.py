@@ -9,11 +9,10 @@
 Nothing is kept: what a run would write goes to a temporary folder.
 
 Reading order:
-    command.py  the command line; doctor reward and doctor replay; rewards.py: judged completions as a table or in full
+    command.py  the command line; doctor reward and doctor replay; rewards.py: completions with their rewards
     data.py     doctor data
-    run.py      doctor run; findings.py: its verdicts
-    machine.py  what it checks of machine, model and data before the trial
-    trial.py    what two iterations show: logprobs, rewards, completions; hours and bytes of the run
+    machine.py  Finding, a check and its verdict; what doctor run checks of machine, model and data before the trial
+    run.py      doctor run: what two iterations show of logprobs, rewards, completions; hours and bytes of the run
 
 May import: what commands/ may. To add a check: a function that returns findings, called in run.py.
 """

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,11 @@ from lightrl.commands.doctor.data import check_data, first_prompts
 from lightrl.commands.doctor.rewards import judge_again, show_rewards
 from lightrl.commands.doctor.run import check_run
 from lightrl.data import ChatRenderer, prompt_batches
+from lightrl.engines import Completion
 from lightrl.module import RLModule
 from lightrl.rewards import replay
-from lightrl.rewards.replay import read_failures
 from lightrl.trajectory import Prompt, Trajectory
+from lightrl.workflows import SingleTurn
 
 
 def run(args: Sequence[str]) -> int:
@@ -65,9 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     reward.add_argument(
         "--completions",
         default="policy",
-        metavar="policy|reference|FILE",
-        help="their source: the policy as the run begins; the data's answer_column; a JSONL file, whose lines have "
-        "`completion` (in the order of the prompts) or come from a trajectory log",
+        choices=("policy", "reference"),
+        help="their source: the policy as the run begins, or the data's answer_column (default policy)",
     )
     replay = add("replay", "judges the trajectories of a run's failed_rewards.jsonl or of its trajectory log again")
     replay.add_argument("file", help="the JSONL file")
@@ -75,7 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--n", type=_count, default=None, help="only this many, from the start (default: all)")
     for command in (reward, replay):
         command.add_argument("--repeats", type=_count, default=2, help="calls per trajectory (default 2)")
-        command.add_argument("--full", action="store_true", help="whole prompts and completions instead of a table")
     return parser
 
 
@@ -105,12 +102,10 @@ class _DoctorCLI(LightRLCLI):
         self.exit_code = show_rewards(rows, options)
 
     def _trajectories(self, module: RLModule, datamodule: Any, **kwargs: Any) -> list[Trajectory]:
-        prompts, source = first_prompts(module, datamodule, self.options.n), self.options.completions
-        if source == "policy":
+        prompts = first_prompts(module, datamodule, self.options.n)
+        if self.options.completions == "policy":
             return self._generated(module, prompts, **kwargs)
-        if source == "reference":
-            return _of_texts(prompts, _references(prompts, datamodule), module)
-        return _of_file(source, prompts, module)
+        return _references(prompts, getattr(datamodule, "answer_column", None) or "answer", module)
 
     def _generated(self, module: RLModule, prompts: list[Prompt], **kwargs: Any) -> list[Trajectory]:
         """One completion per prompt, sampled as in training; no reward is called."""
@@ -134,58 +129,17 @@ def no_reward(trajectory: Trajectory) -> dict[str, Any]:
     return {"reward": 0.0} if trajectory.rewards is None else {"rewards": trajectory.rewards}
 
 
-def _references(prompts: Sequence[Prompt], datamodule: Any) -> list[str]:
-    column = getattr(datamodule, "answer_column", None) or "answer"
+def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> list[Trajectory]:
+    """Trajectories as if the policy had generated the answers in this column and its end token."""
+    renderer, workflow = ChatRenderer(module.tokenizer), SingleTurn(module.tokenizer)
+    trajectories = []
     for prompt in prompts:
         if column not in prompt.fields:
             raise UsageError(
                 f"Prompt {prompt.id!r} has no column {column!r}, only {', '.join(prompt.fields) or 'none at all'}. Set "
-                "data.answer_column, or pass --completions a file."
+                "data.answer_column."
             )
-    return [str(prompt.fields[column]) for prompt in prompts]
-
-
-def _of_file(path: str, prompts: Sequence[Prompt], module: RLModule) -> list[Trajectory]:
-    if not Path(path).is_file():
-        raise UsageError(f"--completions must be policy, reference or a JSONL file; there is no file {path}.")
-    texts: list[str] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"{path}:{number} is not JSON: {error}.") from error
-        if isinstance(record, dict) and "trajectory" in record:
-            return list(islice(read_failures(path), len(prompts)))
-        text = record.get("completion") if isinstance(record, dict) else record
-        if not isinstance(text, str):
-            raise UsageError(
-                f'{path}:{number} has no text in "completion". Lines must look like {{"completion": "..."}} or come '
-                "from a trajectory log."
-            )
-        texts.append(text)
-    num = min(len(prompts), len(texts))
-    return _of_texts(prompts[:num], texts[:num], module)
-
-
-def _of_texts(prompts: Sequence[Prompt], texts: Sequence[str], module: RLModule) -> list[Trajectory]:
-    """Trajectories as if the policy had generated these completions and its end token."""
-    renderer = ChatRenderer(module.tokenizer)
-    trajectories: list[Trajectory] = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        prompt_ids, generated = prompt.token_ids or [], renderer.completion_ids(None, text)
-        start, num_new = len(prompt_ids), len(generated)
-        made = Trajectory(
-            prompt,
-            group_id=len(trajectories),
-            sample=0,
-            token_ids=[*prompt_ids, *generated],
-            loss_mask=[False] * start + [True] * num_new,
-            behavior_logprobs=[0.0] * (start + num_new),
-            weight_versions=[-1] * start + [0] * num_new,
-            completion_ids=generated,
-            completion=text,
-        )
-        trajectories.append(made)
+        token_ids = renderer.completion_ids(None, str(prompt.fields[column]))
+        zeros = [0] * len(token_ids)
+        trajectories.append(workflow.trajectory_of(prompt, Completion(token_ids, zeros, zeros, "stop")))
     return trajectories

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from lightrl.checks.printable import escape_unprintable
+from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.commands.config_layers import UsageError
-from lightrl.data import PromptDataModule, PromptStream, StreamedPrompts, wrap_train_loader
+from lightrl.data import PromptDataModule, PromptStream, wrap_train_loader
 from lightrl.module import RLModule
 from lightrl.trajectory import Prompt
 
@@ -31,28 +31,29 @@ class SplitReport:
     num_dropped: int = 0
     problems: list[str] = field(default_factory=list)  # one for each bad row
     is_cut: bool = False  # there are more rows than were read
-    _times_seen: Counter[int] = field(default_factory=Counter)  # by a hash of the prompt's tokens
+    times_seen: Counter[int] = field(default_factory=Counter)  # by a hash of the prompt's tokens
 
     def add(self, made: Sequence[Any], rows: Sequence[int | ValueError | None]) -> None:
         """Counts some rows: of each the prompt and its tokens, None for a dropped row, ValueError for a bad one."""
         self.problems += [str(item) for item in rows if isinstance(item, ValueError)]
         self.num_dropped += sum(item is None for item in rows)
         self.num_tokens += [item for item in rows if isinstance(item, int)]
-        self._times_seen.update(hash(tuple(item.token_ids or ())) for item in made if isinstance(item, Prompt))
-
-    @property
-    def num_repeated(self) -> int:
-        """Prompts that an earlier row has already."""
-        return self._times_seen.total() - len(self._times_seen)
-
-    def num_shared(self, other: SplitReport) -> int:
-        """Prompts that the other split has too."""
-        return sum(num for key, num in self._times_seen.items() if key in other._times_seen)
+        self.times_seen.update(hash(tuple(item.token_ids or ())) for item in made if isinstance(item, Prompt))
 
     def counts_text(self) -> str:
         lengths = sorted(self.num_tokens)
         of = f" of {lengths[0]} to {lengths[-1]} tokens (median {statistics.median(lengths):g})" if lengths else ""
-        return f"{len(lengths)} prompts{of}, {self.num_dropped} rows dropped, {len(self.problems)} bad"
+        dropped = f"{count_text(self.num_dropped, 'row')} dropped"
+        return f"{count_text(len(lengths), 'prompt')}{of}, {dropped}, {len(self.problems)} bad"
+
+
+def repeats(train: SplitReport, validation: SplitReport) -> list[str]:
+    """What is said of prompts that are there more than once."""
+    copies = train.times_seen.total() - len(train.times_seen)
+    lines = [f"train prompts that repeat another one: {copies}"] if copies else []
+    shared = sum(num for key, num in validation.times_seen.items() if key in train.times_seen)
+    text = f"validation prompts that are train prompts too: {shared} of {len(validation.num_tokens)}"
+    return [*lines, text] if shared else lines
 
 
 def attach(module: Any, datamodule: Any) -> None:
@@ -79,12 +80,10 @@ def first_prompts(module: RLModule, datamodule: Any, num: int) -> list[Prompt]:
     return list(itertools.islice(made, num))
 
 
-def read_splits(datamodule: PromptDataModule, *, max_rows: int | None = None) -> tuple[SplitReport, SplitReport]:
-    """Train and validation; of each at most about `max_rows` rows. Prompts of a subclass's own are taken as made."""
-    return _read(datamodule, "train", max_rows), _read(datamodule, "validation", max_rows)
-
-
-def _read(datamodule: PromptDataModule, split: Literal["train", "validation"], max_rows: int | None) -> SplitReport:
+def read_split(
+    datamodule: PromptDataModule, split: Literal["train", "validation"], max_rows: int | None = None
+) -> SplitReport:
+    """Of at most about `max_rows` rows. Prompts of a subclass's own are taken as made."""
     report, num_read = SplitReport(split), 0
     if not datamodule.makes_prompts_of_rows:
         of_split: Any = datamodule.prompts.get(split) or []
@@ -92,8 +91,7 @@ def _read(datamodule: PromptDataModule, split: Literal["train", "validation"], m
         report.add(own, datamodule.num_tokens_of(own))
         return report
     prompts = datamodule.prompts_on_reading(split)
-    total = None if isinstance(prompts, StreamedPrompts) else len(prompts)
-    with tqdm(total=total, desc=split, disable=None, leave=False) as bar:
+    with tqdm(total=prompts.rows.num_rows, desc=split, disable=None, leave=False) as bar:
         try:
             for made in prompts.one_pass():
                 if max_rows is not None and num_read >= max_rows:
@@ -111,20 +109,15 @@ def check_data(module: Any, datamodule: Any) -> int:
     """Prints what every train and validation row gives, and every bad one; returns 1 if there is one."""
     attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
-        raise UsageError(
-            f"lightrl doctor data reads files and hub datasets, but {type(datamodule).__name__} makes its own prompts. "
-            "Those are all checked when a run starts."
-        )
-    train, validation = reports = read_splits(datamodule)
+        name = type(datamodule).__name__
+        raise UsageError(f"lightrl doctor data reads files and hub datasets. A run checks the prompts of {name}.")
+    reports = [read_split(datamodule, "train"), read_split(datamodule, "validation")]
     lines: list[str] = []
     for report in reports:
         more = len(report.problems) - _MAX_PROBLEMS
         lines.append(f"{report.name}: {report.counts_text()}")
         lines += [f"  {escape_unprintable(problem)}" for problem in report.problems[:_MAX_PROBLEMS]]
         lines += [f"  … and {more} more"] if more > 0 else []
-    if train.num_repeated:
-        lines.append(f"{train.num_repeated} train prompts repeat another one")
-    if shared := validation.num_shared(train):
-        lines.append(f"{shared} validation prompts are train prompts too")
+    lines += repeats(*reports)
     sys.stdout.write("\n".join(lines) + "\n")
     return int(any(report.problems for report in reports))

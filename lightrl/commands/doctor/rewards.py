@@ -1,9 +1,8 @@
-"""Trajectories judged again, as a table or in full, and what looks wrong in them."""
+"""Trajectories judged again, a block for each, and what looks wrong in them."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import sys
 from collections import Counter
@@ -11,13 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.callbacks.trajectory_log import num_columns, pad, printable_on_stdout, shorten
-from lightrl.checks.printable import escape_unprintable
+from lightrl.callbacks.trajectory_log import printable_on_stdout, shorten
+from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.module import RLModule
 from lightrl.rewards import ReplayRow, replay
 
-_WIDTH_WITHOUT_TERMINAL = 120
-_MIN_EQUAL = 2  # from so many completions on, equal rewards are worth a remark
+_SHOWN_COLUMNS = 600  # of a text
 
 
 def judge_again(source: Any, module: RLModule, repeats: int, **settings: Any) -> list[ReplayRow]:
@@ -35,79 +33,53 @@ def judge_again(source: Any, module: RLModule, repeats: int, **settings: Any) ->
 
 def show_rewards(rows: list[ReplayRow], options: argparse.Namespace) -> int:
     """Prints them; returns 1 if a reward failed."""
-    width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
-    by_policy = getattr(options, "completions", None) == "policy"
-    shown = format_blocks(rows) if options.full else format_rows(rows, width)
-    sys.stdout.write(printable_on_stdout(f"{shown}\n\n{_summary(rows, options.repeats, by_policy=by_policy)}\n"))
+    sys.stdout.write(printable_on_stdout(f"{format_blocks(rows)}\n\n{_summary(rows, options)}\n"))
     return int(any(row.reason is not None for row in rows))
 
 
-def format_rows(rows: Sequence[ReplayRow], width: int) -> str:
-    """A line for each completion, at most `width` columns wide; if its reward failed, a line with the reason below.
-
-    A prompt that is too long loses its start, a completion its middle, where answers are rare.
-    """
-    table: list[tuple[str, ...]] = [("prompt", "completion", "extracted", "reward", "latency", "same")]
-    for row in rows:
-        texts = tuple(map(escape_unprintable, (row.prompt, row.completion, row.extracted or "")))
-        reward = "failed" if row.reward is None else f"{row.reward:.3g}"
-        table.append((*texts, reward, ms_text(row.latency_s), "" if row.is_deterministic else "no"))
-    room = max(width - len("  reward   latency  same"), 30) - 4
-    needed = [max(num_columns(cells[column]) for cells in table) for column in range(3)]
-    widths = [0, 0, 0]
-    for place, column in enumerate(sorted(range(3), key=needed.__getitem__)):  # narrow ones get what they need
-        widths[column] = min(needed[column], room // (3 - place))
-        room -= widths[column]
-    lines = []
-    for judged, cells in zip([None, *rows], table, strict=True):
-        left = [
-            pad(shorten(text, size, keep_start=keep), size)
-            for text, size, keep in zip(cells[:3], widths, (0.0, 0.5, 0.5), strict=True)
-        ]
-        lines.append("  ".join([*left, f"{cells[3]:>6}", f"{cells[4]:>8}", f"{cells[5]:>4}"]).rstrip())
-        if judged is not None and judged.message is not None:
-            message = shorten(escape_unprintable(judged.message), max(width - 14, 40), keep_start=0.7)
-            lines.append(f"    {judged.reason}: {message}".rstrip())
-    return "\n".join(lines)
-
-
 def format_blocks(rows: Sequence[ReplayRow]) -> str:
-    """Each completion in full."""
+    """A block for each completion; a long text loses its middle, where answers are rare."""
     blocks = []
     for number, row in enumerate(rows, start=1):
         values = "  ".join(f"{name}={value:.3g}" for name, value in row.metrics.items())
         reward = f"failed ({row.reason}): {row.message}" if row.reward is None else f"{row.reward:.4g}  {values}"
-        same = "" if row.is_deterministic else "\nrepeatable   no"
-        blocks.append(
-            f"--- {number}\nprompt       {row.prompt}\ncompletion   {row.completion}\nextracted    {row.extracted}\n"
-            f"reward       {reward}\nlatency      {ms_text(row.latency_s)}{same}"
-        )
+        lines = {
+            "prompt": row.prompt,
+            "completion": row.completion,
+            "raw": row.raw,
+            "extracted": row.extracted,
+            "reward": reward.rstrip(),
+            "latency": ms_text(row.latency_s),
+            "repeatable": None if row.is_deterministic else "no",
+        }
+        printable = {name: escape_unprintable(text, keep="\n") for name, text in lines.items() if text is not None}
+        shown = [f"{name:<12} {shorten(text, _SHOWN_COLUMNS, keep_start=0.5)}" for name, text in printable.items()]
+        blocks.append("\n".join([f"--- {number}", *shown]))
     return "\n\n".join(blocks)
 
 
-def _summary(rows: Sequence[ReplayRow], repeats: int, *, by_policy: bool = False) -> str:
+def _summary(rows: Sequence[ReplayRow], options: argparse.Namespace) -> str:
     """Totals and means of the rows, and what looks wrong in them."""
-    judged = [row for row in rows if row.reward is not None]
+    rewards = [row.reward for row in rows if row.reward is not None]
     failed = Counter(row.reason for row in rows if row.reason is not None)
     reasons = f" ({', '.join(f'{reason} {num}' for reason, num in sorted(failed.items()))})" if failed else ""
-    lines = [f"{len(rows)} completions: {len(judged)} judged, {len(rows) - len(judged)} failed{reasons}"]
+    lines = [f"{count_text(len(rows), 'completion')}: {len(rewards)} judged, {failed.total()} failed{reasons}"]
     if rows:
         latencies = [row.latency_s for row in rows]
         lines.append(f"latency: median {ms_text(statistics.median(latencies))}, longest {ms_text(max(latencies))}")
-    if judged:
-        rewards = [row.reward for row in judged if row.reward is not None]
+    if rewards:
         lines.append(f"reward: mean {statistics.fmean(rewards):.3g}, from {min(rewards):.3g} to {max(rewards):.3g}")
-        names = sorted({name for row in judged for name in row.metrics})
-        means = (f"{name} {statistics.fmean(row.metrics.get(name, 0.0) for row in judged):.3g}" for name in names)
-        if names:
-            lines.append(f"means: {', '.join(means)}")
-        if by_policy and len(judged) >= _MIN_EQUAL and len(set(rewards)) == 1:
-            lines.append(f"All rewards are {rewards[0]:.3g}: a group with equal rewards teaches nothing.")
-    num_differing = sum(not row.is_deterministic for row in rows)
-    if num_differing:
-        lines.append(f"{num_differing} completions got different results in {repeats} calls: resumes will differ.")
-    elif repeats > 1:
-        lines.append(f"judged {repeats} times, with the same results")
+    if names := sorted({name for row in rows for name in row.metrics}):
+        given = [row.metrics for row in rows if row.reward is not None]
+        means = (f"{name} {statistics.fmean(one.get(name, 0.0) for one in given):.3g}" for name in names)
+        lines.append(f"means: {', '.join(means)}")
+    if options.command == "reward" and options.completions == "policy" and len(rewards) > 1 == len(set(rewards)):
+        lines.append(f"All rewards are {rewards[0]:.3g}: a group with equal rewards teaches nothing.")
+    num = sum(not row.is_deterministic for row in rows)
+    if num:
+        lines.append(f"Completions with different results in {options.repeats} calls: {num}. Resumes will differ.")
+    elif options.repeats > 1:
+        lines.append(f"judged {options.repeats} times, with the same results")
     return "\n".join(lines)
 
 

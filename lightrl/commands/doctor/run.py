@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-import os
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import torch
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
@@ -27,29 +29,39 @@ from lightrl.callbacks import (
     TrajectoryLog,
     WeightSync,
 )
-from lightrl.checks.dotted_path import function_of
+from lightrl.callbacks.probe import Rounding, mismatch_bound_nats, rounding
+from lightrl.checks.printable import count_text, duration_text, one_period
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import FIXABLE, chain, keep_traceback, unwrapped
-from lightrl.commands.doctor import machine, trial
-from lightrl.commands.doctor.findings import Finding
+from lightrl.commands.doctor import machine
+from lightrl.commands.doctor.machine import Finding, judged
+from lightrl.commands.doctor.rewards import judge_again, ms_text
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import LightRLError, OtherRankFailed
+from lightrl.launch.memory import bytes_text
 from lightrl.module import RLModule
+from lightrl.trace.memory import child_bytes, host_bytes
+from lightrl.trainer import Trainer
+from lightrl.trajectory import Trajectory
+
+_NUM_ITERATIONS = 2
+_NUM_REPLAYED = 8
+_ALMOST_ALL = 0.9
+_ANSWER_S = 10.0  # that a server which runs already may take
+_PROBE = "sync/probe_abs_dlogp_nats"
+_MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
 # What decides how a run samples, and writes nothing but into the run's folder, which is a temporary one here.
 _KEPT = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
 
-# Trainer overrides for the trial: two iterations, one validation batch, no output.
+# Trainer overrides for the trial: one validation batch, no output. Trial ends it.
 _SHORTENED: dict[str, Any] = {
-    **dict.fromkeys(("max_time", "min_steps", "min_epochs", "profiler", "check_val_every_n_epoch")),
+    **dict.fromkeys(("max_time", "min_steps", "min_epochs", "profiler")),
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     "fast_dev_run": False,
-    "max_epochs": -1,
-    "max_steps": trial.NUM_ITERATIONS,
     "num_sanity_val_steps": 0,
     "limit_val_batches": 1,
-    "val_check_interval": trial.NUM_ITERATIONS,
 }
 
 
@@ -73,63 +85,65 @@ class _RunCheck(LightRLCLI):
         """Shortens the run and sends what it writes to the temporary folder."""
         settings = self.config[self.config.subcommand]
         trainer = settings.trainer
-        self.root = str(trainer.get("default_root_dir") or ".")
-        port = (settings.get("launch") or {}).get("port") or os.environ.get("MASTER_PORT")
-        self.port = int(port) if port else None
-        items = trainer.get("callbacks") or []
-        items = items if isinstance(items, list) else [items]
         self.given = trainer.clone()
-        self.items = [(_class_of(item), _settings_of(item)) for item in items]
-        kept = [_without_table(item) for item in items if _is_kept(_class_of(item))]
-        self.left_out = [kind.__name__ for kind, _ in self.items if not _is_kept(kind)]
-        self.left_out += [f"ckpt_path={settings.ckpt_path}"] if settings.get("ckpt_path") else []
+        self.root = str(self.given.get("default_root_dir") or ".")
+        self.left_out = [f"ckpt_path={settings.ckpt_path}"] if settings.get("ckpt_path") else []
         settings.ckpt_path = None
-        for name, value in (_SHORTENED | {"callbacks": kept, "default_root_dir": str(self.folder)}).items():
+        for name, value in (_SHORTENED | {"default_root_dir": str(self.folder)}).items():
             trainer[name] = value
         engine = trainer.get("engine")
-        folder = (engine.get("init_args") or {}).get("weight_folder") if isinstance(engine, Namespace) else None
+        given = (engine.get("init_args") if isinstance(engine, Namespace) else None) or Namespace()
+        if given.get("urls"):  # of servers that run already
+            given.timeouts.startup_s = min(given.timeouts.startup_s, _ANSWER_S)
+        folder = given.get("weight_folder")
         if folder is not None:  # servers elsewhere see it too; what other runs have there stays
             Path(folder).mkdir(parents=True, exist_ok=True)
             prefix = own_prefix("lightrl-doctor-", Path(folder))
             self._weights = tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
-            trainer.engine.init_args.weight_folder = self._weights.name
+            given.weight_folder = self._weights.name
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Leaves out the callbacks that write, and the user's own."""
+        settings = self.config_init[self.config.subcommand].trainer
+        items = settings.callbacks or []
+        self.items = items if isinstance(items, list) else [items]
+        settings.callbacks = [item for item in self.items if _is_kept(item)]
+        self.left_out += [type(item).__name__ for item in self.items if not _is_kept(item)]
+        for item in settings.callbacks:
+            if isinstance(item, TrajectoryLog):
+                item.table_every_n_iterations = None
+        return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
-        """Needs no checkpoint."""
+        """Needs no checkpoint, and has no run folder."""
 
-    def after_fit(self) -> None:
-        """Has no run folder."""
+    after_fit = before_fit
 
     def fit(self, **kwargs: Any) -> None:
         """Checks instead of training."""
-        module, datamodule, is_main = self.model, self.datamodule, vars(rank_zero_only).get("rank", 0) == 0
+        module, datamodule = self.model, self.datamodule
         if not isinstance(module, RLModule):
             raise UsageError(
                 f"lightrl doctor run needs an RLModule such as GRPO, got {type(module).__name__}. For data alone: "
                 "lightrl doctor data."
             )
-        if is_main:
-            self._before(module, datamodule)
-        measured = trial.Trial()
+        self._before(module, datamodule)
+        saved = [item for item in self.items if isinstance(item, ModelCheckpoint)]
+        if not saved and self.given.get("enable_checkpointing") is not False:
+            saved = [ModelCheckpoint(save_last=True)]
+        measured = Trial(saved)
         self.trainer.callbacks.append(measured)
-        problem = None
         try:
             self.trainer.fit(**kwargs)
         except OtherRankFailed:
             raise
         except (LightRLError, *FIXABLE) as error:
-            problem = Finding("trial", chain(unwrapped(error)), "fails", f"See above. {keep_traceback(None)}")
-        if not is_main:
-            return
-        self._note([] if problem is None else [problem])
+            self._note([Finding("trial", chain(unwrapped(error)), "fails", f"See above. {keep_traceback(None)}")])
         self._after(measured, module, datamodule)
-        num, took = self.verdicts, time.monotonic() - self.begun_s
-        warnings = f"{num['warning']} warning{'s' * (num['warning'] != 1)}"
-        sys.stdout.write(f"\n{num['ok']} ok, {warnings}, {num['fails']} failed, in {took:.0f} s. Nothing was kept.\n")
 
+    @rank_zero_only
     def _before(self, module: RLModule, datamodule: Any) -> None:
         self._note(machine.devices(self.trainer))
-        self._note(machine.ports(self.trainer.engine, self.port))
         self._note([machine.disk(self.root)])
         self._note(machine.memory_on_paper(module, self.trainer, datamodule))
         self._note(machine.models(module))
@@ -137,53 +151,31 @@ class _RunCheck(LightRLCLI):
         if self.left_out:
             self._note([Finding("trial", f"Left out of the two iterations: {', '.join(self.left_out)}.")])
 
-    def _after(self, measured: trial.Trial, module: RLModule, datamodule: Any) -> None:
+    @rank_zero_only
+    def _after(self, measured: Trial, module: RLModule, datamodule: Any) -> None:
         if measured.trajectories or measured.dropped:
-            self._note(trial.findings(measured, module))
-        if not measured.iterations_s:
-            return
-        logged = sum(file.stat().st_size for file in self.folder.rglob("iteration-000000.jsonl"))
-        logs = [
-            settings.get("every_n_iterations", 10) for kind, settings in self.items if issubclass(kind, TrajectoryLog)
-        ]
-        saved = [settings for kind, settings in self.items if issubclass(kind, ModelCheckpoint)]
-        if not saved and self.given.get("enable_checkpointing") is not False:
-            saved = [{"save_last": True}]
-        whole, needed = trial.forecast(
-            trial.run_length(self.given, saved, measured.epoch_iterations),
-            measured,
-            logged_bytes=logged / logs[0] if logs else 0.0,
-            validation_batches=_num_batches(datamodule, self.given.get("limit_val_batches")),
-        )
-        self._note([trial.times(measured), whole, *([machine.disk(self.root, needed)] if needed else [])])
+            self._note(_findings(measured, module))
+        if measured.iterations_s:
+            logged = sum(file.stat().st_size for file in self.folder.rglob("iteration-000000.jsonl"))
+            every = next((item.every_n_iterations for item in self.items if isinstance(item, TrajectoryLog)), 1)
+            batches = _num_batches(datamodule, self.given.get("limit_val_batches"))
+            self._note(forecast(measured, self.root, logged_bytes=logged / every, validation_batches=batches))
+        warnings, took = count_text(self.verdicts["warning"], "warning"), time.monotonic() - self.begun_s
+        verdicts = f"{self.verdicts['ok']} ok, {warnings}, {self.verdicts['fails']} failed"
+        sys.stdout.write(f"\n{verdicts}, in {took:.0f} s. Nothing was kept.\n")
 
+    @rank_zero_only
     def _note(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             self.verdicts[finding.verdict] += 1
-            sys.stdout.write(f"{finding}\n")
+            sys.stdout.write(f"{one_period(str(finding))}\n")
             sys.stdout.flush()
 
 
-def _is_kept(kind: type) -> bool:
+def _is_kept(callback: Any) -> bool:
     """Also a callback that changes how the run samples."""
     hook = "configure_rollout"
-    return issubclass(kind, _KEPT) or getattr(kind, hook, None) not in (None, getattr(RLCallback, hook))
-
-
-def _without_table(item: Any) -> Any:
-    item = copy.deepcopy(item)
-    if issubclass(_class_of(item), TrajectoryLog) and isinstance(item, Namespace):
-        item.init_args.table_every_n_iterations = None
-    return item
-
-
-def _settings_of(item: Any) -> dict[str, Any]:
-    return vars(item.get("init_args") or Namespace()) if isinstance(item, Namespace) else {}
-
-
-def _class_of(item: Any) -> type:
-    kind: Any = function_of(item.class_path, "trainer.callbacks") if isinstance(item, Namespace) else type(item)
-    return kind  # type: ignore[no-any-return]
+    return isinstance(callback, _KEPT) or getattr(type(callback), hook, None) not in (None, getattr(RLCallback, hook))
 
 
 def _num_batches(datamodule: Any, limit: Any) -> int:
@@ -191,3 +183,164 @@ def _num_batches(datamodule: Any, limit: Any) -> int:
     prompts = getattr(datamodule, "prompts", {}).get("validation") or []
     total = math.ceil(len(prompts) / getattr(datamodule, "validation_batch_size", 1))
     return math.ceil(limit * total) if isinstance(limit, float) else min(total, total if limit is None else limit)
+
+
+@dataclass(eq=False)
+class Trial(RLCallback):
+    """Ends the run after two iterations, and measures them; last of all callbacks, so it reads what the others log."""
+
+    checkpoints: Sequence[ModelCheckpoint] = ()  # of the run, which the trial is without
+    length: tuple[float, float, float] = (0, 0, 0)  # as `run_length` gives it
+    trajectories: list[Trajectory] = field(default_factory=list)  # of all iterations
+    dropped: dict[str, list[str]] = field(default_factory=dict)  # reason → messages
+    iterations_s: list[float] = field(default_factory=list)
+    phases_s: dict[str, float] = field(default_factory=dict)  # of the last iteration
+    validation_batch_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
+    checkpoint_bytes: int = 0
+    host_bytes: int = 0  # at most, with the processes that it started
+    rounding: Rounding | None = None  # of trainer and engine
+    since_s: float = 0.0  # when the iteration or the validation began
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.length = run_length(trainer, self.checkpoints)
+        trainer.check_val_every_n_epoch, trainer.val_check_batch = None, _NUM_ITERATIONS
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.since_s = time.monotonic()
+
+    def on_rewards_ready(self, trainer: Any, module: Any, groups: Any) -> None:
+        self.trajectories += [item for group in groups for item in group.trajectories]
+
+    def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
+        self.dropped.setdefault(reason, []).append(message)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.iterations_s.append(time.monotonic() - self.since_s)
+        self.phases_s = dict(getattr(trainer, "phase_seconds", {}))
+        self.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        trainer.should_stop = len(self.iterations_s) == _NUM_ITERATIONS
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.since_s = time.monotonic()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.validation_batch_s = time.monotonic() - self.since_s
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.host_bytes = host_bytes("VmHWM") + sum(child_bytes().values())
+        self.rounding = rounding(trainer, pl_module)  # type: ignore[arg-type]
+        self.checkpoint_bytes = _state_bytes(pl_module, trainer.optimizers)
+
+
+def _state_bytes(module: RLModule, optimizers: list[Any]) -> int:
+    """What a checkpoint holds: weights of the roles that it saves, and the optimizer's state, over all ranks."""
+    models = (getattr(module, name, None) for name in module.saved_roles())
+    trained = [model for model in models if isinstance(model, torch.nn.Module)]
+    tensors: list[torch.Tensor] = [parameter for model in trained for parameter in model.parameters()]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # a DTensor counts as the whole
+
+
+def _findings(measured: Trial, module: RLModule) -> Iterator[Finding]:
+    """What the trial shows, except of the whole run."""
+    yield _logprobs(measured)
+    yield from _completions(measured, module)
+    yield from _rewards(measured, module)
+    if not measured.host_bytes:  # it did not end
+        return
+    used = [("the host", measured.host_bytes, machine.host_memory()[1])]
+    if torch.cuda.is_available():
+        used.append(("rank 0's GPU", torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]))
+    fix = "Lower model.microbatch_tokens or data.batch_size, or set activation_checkpointing."
+    for name, num, total in used:
+        text = f"The trial took up to {bytes_text(num)} of the {bytes_text(total)} of {name}."
+        yield judged("memory", text, "warning", fix, is_wrong=num > _ALMOST_ALL * total)
+
+
+def _logprobs(measured: Trial) -> Finding:
+    values = measured.metrics
+    names = {_PROBE: "nats per token on the probe", _MISMATCH: "on what the engine sampled"}
+    texts = [f"{values[name]:.2g} {what}" for name, what in names.items() if name in values]
+    if not texts or measured.rounding is None:
+        fix = "Set WeightSync.probe above 0 and an engine that scores tokens, or watch sync/mismatch_* in the run."
+        return Finding("logprobs", "Engine and trainer could not be compared.", "warning", fix)
+    bound = mismatch_bound_nats(measured.rounding, values.get("policy/entropy_nats", 0.0))
+    explained = f"{' and '.join(measured.rounding.dtypes)} explain up to {bound:.2g}"
+    text = f"Engine and trainer differ by {' and '.join(texts)}; {explained}."
+    fix = "The engine has other weights, another precision or other sampling settings: look at its log and arguments."
+    return judged("logprobs", text, "fails", fix, is_wrong=not values.get(_MISMATCH, 0.0) <= bound)
+
+
+def _completions(measured: Trial, module: RLModule) -> Iterator[Finding]:
+    stops = "; ".join(f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())
+    trajectories = measured.trajectories
+    if not trajectories:
+        yield Finding("completions", "No trajectory was finished.", "fails", "See the dropped ones and the log above.")
+        return
+    cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories) / len(trajectories)
+    lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
+    text = (
+        f"{len(trajectories)} completions of {min(lengths)} to {max(lengths)} tokens (median "
+        f"{statistics.median(lengths):g}); {cut:.0%} were cut at max_new_tokens={module.sampling.max_new_tokens}. They "
+        f"end at {stops or 'no token'}."
+    )
+    fix = "Check the stop tokens and the chat template, or increase sampling.max_new_tokens."
+    yield judged("completions", text, "warning", fix, is_wrong=cut > _ALMOST_ALL)
+
+
+def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
+    for reason, messages in measured.dropped.items():
+        text = f"Trajectories that were dropped ({reason}): {len(messages)}. {messages[0]}"
+        verdict: Any = "fails" if reason.startswith("reward") else "warning"
+        yield Finding("reward", text, verdict, "lightrl doctor reward shows more.")
+    rewards = [item.reward for item in measured.trajectories if item.reward is not None]
+    if not rewards:
+        return
+    flat = measured.metrics.get("rollout/zero_variance_fraction")
+    text = f"{len(rewards)} rewards from {min(rewards):.3g} to {max(rewards):.3g}, mean {statistics.fmean(rewards):.3g}"
+    text += f"; in {flat:.0%} of the last iteration's groups all are equal, which teaches nothing" if flat else ""
+    fix = "Begin with a stronger model (SFT first), easier prompts, a larger group_size, or a reward with more levels."
+    yield judged("reward", text, "warning", fix, is_wrong=flat == 1)
+    rows = judge_again(measured.trajectories[:_NUM_REPLAYED], module, 2)
+    num_differing = sum(not row.is_deterministic for row in rows)
+    text = (
+        f"{len(rows)} of {len(measured.trajectories)} completions judged twice: {num_differing} got another result; a "
+        f"call takes {ms_text(statistics.median(row.latency_s for row in rows))}."
+    )
+    fix = "Make the reward deterministic, or a resumed run will differ."
+    yield judged("reward", text, "warning", fix, is_wrong=num_differing > 0)
+
+
+def run_length(trainer: Any, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
+    """Iterations of the whole run, infinite if nothing ends it; its validations; checkpoints on the disk at its end."""
+    iterations, epoch = float(trainer.estimated_stepping_batches), trainer.num_training_batches
+    every = (trainer.val_check_batch or math.inf) * (trainer.check_val_every_n_epoch or 1)
+    files = 0.0
+    for item in checkpoints:
+        saves = iterations // (item._every_n_train_steps or epoch)
+        files += (saves if item.save_top_k == -1 else min(item.save_top_k, saves)) + bool(item.save_last)
+    return iterations, iterations // every, files
+
+
+def forecast(measured: Trial, root: str, *, logged_bytes: float, validation_batches: int) -> Iterator[Finding]:
+    """Seconds of each phase; hours and bytes of the run, as if each iteration were like the last one of the trial."""
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in measured.phases_s.items())
+    first, last = measured.iterations_s[0], measured.iterations_s[-1]
+    yield Finding("time", f"The first iteration took {first:.2f} s, the last {last:.2f} s: {phases}.")
+    iterations, validations, files = measured.length
+    if not math.isfinite(iterations):
+        text = "Nothing ends this run: it has no max_steps and no max_epochs."
+        yield Finding("run", text, "warning", "Set trainer.max_steps.")
+        return
+    validation_s = validations * validation_batches * measured.validation_batch_s
+    checkpoints, logs = files * measured.checkpoint_bytes, iterations * logged_bytes
+    text = (
+        f"{iterations:.0f} iterations take about {duration_text(iterations * last + validation_s)} "
+        f"(validation {duration_text(validation_s)} of it) and write {bytes_text(checkpoints)} of checkpoints (each "
+        f"{bytes_text(measured.checkpoint_bytes)}) and {bytes_text(logs)} of trajectories, if all are like the last of "
+        "these. Completions that become longer take longer."
+    )
+    yield Finding("run", text)
+    yield machine.disk(root, checkpoints + logs)

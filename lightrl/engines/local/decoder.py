@@ -106,7 +106,7 @@ def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 
 class HuggingFaceDecoder:
-    """Any causal language model with a key-value cache, unchanged.
+    """Hugging Face's code of a decoder-only model whose layers all keep key-values.
 
     All rows share one time axis that ends at "now": a row's key-values are right-aligned in the cache, with masked
     columns before them, as in Hugging Face's own left padding. Distances between columns are then distances between
@@ -116,6 +116,9 @@ class HuggingFaceDecoder:
         config: of the model.
         dtype, device: of the weights.
         prefill_tokens: most tokens, with padding, in one forward over prompts.
+
+    Raises:
+        ValueError: if the model keeps anything else, as linear attention, convolutions and recurrent layers do.
     """
 
     def __init__(
@@ -127,10 +130,11 @@ class HuggingFaceDecoder:
         self._device = device
         self._prefill_tokens = prefill_tokens
         self._accepted = set(inspect.signature(self._model.forward).parameters)
-        if "past_key_values" not in self._accepted or config.is_encoder_decoder:
+        if config.is_encoder_decoder or not self._keeps_key_values():
             raise ValueError(
-                f"LocalEngine needs a decoder-only model with past_key_values, which type {config.model_type!r} does "
-                "not have. Use another model or SGLangEngine."
+                "LocalEngine needs a decoder-only model whose layers all keep key-values, but layers of type "
+                f"{config.model_type!r} keep something else, such as the state of linear attention or of a "
+                "convolution. Use SGLangEngine, or another model."
             )
         parameters = dict(self._model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -143,6 +147,24 @@ class HuggingFaceDecoder:
         self.optional_shapes |= {name: tensor.shape for name, tensor in buffers.items()}
         self._cache: DynamicCache | None = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [n, T], 1 where the cache has a token
+
+    @torch.no_grad()
+    def _keeps_key_values(self) -> bool:
+        """Whether each layer keeps one key per token and nothing else; runs two tokens."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        if "past_key_values" not in self._accepted:
+            return False
+        known = DynamicCache(config=self._model.config).layers
+        two = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
+        try:
+            cache, _ = self._forward(two, torch.ones_like(two), torch.arange(2, device=self._device)[None], None, None)
+        except (IndexError, AttributeError):  # a layer looks in vain for its own state
+            return False
+        return all(isinstance(layer, DynamicLayer) for layer in known) and all(
+            layer.keys is not None and layer.keys.shape[-2] == 2 for layer in cache.layers
+        )
 
     @torch.no_grad()
     def write(self, name: str, tensor: Tensor) -> None:

@@ -156,7 +156,7 @@ def _build() -> Path:
     library = folder / f"kernels-{key}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
+        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as own:
             log.info("The kernels of LocalEngine are built for this processor, once; this takes some seconds.")
             built = Path(own) / library.name
             _run([*command, str(_SOURCE), "-o", str(built)])

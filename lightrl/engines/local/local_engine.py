@@ -26,6 +26,7 @@ from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.engines.local.sampler import completion_seed
 from lightrl.errors import EngineError
+from lightrl.models import CONTEXT, context_tokens
 from lightrl.models.pictures import Pictures, refusal
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
@@ -106,10 +107,11 @@ class LocalEngine(
 ):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
-    Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
-    runs Hugging Face's code, with pictures too. Both share the scheduler: rows wait in the order of the calls, are
-    admitted into free slots, and leave with their last token; equal prompts that are admitted together are computed
-    once. Tokens depend on (seed, position) and the logits, not on the batch, up to float rounding of the logits.
+    Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; other decoder-only models whose layers all keep
+    key-values run Hugging Face's code, with pictures too; the rest is refused. Both share the scheduler: rows wait in
+    the order of the calls, are admitted into free slots, and leave with their last token; equal prompts that are
+    admitted together are computed once. Tokens depend on (seed, position) and the logits, not on the batch, up to float
+    rounding of the logits.
 
     `pause` and `resume` set and clear one flag: one resume ends any number of pauses. A paused engine queues requests,
     so `pause`, many `generate` calls, `resume` admits them as one wave in the order of the calls. `pause` on an idle
@@ -124,7 +126,7 @@ class LocalEngine(
         threads: cores that decoding uses; None takes as many as torch uses in the thread that calls `start`. Where
             kernels are, each decodes a part of the rows. Elsewhere they share an operation, which a second one slows
             down below 10 M parameters: there None takes 1.
-        max_context: most tokens of prompt and completion together; None is the config's `max_position_embeddings`.
+        max_context: most tokens of prompt and completion together; None is the model's context.
         dtype: of the engine's weights, such as `bfloat16`; `auto` is float32 on the CPU, elsewhere the config's.
         device: where to decode; None is the trainer's CUDA device, or the CPU.
         fast_path: False runs Hugging Face's code for every model.
@@ -176,13 +178,11 @@ class LocalEngine(
         if self._thread is not None and (self._thread.is_alive() or not self._thread.is_closed):
             raise EngineError("LocalEngine is already started. Close it first, or create a new one.")
         text_config = config.get_text_config()
-        room = getattr(text_config, "max_position_embeddings", None)
+        room = context_tokens(config)
         if self._given_max_context is None:
             self.max_context = room if room is not None else 2**31 - 1
         elif room is not None and self._given_max_context > room:
-            raise ValueError(
-                f"max_context must be at most the model's max_position_embeddings={room}, got {self.max_context}."
-            )
+            raise ValueError(f"max_context must be at most {room}, {CONTEXT}, got {self.max_context}.")
         self.choose_device()
         self.weight_version = -1
         self._vocab_size = text_config.vocab_size

@@ -20,11 +20,11 @@ import aiohttp
 
 from lightrl.concurrency.body import body_of
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
+from lightrl.engines.sglang.open_files import CONTROL_CONNECTIONS, is_out_of_files
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 MAX_BACKOFF_S = 5.0
-_NUM_CONTROL_CONNECTIONS = 16
 _SLICE_BYTES = 2**18  # of a request's body
 _MAX_ANSWER_BYTES = 2**30
 
@@ -40,6 +40,10 @@ class ServerRefused(EngineError):
     def is_server_error(self) -> bool:
         """Whether another server may accept the same request."""
         return self.status >= 500
+
+
+class OutOfFiles(EngineError):
+    """This machine could not open another connection; the server has no part in it."""
 
 
 class Connection:
@@ -97,6 +101,7 @@ class Connection:
             ServerRefused: if the server answers with an error.
             EngineUnreachable: if there is no connection, or the answer is not JSON.
             EngineTimeout: at the deadline.
+            OutOfFiles: if this process may not open another connection.
         """
         kind = "generate" if path == "/generate" else "control"
         timeout_s = timeout_s or (self.timeouts.generate_s if kind == "generate" else self.timeouts.request_s)
@@ -174,6 +179,11 @@ class Connection:
                 "increase the deadline in engine.timeouts."
             ) from error
         except (aiohttp.ClientError, OSError) as error:
+            if is_out_of_files(error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error):
+                raise OutOfFiles(
+                    f"This machine could not open a connection to {self.name}: too many open files. Raise the limit "
+                    "(ulimit -n, LimitNOFILE) of this process, or lower engine.max_connections."
+                ) from error
             raise EngineUnreachable(
                 f"{self.name} gave no answer to {name}: {_reason(error)}; {self.describe()}. Check that it is running "
                 "at this address."
@@ -219,7 +229,7 @@ class Connection:
         if session is None:
             if self._is_over:
                 raise EngineUnreachable(f"The connection to {self.name} was closed.")
-            limit = self._max_connections if kind == "generate" else _NUM_CONTROL_CONNECTIONS
+            limit = self._max_connections if kind == "generate" else CONTROL_CONNECTIONS
             session = self._sessions[kind] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60),
                 headers={"Content-Type": "application/json", **self._headers},
@@ -234,7 +244,9 @@ async def _slices(body: bytes) -> AsyncIterator[memoryview]:
 
 def _may_retry(error: EngineError) -> bool:
     """Not after a deadline: the caller has waited long enough, and the server may still be at work."""
-    return error.is_server_error if isinstance(error, ServerRefused) else isinstance(error, EngineUnreachable)
+    if isinstance(error, ServerRefused):
+        return error.is_server_error
+    return isinstance(error, EngineUnreachable | OutOfFiles)
 
 
 def _reason(error: aiohttp.ClientError | OSError) -> str:

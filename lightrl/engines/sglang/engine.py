@@ -47,7 +47,7 @@ from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.following import Leader, SGLangFollower
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
-from lightrl.engines.sglang.open_files import raise_open_files
+from lightrl.engines.sglang.open_files import connections_within, raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.routes import check_routes
 from lightrl.engines.sglang.servers.command import dtype_of_auto, usable_token
@@ -66,6 +66,7 @@ from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.writer import RequestLimits, Writer
 from lightrl.errors import EngineError
+from lightrl.models import context_tokens
 from lightrl.models.lora import AdapterShape
 from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Sampling
@@ -105,8 +106,9 @@ class SGLangEngine(
     If a server is lost, hangs or fails (5xx), its requests continue elsewhere with what they have; no token is counted
     twice. An error in the request (4xx) is raised. If no server is left, the EngineError tells what happened to each.
 
-    Logprobs are SGLang's `output_token_logprobs`: those before top-p and top-k, as `Completion` defines them. The seed
-    of a request determines its tokens only if the servers run with `enable_deterministic_inference`.
+    Logprobs are SGLang's `output_token_logprobs`, with top-p or top-k those within the token's support, as `Completion`
+    defines them. The seed of a request determines its tokens only if the servers run with
+    `enable_deterministic_inference`.
 
     Args:
         urls: addresses of running servers, such as `http://host:30000`, or one of a registry.
@@ -138,7 +140,7 @@ class SGLangEngine(
             sends them again with what was written). Those with `min_new_tokens` are always aborted.
         verify_sync: compares models at the start, and after a sync each server's version and parameters with the
             trainer's; see docs/serve-with-sglang.md.
-        max_connections: concurrent generations per server; more queue here.
+        max_connections: concurrent generations per server; more queue here. Fewer if the limit of open files is low.
         timeouts: how long to wait for what.
         probe_interval_s: between two health checks of a server.
         max_retries: of a request in a row, without a token in between.
@@ -214,6 +216,7 @@ class SGLangEngine(
         self.interrupt = interrupt
         self.verify_sync = verify_sync
         self.max_connections = max_connections
+        self._num_connections = max_connections  # within the limit of open files
         self.timeouts = timeouts
         self.probe_interval_s = probe_interval_s
         self.max_retries = max_retries
@@ -277,10 +280,17 @@ class SGLangEngine(
         self.weight_version = -1
         text_config = config.get_text_config()
         self._config = config
-        max_context = getattr(text_config, "max_position_embeddings", None)
-        self._limits = RequestLimits(int(text_config.vocab_size), max_context, Pictures.of(config))
+        self._limits = RequestLimits(int(text_config.vocab_size), context_tokens(config), Pictures.of(config))
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
-        raise_open_files()
+        num_servers = len(urls) if urls is not None else self.num_servers or 1
+        limit = raise_open_files()
+        self._num_connections = min(self.max_connections, connections_within(limit, num_servers))
+        if self._num_connections < self.max_connections:
+            log.warning(
+                "This process may open %d files (ulimit -n, LimitNOFILE), so at most %d requests go to each server at "
+                "once instead of max_connections=%d; more queue here.", limit, self._num_connections,
+                self.max_connections,
+            )  # fmt: skip
         self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
         members = _assemble(self, config, Path(self._scratch.name))
         members.registry, members.may_grow = registry, registry is not None
@@ -363,7 +373,7 @@ class SGLangEngine(
         writer = self._open_writer()
         assert self._members is not None
         assert self._loading is not None
-        share = max(1, self.max_connections // num_followers)
+        share = min(self._num_connections, max(1, self.max_connections // num_followers))
         gateway = None if (one := self._members.gateway) is None else (one.url, one.token)
         follower = SGLangFollower(
             self._members.salt, self._token, self.timeouts, share, self.max_retries, self._limits, gateway
@@ -447,7 +457,7 @@ def _assemble(engine: SGLangEngine, config: PretrainedConfig, scratch: Path) -> 
     members = Members(
         engine._home,
         lambda url: SGLangClient(
-            url, token=engine._token, timeouts=engine.timeouts, max_connections=engine.max_connections
+            url, token=engine._token, timeouts=engine.timeouts, max_connections=engine._num_connections
         ),
         lambda url: loading.give(url),
         lambda url: loading.let_go(url),

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from lightrl.engines.sglang.connection import Connection, ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
+from lightrl.engines.sglang.open_files import connections_within, raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.request import MalformedAnswer
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
@@ -47,7 +48,7 @@ class Gateway(Connection):
     """
 
     def __init__(self, url: str, token: str | None, pool: ServerPool, **settings: Any):
-        super().__init__(url, token=token, max_connections=0, **settings)
+        super().__init__(url, token=token, max_connections=connections_within(raise_open_files(), 1), **settings)
         self.name = f"Gateway {self.url}"
         self.token = token
         self.state = GatewayState()

@@ -16,7 +16,7 @@ import aiohttp
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient, abort_at
-from lightrl.engines.sglang.connection import ServerRefused
+from lightrl.engines.sglang.connection import OutOfFiles, ServerRefused
 from lightrl.engines.sglang.gateway import Gateway
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.pool import ServerPool
@@ -176,7 +176,7 @@ class Members:
             await client.model_info(timeout_s=self._look_s, num_retries=1)
         except EngineError as error:
             is_busy = isinstance(error, EngineTimeout) and self.silent_s(url) < self._timeouts.hang_s
-            if self.clients.get(url) is client and not is_busy:
+            if self.clients.get(url) is client and not is_busy and not isinstance(error, OutOfFiles):
                 self.lose(url, str(error))
 
     def silent_s(self, url: str) -> float:
@@ -318,6 +318,9 @@ class Members:
                 if state == "routable" and num_checks % _IDENTIFY_EVERY == 0 and await self.identify(url):
                     self.lose(url, "another process answers at its address: it was restarted")
                     continue
+            except OutOfFiles:
+                answered_at = time.monotonic()  # the server was not asked
+                continue
             except EngineError as error:
                 is_gone = isinstance(error, EngineUnreachable)
                 silent_s = min(time.monotonic() - answered_at, self.silent_s(url))

@@ -7,6 +7,7 @@ join ─► starting ──(has the weights)──► routable ◄──► sync
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,10 @@ State = Literal["starting", "routable", "syncing", "draining", "restarting", "lo
 MAX_SESSIONS = 65536  # remembered; then all are forgotten
 # A server that is lost so often within so many weight versions is retired.
 MAX_LOSSES, WITHIN_VERSIONS = 4, 8
+
+
+# A server that takes so many times as long for a token as the others is named, by about so many of its latest answers.
+SLOW_FACTOR, SLOW_ANSWERS = 3.0, 64
 
 
 @dataclass
@@ -29,6 +34,10 @@ class PooledServer:
     reason: str = ""  # why it is not routable
     may_return: bool = False  # it is lost, and admitted again if it answers
     losses: tuple[int, ...] = ()  # the pool's newest weight version at each of the latest
+    num_answers: int = 0
+    recent_s: float = 0.0  # that the latest answers took, and their tokens; older ones count less
+    recent_tokens: float = 0.0
+    is_slow: bool = False  # and named for it
 
 
 class ServerPool:
@@ -122,6 +131,28 @@ class ServerPool:
     def end_request(self, server: PooledServer, tokens: int) -> None:
         server.outstanding_tokens -= tokens
         server.num_requests -= 1
+
+    def note_answer(self, url: str, seconds: float, num_tokens: int) -> str | None:
+        """Notes how long a server took for an answer; what to say about one that has become slower than the others."""
+        if url not in self.servers:
+            return None
+        server = self.servers[url]
+        kept = 1 - 1 / SLOW_ANSWERS
+        server.recent_s = server.recent_s * kept + seconds
+        server.recent_tokens = server.recent_tokens * kept + num_tokens
+        server.num_answers += 1
+        known = [item for item in self.servers.values() if item.num_answers >= SLOW_ANSWERS and item.recent_tokens]
+        others = [1000 * item.recent_s / item.recent_tokens for item in known if item is not server]
+        if server not in known or not others:
+            return None
+        own, usual, was_slow = 1000 * server.recent_s / server.recent_tokens, statistics.median(others), server.is_slow
+        server.is_slow = own > SLOW_FACTOR * usual
+        if was_slow or not server.is_slow:
+            return None
+        return (
+            f"The server at {url} takes {own:.3g} ms for a token, the others {usual:.3g} ms. Look for another program "
+            "on its GPU, throttling, other arguments, or a slow network."
+        )
 
     def urls(self, *states: State) -> list[str]:
         """Addresses of the servers in these states; all if none is named."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Collection, Iterator
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.engines.abilities import Followers
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.sglang.client import ABORT_TIMEOUT_S, SGLangClient, abort_at, is_unknown_adapter
-from lightrl.engines.sglang.connection import ServerRefused
+from lightrl.engines.sglang.connection import OutOfFiles, ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.request import Answer, CompletionDraft, MalformedAnswer, RequestPictures, read_answer
@@ -29,6 +30,8 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.models.pictures import Pictures
 from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from lightrl.engines.sglang.sync.served_adapters import ServedAdapters
@@ -260,10 +263,12 @@ class Writer:
         if is_refused and self.adapters is not None and is_unknown_adapter(error):
             self._members.lose(url, str(error))
             is_refused = False
-        if is_refused or not isinstance(error, (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer)):
+        passing = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
+        if is_refused or not isinstance(error, passing):
             raise error
         failures.num += 1
-        failures.urls.add(url)
+        if not isinstance(error, OutOfFiles):
+            failures.urls.add(url)
         if isinstance(error, (EngineTimeout, EngineUnreachable)):  # it may have lost only this request
             self._home.spawn(self._members.look(url))
         if failures.num > self._max_retries:
@@ -289,9 +294,12 @@ class Writer:
         try:
             with self._adapter(draft, rid, client):
                 body, timeout_s = draft.body(rid, members.cache_key(url)), limit_s + ABORT_TIMEOUT_S
+                since = time.monotonic()
                 with span("request", "server", url, prompt=len(draft.prompt)) as sent:
                     answer, url = await self._send(url, body, timeout_s)
                     sent.args["tokens"] = len(answer.token_ids)
+                if slow := members.pool.note_answer(url, time.monotonic() - since, len(answer.token_ids)):
+                    log.warning("%s", slow)
         except asyncio.CancelledError:
             abort()
             raise

@@ -24,6 +24,7 @@ from lightrl.checks.printable import end_of_log
 from lightrl.concurrency import parent_guard
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
+from lightrl.engines.sglang.open_files import is_out_of_files
 from lightrl.engines.sglang.servers.command import (
     SGLangPython,
     command_line,
@@ -275,7 +276,8 @@ class SGLangServer:
         if self._held_port is not None:
             self._held_port.close()
         if self._secrets_file is not None:
-            self._secrets_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # called while an error is handled
+                self._secrets_file.unlink(missing_ok=True)
 
     def _command(self, secrets_file: str) -> list[str]:
         if self._custom_command is not None:
@@ -298,13 +300,13 @@ class SGLangServer:
         return Path(name)
 
     def _status_of(self, route: str, within_s: float = _PROBE_TIMEOUT_S) -> int | None:
-        """HTTP status of a GET; None without an answer in time."""
+        """HTTP status of a GET; None without an answer in time, 0 if this process may not open a connection."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=within_s)
         try:
             connection.request("GET", route, headers={"Authorization": f"Bearer {self.token}"})
             return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return None
+        except (OSError, http.client.HTTPException) as error:
+            return 0 if is_out_of_files(error) else None
         finally:
             connection.close()
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
+from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError, WeightSyncUndone
 from lightrl.trace import span
 
 _T = TypeVar("_T")
@@ -45,6 +45,10 @@ class SyncFailed(WeightSyncError):
     def __init__(self, message: str, report: SyncReport) -> None:
         super().__init__(message)
         self.report = report
+
+
+class SyncUndone(SyncFailed, WeightSyncUndone):
+    """No server has the new weights, and some serve the old ones."""
 
 
 class Fleet:

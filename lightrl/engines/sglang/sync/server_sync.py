@@ -33,7 +33,7 @@ from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.sync.cache_canary import CacheCanary
 from lightrl.engines.sglang.sync.memory import EngineMemory
-from lightrl.engines.sglang.sync.report import Fleet, SyncFailed, SyncReport
+from lightrl.engines.sglang.sync.report import Fleet, SyncFailed, SyncReport, SyncUndone
 from lightrl.engines.sglang.sync.transports import WeightTransport
 from lightrl.engines.sglang.sync.weight_proofs import WeightProofs, target_digests
 from lightrl.errors import EngineError, WeightSyncError
@@ -198,7 +198,7 @@ class ServerSync:
                 report.versions |= dict.fromkeys(await _resumed(fleet), previous_version)
             else:
                 await self._roll_back(fleet, clients, report, previous_version, str(error))
-            raise SyncFailed(
+            raise (SyncUndone if report.versions else SyncFailed)(
                 f"Weight version {weight_version} reached no server: {error}. {report.describe()}. Check the servers' "
                 "logs; a run resumed from the last checkpoint loads its version again.",
                 report,

@@ -106,9 +106,7 @@ class WeightProofs:
             return None, f"its weights can no longer be compared with the trainer's: {problem}"
         if proof is not None and known.logged != proof:
             known.logged = proof
-            if proof == "digests":
-                log.info("%s: after each sync its parameters are compared with the trainer's, bit by bit.", url)
-            else:
+            if proof != "digests":
                 log.warning(
                     "%s: its parameters cannot be compared with the trainer's: %s. Its checksum is compared with those "
                     "of other servers, if there are some.",

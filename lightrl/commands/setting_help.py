@@ -1,0 +1,86 @@
+"""The help of a command, `lightrl fit --help`, and of what a setting takes, `lightrl fit --model.sampling.help`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import docstring_parser
+from jsonargparse import ArgumentParser
+
+from lightrl.commands.config_errors import Keys, classes_in, importable_classes, resolve
+from lightrl.commands.config_layers import UsageError, Written
+
+_DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # whose settings are shown where none is named
+
+
+def asked_help(parser: ArgumentParser, command: str, args: Sequence[str]) -> str | None:
+    """What `--help`, or a flag such as `--model.policy.help ModelSpec`, asks for; None if there is no such flag.
+
+    Raises:
+        UsageError: if there is no such setting or class.
+    """
+    if {"-h", "--help"} & set(args):
+        return _text(parser)
+    for word, following in zip(args, [*args[1:], "-"], strict=True):
+        if match := re.fullmatch(r"--([\w.]+)\.help(?:=(.+))?", word):
+            name = match[2] or (None if following.startswith("-") else following)
+            kinds = _classes(match[1], name, Keys.of_parser(parser), Written.read(args).settings, "")
+            return "\n".join(_class_help(kind, match[1], command) for kind in kinds)
+    return None
+
+
+def _classes(path: str, name: str | None, keys: Keys, settings: Any, above: str) -> list[type]:
+    """The classes that a setting takes, or the one of this name; the setting's own classes are those of the config."""
+    first, _, below = path.partition(".")
+    place = f"{above}{first}"
+    if first not in keys:
+        raise UsageError(f"{place} is not a setting. lightrl fit --help shows all.")
+    here = settings.get(first) if isinstance(settings, dict) else None
+    if first in keys.groups and below:
+        return _classes(below, name, keys.groups[first], here, f"{place}.")
+    kinds = classes_in(keys.types.get(first))
+    if below:
+        named = here.get("class_path") if isinstance(here, dict) else here
+        named = named if isinstance(named, str) else _DEFAULT_CLASSES.get(place)
+        candidates = [*kinds, *importable_classes(kinds).values()]
+        candidates = candidates if named is None else [resolve(named, kinds, place, "")]
+        kind = next((kind for kind in candidates if below.partition(".")[0] in Keys.of_class(kind)), None)
+        if kind is None:
+            raise UsageError(f"{place} has no setting {below}. lightrl fit --{place}.help shows its settings.")
+        inner = here.get("init_args", here) if isinstance(here, dict) else None
+        return _classes(below, name, Keys.of_class(kind), inner, f"{place}.")
+    if name is not None:
+        return [resolve(name, kinds, place, "")]
+    if not kinds or not all(map(dataclasses.is_dataclass, kinds)):
+        names = ", ".join(sorted(importable_classes(kinds)))
+        raise UsageError(
+            f"Add a class to --{place}.help: {names}." if names else f"{place} takes no class; --{above}help shows it."
+        )
+    return kinds
+
+
+def _class_help(kind: type, path: str, command: str) -> str:
+    usage = f"lightrl {command} --config run.yaml [--{path}.setting value ...]"
+    parser = ArgumentParser(prog="lightrl", usage=usage, add_help=False)
+    parser.add_class_arguments(kind, path, fail_untyped=False, sub_configs=True)
+    texts: dict[str, str | None] = {}
+    for owner in reversed(inspect.getmro(kind)):
+        for item in docstring_parser.parse(owner.__doc__ or "").params:
+            texts |= dict.fromkeys(item.arg_name.split(", "), item.description)  # `clip_low, clip_high: …`
+    for action in parser._actions:
+        action.help = action.help or texts.get(action.dest.removeprefix(f"{path}."))
+    return _text(parser)
+
+
+def _text(parser: ArgumentParser) -> str:
+    """The help without Sphinx's roles and Python's names of classes."""
+    for action in parser._actions:
+        action.help = re.sub(r":[a-z]+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", action.help) if action.help else action.help
+    for group in parser._action_groups:
+        group.title = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", group.title or "")
+    text: str = parser.format_help()
+    return text

@@ -1,0 +1,21 @@
+"""LineBuffer: lines of a stream, however it is cut."""
+
+import pytest
+
+from lightrl.concurrency.line_buffer import LineBuffer
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_lines_are_the_same_however_the_stream_is_cut(size):
+    stream, buffer = b"one\n\ntwo\nthree", LineBuffer()
+    lines = [line for start in range(0, len(stream), size) for line in buffer.lines(stream[start : start + size])]
+    assert lines == [b"one", b"", b"two"]
+    assert buffer.lines(b"") == [b"three"]
+    assert buffer.lines(b"") == []
+
+
+def test_a_line_without_an_end_comes_in_bounded_pieces():
+    buffer = LineBuffer()
+    lines = [line for _ in range(1000) for line in buffer.lines(b"x" * 1000)] + buffer.lines(b"")
+    assert b"".join(lines) == b"x" * 1_000_000
+    assert max(map(len, lines)) <= 1 << 17
