@@ -331,7 +331,7 @@ def play(folder: Path, cell: Cell | None, *, rank: int = 0, ranks: int = 1, resu
     module = GRPO(
         tiny_policy(),
         reward=[RewardPart("benchmarks.faulty_reward.held", arguments={"folder": str(folder)})],
-        workflow=lambda tokenizer: MultiTurn(tokenizer, Echo, step_timeout_s=DEADLINE_S, chat_template=TEMPLATE),
+        workflow=lambda tokenizer: MultiTurn(tokenizer, Echo, step_timeout_s=DEADLINE_S),
         workflow_workers=WORKERS if cell is not None and cell.actor == "workflow worker" else 0,
         reward_timeout_s=DEADLINE_S, group_size=GROUP_SIZE, num_minibatches=2, lr=1e-2,
         decoupled=True,  # so that there is a call to score
@@ -342,6 +342,7 @@ def play(folder: Path, cell: Cell | None, *, rank: int = 0, ranks: int = 1, resu
     )
     timeouts = Timeouts(hang_s=DEADLINE_S, sync_s=10, server_wait_s=30, startup_s=60, request_s=10)
     spread = {"devices": ranks, "strategy": FSDP2Strategy(hang_timeout_s=HANG_S)} if ranks > 1 else {}
+    letters = Letters(None, batch_size=PROMPTS, chat_template=TEMPLATE)
     trainer = lightrl.Trainer(
         **QUIET | {"enable_checkpointing": True}, default_root_dir=folder, max_steps=ITERATIONS, limit_val_batches=0,
         engine=Engine(servers=2, command=SERVER, probe_interval_s=0.1, timeouts=timeouts), **spread,
@@ -351,7 +352,7 @@ def play(folder: Path, cell: Cell | None, *, rank: int = 0, ranks: int = 1, resu
     logging.getLogger("lightrl").addHandler(Notices(folder))
     shared_rollout.HEARTBEAT_S = 0.1  # so that rank 1 hears of a rollout while it lasts
     try:
-        trainer.fit(module, datamodule=Letters(None, batch_size=PROMPTS), ckpt_path="last" if resumes else None)
+        trainer.fit(module, datamodule=letters, ckpt_path="last" if resumes else None)
     finally:
         Tool.end()
     state = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in _weights(module).items()}

@@ -127,6 +127,8 @@ class Judged:
 class NoText:
     """A tokenizer that decodes nothing."""
 
+    eos_token_id = pad_token_id = None
+
     def decode(self, token_ids: list[int], **_: Any) -> str:
         return ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,7 @@ from torchmetrics import Metric
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.choices import check_choice
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
+from lightrl.errors import RewardError
 from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.models import LONGROPE_LENGTH, ModelSpec, Outputs, ParallelModel, Role, check_adamw, context_tokens
@@ -31,6 +33,7 @@ from lightrl.models.pictures import Pictures
 from lightrl.models.stop_tokens import stop_token_ids
 from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
+from lightrl.rewards.hook import REWARD_THREAD
 from lightrl.trajectory import Group, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow
 
@@ -465,7 +468,15 @@ class RLModule(L.LightningModule):
         """Lightning's; a plain number of the present iteration takes a tenth of the time.
 
         The default `batch_size` is the number of trajectories, which Lightning would look for in tensors.
+
+        Raises:
+            RewardError: if `reward` calls it.
         """
+        if threading.current_thread().name == REWARD_THREAD:
+            raise RewardError(
+                f"self.log({name!r}, ...) cannot be called in reward, which runs beside the training loop. Return the "
+                f"number with the reward, as {{'reward': ..., {name!r}: ...}}; it is logged as rollout/{name}."
+            )
         if isinstance(value, int | float) and not args and self._current_fx_name is not None:
             trainer: Any = self.trainer
             if trainer.log_number(name, value, kwargs):

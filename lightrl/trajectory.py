@@ -306,7 +306,7 @@ class Trajectory:
         int
     ]  # int32 [T], of the weights that sampled the token; -1 where the policy did not write
     completion_ids: Sequence[int]  # int32, token ids of the last turn, end token included
-    completion: str  # its text
+    completion: str  # its text, from the <think> that the prompt opened on, without end tokens
     finish_reason: FinishReason = "stop"
     is_truncated: bool = False  # ended by a length limit
     reward: float | None = None  # None until judged

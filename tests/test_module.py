@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Role, Sampling, Trainer, Trajectory
 from lightrl.algorithms import GRPO, PPO, ReferenceKL
+from lightrl.errors import RolloutError
 from lightrl.experience import Experience
 from lightrl.models import ModelSpec, Outputs, load_role
 from lightrl.models.optimizer import with_schedule
@@ -265,6 +266,44 @@ class TwoPrompts(PromptDataModule):
 def trainer(folder: Path, engine: FakeEngine | None = None, **settings: Any) -> Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     return Trainer(engine=engine or FakeEngine(), default_root_dir=folder, **{**quiet, **settings})
+
+
+def test_the_data_modules_chat_template_is_the_whole_runs(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    class Chats(TwoPrompts):
+        def __init__(self) -> None:
+            PromptDataModule.__init__(self, None, batch_size=2, chat_template=CHATML)
+
+    engine = FakeEngine(script=lambda prompt, sampling, sample: [5, turn_end])
+    path = folder_with(tmp_path, tokenizer, generation=[6])
+    made = module(policy=path, group_size=2, sampling=Sampling(max_new_tokens=4))
+    judged: list[str] = []
+    made.reward = lambda trajectory: judged.append(trajectory.completion) or float(len(judged) % 2)  # type: ignore
+    trainer(tmp_path, engine, max_steps=1, enable_checkpointing=False).fit(made, Chats())
+    assert made.stop_token_ids()["turn end"] == [turn_end]
+    assert set(judged) == {str(tokenizer.decode([5]))}
+    made.tokenizer.save_pretrained(tmp_path / "exported")
+    assert (tmp_path / "exported" / "chat_template.jinja").read_text() == CHATML
+
+
+def test_self_log_in_a_reward_is_refused_with_what_to_return_instead(tmp_path: Path) -> None:
+    class Logs(GRPO):
+        def reward(self, trajectory: Trajectory) -> float:
+            self.log("words", 1.0)
+            return 0.0
+
+    made = Logs(tiny_spec(), group_size=2, sampling=Sampling(max_new_tokens=2))
+    with pytest.raises(RolloutError) as caught:
+        trainer(tmp_path, max_steps=1).fit(made, TwoPrompts())
+    assert "self.log('words', ...) cannot be called in reward" in str(caught.value)
+    assert "as {'reward': ..., 'words': ...}" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- evaluation
 
 
 def test_validation_logs_reward_accuracy_and_further_numbers(tmp_path: Path) -> None:

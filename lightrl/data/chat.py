@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightrl.checks.user_code import user_code
 from lightrl.data.rows import LocatedRow, Made, Row, require_column, without_errors
 from lightrl.models import CONTEXT
+from lightrl.models.chat_template import ChatTemplate, opened, with_turn
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Prompt
-from lightrl.workflows.conversation import read_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +47,11 @@ def row_messages(
     """
     prompt = require_column(row, prompt_column, where=where)
     if isinstance(prompt, list):
+        if prompt_template != "{prompt}":
+            raise ValueError(
+                f"{where}: {prompt_column!r} holds chat messages, but prompt_template={prompt_template!r} takes text. "
+                "Leave prompt_template out."
+            )
         messages = [_checked_message(message, f"{where}: message {n}") for n, message in enumerate(prompt, start=1)]
     elif isinstance(prompt, dict):
         raise ValueError(f"{where}: {prompt_column!r} must be text or a list of chat messages, got {prompt!r:.100}.")
@@ -153,7 +158,6 @@ class ChatRenderer:
 
     Args:
         tokenizer: the policy's.
-        chat_template: replaces the tokenizer's; a Jinja file or the template itself.
         pictures: how the policy reads pictures; None for a text-only policy.
         max_tokens: the longest prompt allowed; None for no limit.
         min_tokens: shorter prompts are dropped; None for no limit.
@@ -164,7 +168,6 @@ class ChatRenderer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        chat_template: str | None = None,
         pictures: Pictures | None = None,
         max_tokens: int | None = None,
         min_tokens: int | None = None,
@@ -175,21 +178,22 @@ class ChatRenderer:
         self.max_tokens = max_tokens
         self.min_tokens = min_tokens
         self.overflow = overflow
-        self.chat_template = read_template(chat_template) if chat_template else tokenizer.chat_template
+        self.template = ChatTemplate(tokenizer)
+        self.template.check_generation_prompt()
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """The tokens after which the policy's turn begins."""
         return self._ids([self._text(messages)])[0]
 
-    def _text(self, messages: Messages) -> str:
-        if self.chat_template is not None:
-            return self._render(messages, add_generation_prompt=True)
+    def _text(self, messages: Messages, arguments: Mapping[str, Any] | None = None) -> str:
+        if self.template.chat_template is not None:
+            return self._render(messages, arguments or {})
         return self._plain_text(messages)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        if self.chat_template is not None:
+        if self.template.chat_template is not None:
             return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids]
         end = self.tokenizer.eos_token_id
         encoded = [list(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
@@ -206,7 +210,7 @@ class ChatRenderer:
         for index, prompt in enumerate(prompts):
             if prompt.token_ids is None and prompt.messages is not None:
                 try:
-                    texts[index] = self._text(prompt.messages)
+                    texts[index] = self._text(prompt.messages, self.template.row_arguments(prompt))
                 except ValueError as error:
                     failed[index] = ValueError(f"{where(index)}: {error}")
         ids = dict(zip(texts, self._ids(list(texts.values())), strict=True))
@@ -263,11 +267,14 @@ class ChatRenderer:
         token = "" if self.pictures is None else self.tokenizer.convert_ids_to_tokens(self.pictures.image_token_id)
         return "".join(str(token) if part["type"] == "image" else str(part.get("text", "")) for part in content)
 
-    def completion_ids(self, messages: Messages | None, completion: str) -> list[int]:
+    def completion_ids(
+        self, messages: Messages | None, completion: str, arguments: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The tokens of the policy's turn, up to and including its end token.
 
         Args:
             messages: of the prompt; None for a prompt given as token ids.
+            arguments: of the chat template, as in the prompt.
 
         Raises:
             ValueError: if the tokenizer has no end token, or the chat template changes the prompt once a completion
@@ -276,34 +283,34 @@ class ChatRenderer:
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError("The tokenizer has no end token, which ends every completion. Set its eos_token.")
-        if self.chat_template is None or messages is None:
-            return [*self._encode(completion), end]
-        prompt = self._render(messages, add_generation_prompt=True)
-        chat = self._render([*messages, {"role": "assistant", "content": completion}], add_generation_prompt=False)
-        if not chat.startswith(prompt):
+        if self.template.chat_template is None or messages is None:
+            return [*self.template.encode(completion), end]
+        arguments = arguments or {}
+        prompt = self._render(messages, arguments)
+        for form in (form for opening in ("", opened(prompt)) for form in with_turn(messages, opening, completion)):
+            chat = self._render(form, arguments, is_whole=True)
+            if chat.startswith(prompt):
+                break
+        else:
             raise ValueError(
                 f"The chat template renders the prompt as {prompt[-80:]!r} but the whole chat as {chat[:160]!r}. The "
                 "chat must start with the prompt: set chat_template to a template that only appends to it."
             )
-        token_ids = self._encode(chat[len(prompt) :])
-        special = set(self.tokenizer.all_special_ids)
-        last = max((index for index, token_id in enumerate(token_ids) if token_id in special), default=None)
+        token_ids = self.template.encode(chat[len(prompt) :])
+        ends = self.template.ends()
+        last = max((index for index, token_id in enumerate(token_ids) if token_id in ends), default=None)
         return [*token_ids, end] if last is None else token_ids[: last + 1]
 
-    def _render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, is_whole: bool = False
+    ) -> str:
         def failed(error: BaseException) -> ValueError:
             return ValueError(
                 f"The chat template raised {error!r} on {messages!r:.200}. Fix the messages or the template."
             )
 
         with user_code(failed):
-            text = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        return str(text)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+            return self.template.render(messages, arguments, is_whole=is_whole)
 
 
 def render_prompts(prompts: Sequence[Prompt], renderer: ChatRenderer, where: Callable[[int], str]) -> list[Prompt]:

@@ -223,7 +223,7 @@ class CompletionDataModule(PromptDataModule):
     def completed_of(self, prompts: Sequence[Made]) -> list[CompletedPrompt | ValueError | None]:
         """The prompts with their completions; None for a row that is dropped, ValueError for a bad one."""
         tokenizer, context_tokens, _ = self.policy_inputs()
-        renderer = ChatRenderer(tokenizer, chat_template=self.chat_template)
+        renderer = ChatRenderer(tokenizer)
         max_tokens = smallest(self.max_tokens, context_tokens)
         rows: list[CompletedPrompt | ValueError | None] = []
         for prompt in prompts:
@@ -232,7 +232,9 @@ class CompletionDataModule(PromptDataModule):
                 continue
             try:
                 assert prompt.token_ids is not None
-                completions = [renderer.completion_ids(prompt.messages, text) for text in self.completions(prompt)]
+                arguments = renderer.template.row_arguments(prompt)
+                texts = self.completions(prompt)
+                completions = [renderer.completion_ids(prompt.messages, text, arguments) for text in texts]
                 row = CompletedPrompt(prompt.id, prompt.token_ids, completions)
                 rows.append(row if self._fits(row, max_tokens) else None)
             except ValueError as error:

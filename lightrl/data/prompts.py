@@ -35,6 +35,7 @@ from lightrl.data.stream import (
     prompt_batches,
 )
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
+from lightrl.models.chat_template import set_chat_template
 from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Prompt
 
@@ -93,7 +94,10 @@ class PromptDataModule(L.LightningDataModule):
         answer_column: required in every row, for the reward; None requires no column.
         system_prompt: opens every chat.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
-        chat_template: replaces the tokenizer's; a Jinja file or the template itself.
+        chat_template: replaces the tokenizer's, for the whole run and the exported model; a Jinja file or the template
+            itself.
+        chat_template_kwargs: values for arguments of the chat template, such as `{enable_thinking: false}`; a row's
+            column of this name takes precedence. A column `tools` holds JSON schemas for the template.
         validation_batch_size: prompts per validation batch.
         max_prompt_tokens: the longest prompt allowed; None uses what the model's context leaves.
         min_prompt_tokens: the shortest prompt allowed; shorter ones are dropped and counted.
@@ -124,6 +128,7 @@ class PromptDataModule(L.LightningDataModule):
         system_prompt: str | None = None,
         prompt_template: str = "{prompt}",
         chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         validation_batch_size: int = 64,
         max_prompt_tokens: int | None = None,
         min_prompt_tokens: int | None = None,
@@ -163,6 +168,7 @@ class PromptDataModule(L.LightningDataModule):
         self.system_prompt = system_prompt
         self.prompt_template = prompt_template
         self.chat_template = chat_template
+        self.chat_template_kwargs = chat_template_kwargs
         self.max_prompt_tokens = max_prompt_tokens
         self.min_prompt_tokens = min_prompt_tokens
         self.prompt_overflow = prompt_overflow
@@ -184,6 +190,7 @@ class PromptDataModule(L.LightningDataModule):
         pictures: Pictures | None = None,
     ) -> None:
         """Sets what otherwise comes from the trainer's module: `tokenizer`, `max_prompt_tokens` and `pictures`."""
+        set_chat_template(tokenizer, self.chat_template, self.chat_template_kwargs)
         self._attached = tokenizer, max_prompt_tokens, pictures
 
     def make_prompts(self, split: Split) -> list[Prompt]:
@@ -282,7 +289,6 @@ class PromptDataModule(L.LightningDataModule):
         tokenizer, context_tokens, pictures = self.policy_inputs()
         return ChatRenderer(
             tokenizer,
-            chat_template=self.chat_template,
             pictures=pictures,
             max_tokens=smallest(self.max_prompt_tokens, context_tokens),
             min_tokens=self.min_prompt_tokens,
@@ -392,6 +398,7 @@ class PromptDataModule(L.LightningDataModule):
                 f"{type(self).__name__} has no tokenizer (tokenizer=None). Train a module with a `tokenizer`, or call "
                 "attach(tokenizer) before setup."
             )
+        set_chat_template(tokenizer, self.chat_template, self.chat_template_kwargs)
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "pictures", None)
 
     def _rendered(self, split: Split, renderer: ChatRenderer) -> list[Prompt] | RowPrompts:

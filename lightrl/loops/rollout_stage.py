@@ -262,6 +262,9 @@ class RolloutStage:
         engine.start(module.policy_config)
         self._engine_is_open = True
         workflow = module.configure_workflow()
+        if workflow.template is not None:
+            for source, token_ids in module.stop_token_ids().items():
+                workflow.template.end_token_ids.update(token_ids if source != "sampling" else ())
         contexts = (module.context_tokens, engine.max_context if isinstance(engine, LimitsContext) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         return RolloutController(

@@ -9,6 +9,7 @@ Reading order:
     model_folder.py   models as Hugging Face folders, complete or absent
     load_role.py      a role's model, checked against what the role is for
     optimizer.py      parameters by role, and the schedule of the learning rate
+    chat_template.py  chats as text, and what the policy wrote
     stop_tokens.py    which ids end a completion
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is

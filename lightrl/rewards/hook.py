@@ -22,6 +22,7 @@ from lightrl.trajectory import Trajectory
 
 _logger = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
+REWARD_THREAD = "reward-hook"  # its name
 
 
 class RewardHook(Supervisor[Trajectory]):
@@ -69,7 +70,7 @@ class _WorkerThread:
         self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
         self._num_unfinished = 0
         self._is_abandoned = False
-        self._thread = threading.Thread(target=self._serve, name="reward-hook", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=REWARD_THREAD, daemon=True)
         self._thread.start()
 
     def is_ready(self, wait_s: float) -> bool:

@@ -20,7 +20,7 @@ from lightrl.concurrency.call_within import CallTimeout, call_within
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.agent_session import AgentSession
-from lightrl.workflows.conversation import TurnRenderer, read_template
+from lightrl.workflows.conversation import TurnRenderer
 from lightrl.workflows.openai_endpoint import OpenAIEndpoint
 from lightrl.workflows.tools import ToolParser, parse_hermes
 from lightrl.workflows.workflow import Generate, Workflow, wait_or_abandon
@@ -52,7 +52,6 @@ class AgentWorkflow(Workflow):
             refused (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: the reward if the agent raises because of such a refusal.
         tool_parser: finds the calls in a completion; a function or its dotted path.
-        chat_template: replaces the tokenizer's, as in the data module; a Jinja file or the template itself.
 
     Raises:
         ValueError: if a limit is out of range, a dotted path leads nowhere, or no chat template works for several
@@ -71,7 +70,6 @@ class AgentWorkflow(Workflow):
         max_tokens: int | None = None,
         truncated_reward: float = 0.0,
         tool_parser: str | ToolParser = parse_hermes,
-        chat_template: str | None = None,
     ) -> None:
         check_positive(agent_timeout_s=agent_timeout_s)
         check_bounds(1, max_agents=max_agents)
@@ -82,12 +80,13 @@ class AgentWorkflow(Workflow):
         self.max_tokens = max_tokens
         self.truncated_reward = truncated_reward
         self.tool_parser: ToolParser = function_of(tool_parser, "tool_parser")
-        self.renderer = TurnRenderer(tokenizer, chat_template=read_template(chat_template))
-        if self.renderer.chat_template is None:
+        self.template: TurnRenderer = TurnRenderer(tokenizer)
+        if self.template.chat_template is None:
             raise ValueError(
-                "The tokenizer has no chat template to render the agent's messages. Set chat_template= to a Jinja file."
+                "The tokenizer has no chat template to render the agent's messages. Set data.chat_template to a Jinja "
+                "file."
             )
-        self.renderer.check_template("user", [])
+        self.template.check_template("user", [])
         self.endpoint = OpenAIEndpoint(max_sessions=max_agents)
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -97,7 +96,7 @@ class AgentWorkflow(Workflow):
         """
         await self.endpoint.start()
         session = AgentSession(
-            prompt, generate, self.renderer, max_tokens=self.max_tokens, tool_parser=self.tool_parser
+            prompt, generate, self.template, max_tokens=self.max_tokens, tool_parser=self.tool_parser
         )
         async with self.endpoint.serving(session) as base_url:
             reward = await self._run_agent(session, base_url)

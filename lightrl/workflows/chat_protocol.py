@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.engines.engine import Completion
-from lightrl.workflows.tools import ToolCall, ToolParser
+from lightrl.workflows.tools import ToolCall, ToolParser, without_thinking
 
 MODEL = "policy"
 
@@ -183,7 +183,7 @@ class Answer:
     """The policy's completion, as the agent sees it."""
 
     completion: Completion
-    text: str  # without special tokens
+    text: str  # without end tokens
     calls: list[ToolCall]
     num_prompt_tokens: int
     token_texts: list[str]  # of each token; empty unless logprobs are requested
@@ -191,7 +191,9 @@ class Answer:
     @property
     def content(self) -> str | None:
         """The text; with calls, the part before the first one."""
-        return (self.text.partition("<tool_call>")[0].strip() or None) if self.calls else self.text
+        if not self.calls:
+            return self.text
+        return self.text[: len(without_thinking(self.text).partition("<tool_call>")[0])].strip() or None
 
     def message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
@@ -217,7 +219,7 @@ def find_calls(
     """The tool calls of a completion; none if one of them is malformed: then the agent gets all of the text."""
     if not tools or completion.finish_reason != "stop":
         return []
-    calls = parser(text)
+    calls = parser(without_thinking(text))
     return [] if any(call.error is not None for call in calls) else calls
 
 

@@ -7,7 +7,8 @@ template adds for the new messages:
 
 This requires that the template leaves earlier text unchanged. Before each addition the text so far is compared with
 what the template makes of the same messages now (ignoring white space). A template that rewrites history, for example
-by removing earlier thinking, is refused: the policy would train on a conversation that never occurs.
+by removing earlier thinking, is refused: the policy would train on a conversation that never occurs. What a prompt
+opens of the policy's turn, such as `<think>`, is part of that turn's message.
 """
 
 from __future__ import annotations
@@ -15,39 +16,38 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightrl.checks.user_code import user_code
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.functional import joined_supports
+from lightrl.models.chat_template import ChatTemplate, Messages, opened, with_turn
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Messages = Sequence[Mapping[str, Any]]
-
-_PROBE_COMPLETION = "<think>\nOne and one.\n</think>\n\n2"
+# Arguments of known templates that let earlier thinking stay, or leave thinking out.
+_KEEP_HISTORY: tuple[dict[str, Any], ...] = (
+    {"preserve_thinking": True},
+    {"truncate_history_thinking": False},
+    {"clear_thinking": False},
+    {"enable_thinking": False},
+)
 _FIX = (
-    "Set chat_template= (here and in the data module) to a Jinja file that renders each message the same way at every "
-    "position: for Qwen3 and others that remove thinking, the model's own template without that part."
+    "Set data.chat_template to a Jinja file that renders each message the same way at every position: the model's own "
+    "template without the part that removes thinking, or one that the package trl ships for training, such as "
+    "trl/chat_templates/qwen3_training.jinja."
 )
 
 
-class TurnRenderer:
+class _RewritesHistory(Exception):
+    """The chat template does not render earlier text as it was; the message says where."""
+
+
+class TurnRenderer(ChatTemplate):
     """Encodes prompts, and the text between two turns.
 
-    Args:
-        tokenizer: the policy's.
-        chat_template: replaces the tokenizer's; a Jinja template. If there is none, and for prompts that are only token
-            ids, the text of an observation is encoded as it is.
+    Without a chat template, and for prompts that are only token ids, the text of an observation is encoded as it is.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
-        self.tokenizer = tokenizer
-        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
 
     def check_template(self, role: str, tools: Sequence[dict[str, Any]]) -> None:
         """Renders a short conversation in which the policy thinks and a message of this role answers.
@@ -55,47 +55,60 @@ class TurnRenderer:
         Raises:
             ValueError: if the template rewrites history or cannot render such a message.
         """
-        if self.chat_template is None:
+        shown = {"tools": list(tools)} if tools else {}
+        rewritten = None if self.chat_template is None else self._rewritten(role, shown)
+        if rewritten is None:
             return
+        for arguments in _KEEP_HISTORY:
+            is_known = all(name in str(self.chat_template) for name in arguments)
+            if is_known and self._rewritten(role, {**shown, **arguments}) is None:
+                raise ValueError(f"{rewritten} Set data.chat_template_kwargs to {arguments}, with which it does not.")
+        raise ValueError(f"{rewritten} {_FIX}")
+
+    def _rewritten(self, role: str, arguments: Mapping[str, Any]) -> str | None:
+        """How the template rewrites history with these arguments; None if it does not."""
 
         def failed(error: BaseException) -> ValueError:
             return ValueError(
                 f"The chat template cannot render a message of role {role!r} after the assistant's: {error}. Set "
-                "chat_template= to one that can."
+                "data.chat_template to one that can."
             )
 
-        messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1"}]
         with user_code(failed):
-            before = self.render(messages, tools) + _PROBE_COMPLETION
-            messages.append({"role": "assistant", "content": _PROBE_COMPLETION})
-            after = self.render([*messages, {"role": role, "name": "tool", "content": "Go on."}], tools)
-        if _end_of_prefix(after, before) is None:
-            raise ValueError(_rewrites(after, before))
+            question = [{"role": "user", "content": "1+1"}]
+            before = self.render(question, arguments)
+            opening = opened(before)
+            thinking = "" if "</think>" in opening else "One and one.\n</think>\n\n"
+            written = f"{thinking}2" if opening else f"<think>\n{thinking}2"
+            try:
+                answer = [{"role": role, "name": "tool", "content": "Go on."}]
+                self.after_turn(question, before, written, answer, arguments)
+            except _RewritesHistory as error:
+                return str(error)
+        return None
 
-    def render(self, messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
-        """The text of these messages, up to the start of the policy's turn."""
-        text = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            chat_template=self.chat_template,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        return str(text)
+    def after_turn(
+        self, messages: Messages, before: str, content: str, answer: Messages, arguments: Mapping[str, Any]
+    ) -> tuple[list[Mapping[str, Any]], str, str]:
+        """All messages after a turn of the policy and an answer to it, their text, and the part that is new.
 
-    def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        Args:
+            messages: before the turn.
+            before: their text.
+            content: what the policy wrote.
+        """
+        forms = [[*chat, *answer] for chat in with_turn(messages, opened(before), content)]
+        for form in forms:
+            text = self.render(form, arguments)
+            end = _end_of_prefix(text, before + content)
+            if end is not None:
+                return form, text, text[end:]
+        raise _RewritesHistory(_rewrites(self.render(forms[0], arguments), before + content))
 
     def encode_after(self, token_id: int, text: str) -> list[int]:
         """The tokens of a text after this token: some tokenizers encode the start of a text differently."""
         after = self.encode(self.decode([token_id]) + text)
         return after[1:] if after[:1] == [token_id] else self.encode(text)
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return str(text)
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ class Conversation:
         renderer: shared by all conversations; has no state.
         prompt: the task.
         opening: messages of the environment after the prompt's.
-        tools: JSON schemas for the chat template.
+        tools: JSON schemas for the chat template; None for those of the prompt's row.
 
     Raises:
         RolloutError: if the prompt has no token ids, or they differ from those of its rendered messages.
@@ -125,22 +138,23 @@ class Conversation:
         renderer: TurnRenderer,
         prompt: Prompt,
         opening: Sequence[dict[str, Any]] = (),
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         self.renderer = renderer
-        self.tools = tools
+        self.arguments: Mapping[str, Any] = {}
         self.messages: list[Mapping[str, Any]] | None = None  # None if observations are encoded as they are
         self.text = ""  # of the messages so far, completions as the policy wrote them
         self.turns: list[Turn] = []
         token_ids = list(prompt.token_ids or [])
         if prompt.messages is not None and renderer.chat_template is not None:
             self.messages = [*prompt.messages, *opening]
-            self.text = renderer.render(self.messages, tools)
+            self.arguments = renderer.row_arguments(prompt, tools)
+            self.text = renderer.render(self.messages, self.arguments)
             rendered = renderer.encode(self.text)
             if not opening and not tools and token_ids and token_ids != rendered:
                 raise RolloutError(
                     f"Prompt {prompt.id!r} has {len(token_ids)} token ids, but the chat template makes {len(rendered)} "
-                    "others from its messages. Give workflow and data module the same chat_template."
+                    "others from its messages. Leave the token ids out, or set data.chat_template to what made them."
                 )
             token_ids = rendered
         elif opening:
@@ -163,13 +177,17 @@ class Conversation:
         return other
 
     def add_completion(self, completion: Completion) -> str:
-        """Appends a completion; returns its text without special tokens."""
+        """Appends a completion; returns the turn's text, with the thinking that the prompt opened."""
         start, written = len(self.token_ids), completion.token_ids
+        self._opening = self.renderer.opened_thinking(self.prompt, self.token_ids)
         self._add(
             written, completion.logprobs, completion.weight_versions, is_written=True, supports=completion.supports
         )
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
-        return self.renderer.decode(written, skip_special_tokens=True)
+        return self._text_of_turn(written)
+
+    def _text_of_turn(self, written: Sequence[int]) -> str:
+        return self._opening + self.renderer.text_of(written)
 
     def encode_observation(self, messages: Sequence[dict[str, Any]]) -> Observed:
         """The tokens that these messages would add after the last completion.
@@ -186,12 +204,13 @@ class Conversation:
         if self.messages is None:
             observed = Observed(self.renderer.encode_after(end_token, _text(messages)), None, "")
         else:
-            after_turn = [*self.messages, {"role": "assistant", "content": content}, *messages]
-            rendered = self.renderer.render(after_turn, self.tools)
-            end = _end_of_prefix(rendered, self.text + content)
-            if end is None:
-                raise RolloutError(_rewrites(rendered, self.text + content))
-            added, end_text = rendered[end:], self.renderer.decode([end_token])
+            try:
+                after_turn, rendered, added = self.renderer.after_turn(
+                    self.messages, self.text, content, messages, self.arguments
+                )
+            except _RewritesHistory as error:
+                raise RolloutError(f"{error} {_FIX}") from error
+            end_text = self.renderer.decode([end_token])
             if has_end and added.lstrip().startswith(end_text):  # the policy wrote its end of turn itself
                 added = added.lstrip()[len(end_text) :]
             observed = Observed(self.renderer.encode_after(end_token, added), after_turn, rendered)
@@ -225,7 +244,7 @@ class Conversation:
             behavior_logprobs=self.logprobs[: last.end],
             weight_versions=self.weight_versions[: last.end],
             completion_ids=written,
-            completion=self.renderer.decode(written, skip_special_tokens=True),
+            completion=self._text_of_turn(written),
             finish_reason=last.finish_reason,
             is_truncated=is_truncated,
             rewards=TokenArray.of_runs(reward_runs, "d"),
@@ -257,20 +276,6 @@ class Conversation:
         self.loss_mask = TokenArray.joined([self.loss_mask, added], "?", as_runs=True)
 
 
-def read_template(template: str | None) -> str | None:
-    """The text of a chat template; a name without Jinja's braces is a file.
-
-    Raises:
-        ValueError: if it is neither a file nor a template.
-    """
-    if template is None or "{" in template:
-        return template
-    path = Path(template).expanduser()
-    if not path.is_file():
-        raise ValueError(f"chat_template={template!r} is neither a file nor a Jinja template.")
-    return path.read_text(encoding="utf-8")
-
-
 def _text(messages: Messages) -> str:
     return "\n\n".join(str(message["content"]) for message in messages)
 
@@ -297,5 +302,5 @@ def _rewrites(after: str, before: str) -> str:
     start = max(0, same - 20)
     return (
         f"The chat template rewrites history: in the next turn {before[start : same + 60]!r} becomes "
-        f"{after[start : same + 60]!r}. {_FIX}"
+        f"{after[start : same + 60]!r}."
     )

@@ -17,7 +17,7 @@ from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.conversation import Conversation, TurnRenderer, read_template
+from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.environment import CheckedStep, Environment, as_messages, call_environment, checked_metrics
 from lightrl.workflows.turn_log import TurnLog
 from lightrl.workflows.workflow import Generate, Workflow, wait_or_abandon
@@ -48,7 +48,6 @@ class MultiTurn(Workflow):
         time_limit_s: of one trajectory; then an unfinished completion is discarded, and a trajectory without a finished
             turn is dropped.
         step_timeout_s: deadline of one call of the environment; then the trajectory is dropped.
-        chat_template: replaces the tokenizer's, as in the data module; a Jinja file or the template itself.
 
     Raises:
         ValueError: if a limit is out of range, or the chat template does not work for several turns.
@@ -68,7 +67,6 @@ class MultiTurn(Workflow):
         truncated_reward: float = 0.0,
         time_limit_s: float = 1800.0,
         step_timeout_s: float = 60.0,
-        chat_template: str | None = None,
     ) -> None:
         check_bounds(1, max_turns=max_turns, max_tokens=max_tokens)
         check_positive(time_limit_s=time_limit_s, step_timeout_s=step_timeout_s)
@@ -81,7 +79,7 @@ class MultiTurn(Workflow):
         self.truncated_reward = truncated_reward
         self.time_limit_s = time_limit_s
         self.step_timeout_s = step_timeout_s
-        self.renderer = TurnRenderer(tokenizer, chat_template=read_template(chat_template))
+        self.template: TurnRenderer = TurnRenderer(tokenizer)
         first = self._make()
         if first.has_side_effects and not first.keeps_state:
             raise ValueError(
@@ -91,7 +89,7 @@ class MultiTurn(Workflow):
         self.continues = first.keeps_state
         self.has_side_effects = first.has_side_effects
         self.tools = first.tool_schemas()
-        self.renderer.check_template("tool" if self.tools else "user", self.tools)
+        self.template.check_template("tool" if self.tools else "user", self.tools)
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Plays one conversation; waits for the environment and the policy in turn, each with a deadline.
@@ -116,7 +114,7 @@ class MultiTurn(Workflow):
             return await log.ask(environment, method, prompt, argument, timeout_s=self.step_timeout_s)
 
         opening = as_messages(await answer("reset", prompt), f"{name}.reset")
-        conversation = Conversation(self.renderer, prompt, opening, self.tools)
+        conversation = Conversation(self.template, prompt, opening, self.tools or None)
         rewards: list[float] = []
         is_truncated = True  # unless the environment or max_turns ends it
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context

@@ -38,6 +38,7 @@ from lightrl.trajectory import Prompt
 from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_THOUGHT = re.compile(r"\A(?:(?!<think>).)*?</think>|(<tool_call>.*?</tool_call>)|<think>.*?(?:</think>|\Z)", re.DOTALL)
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -60,13 +61,20 @@ class ToolCall:
 ToolParser = Callable[[str], list[ToolCall]]
 
 
+def without_thinking(completion: str) -> str:
+    """The completion with spaces in place of its thinking, which may begin before it; what a call quotes stays."""
+    return _THOUGHT.sub(lambda part: part[1] or " " * len(part[0]), completion)
+
+
 def parse_hermes(completion: str) -> list[ToolCall]:
     """The calls in a completion, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` each, in order.
+
+    Thinking is not acting: a call inside `<think>` does not count.
 
     Source: https://github.com/NousResearch/Hermes-Function-Calling, the format of Qwen 2.5 and 3 too.
     """
     calls = []
-    for text in _HERMES_CALL.findall(completion):
+    for text in _HERMES_CALL.findall(without_thinking(completion)):
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -177,7 +185,7 @@ class ToolEnvironment(Environment):
         return None if self.environment is None else await self._ask("reset", prompt)
 
     async def step(self, completion: str) -> Step:
-        calls = self.parser(completion)
+        calls = self.parser(without_thinking(completion))
         if calls:
             return [await self._answer(call, index) for index, call in enumerate(calls)], 0.0, False
         if self.environment is None:

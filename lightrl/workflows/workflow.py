@@ -12,6 +12,7 @@ import numpy as np
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.functional import joined_supports, num_coded_tokens
+from lightrl.models.chat_template import ChatTemplate
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn, token_array
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class Workflow(ABC):
     # Whether completions are written to the run's journal at once: what follows from them must not happen twice.
     has_side_effects: bool = False
 
+    # Reads what the policy wrote; before the first interaction, it gets the ids that end a turn.
+    template: ChatTemplate | None = None
+
     def fit_context(self, context_tokens: int | None) -> None:
         """Sets `max_tokens` to the model's context if it is None; called once, before the first interaction.
 
@@ -81,13 +85,14 @@ class SingleTurn(Workflow):
     """One completion after the prompt.
 
     Args:
-        tokenizer: turns the completion's ids into `Trajectory.completion`, without special tokens.
+        tokenizer: turns the completion's ids into `Trajectory.completion`, without end tokens.
     """
 
-    _latest: tuple[Prompt, TokenArray[int], TokenArray[float]] | None = None  # of `_of_prompt`
+    _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None  # of `_of_prompt`
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        self.template: ChatTemplate = ChatTemplate(tokenizer)
         self.continues = type(self).run is SingleTurn.run
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -97,7 +102,7 @@ class SingleTurn(Workflow):
 
     def trajectory_of(self, prompt: Prompt, completion: Completion) -> Trajectory:
         """What `run` returns for this completion of a prompt that has token ids."""
-        prompt_ids, zeros = self._of_prompt(prompt)
+        prompt_ids, zeros, opening = self._of_prompt(prompt)
         start, num_new = len(prompt_ids), len(completion.token_ids)
         versions = token_array("weight_versions", completion.weight_versions).runs()
         token_ids: TokenArray[int] = TokenArray.joined([prompt_ids, completion.token_ids], "i")
@@ -110,18 +115,19 @@ class SingleTurn(Workflow):
             behavior_logprobs=TokenArray.joined([zeros, completion.logprobs], "f"),
             weight_versions=_runs("i", (-1, start), *versions),
             completion_ids=completion.token_ids,
-            completion=self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
+            completion=opening + self.template.text_of(completion.token_ids),
             finish_reason=completion.finish_reason,
             is_truncated=completion.finish_reason == "length",
             turns=[Turn(start, start + num_new, completion.finish_reason)],
             supports=joined_supports([(start, None), (num_new, completion.supports)]),
         )
 
-    def _of_prompt(self, prompt: Prompt) -> tuple[TokenArray[int], TokenArray[float]]:
-        """Token ids and zeros of a prompt, made once for those of its completions that come together."""
+    def _of_prompt(self, prompt: Prompt) -> tuple[TokenArray[int], TokenArray[float], str]:
+        """Token ids, zeros and opened thinking of a prompt, made once for completions that come together."""
         if self._latest is None or self._latest[0] is not prompt:
             token_ids: TokenArray[int] = TokenArray(prompt.token_ids or (), "i")
-            self._latest = prompt, token_ids, TokenArray.of_stored(bytes(4 * len(token_ids)), b"", "f")
+            zeros: TokenArray[float] = TokenArray.of_stored(bytes(4 * len(token_ids)), b"", "f")
+            self._latest = prompt, token_ids, zeros, self.template.opened_thinking(prompt, token_ids)
         return self._latest[1:]
 
 

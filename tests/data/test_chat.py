@@ -4,6 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.data.chat import ChatRenderer, row_messages
+from lightrl.models.chat_template import set_chat_template
 
 ROW = {"question": "1 + 1?", "answer": "2", "level": "easy"}
 
@@ -51,12 +52,52 @@ def test_a_chat_template_may_be_given_as_text_or_as_a_file(plain_tokenizer: PreT
     path = tmp_path / "template.jinja"
     path.write_text(template)
     for given in (template, str(path)):
-        token_ids = ChatRenderer(plain_tokenizer, chat_template=given).prompt_ids([{"role": "user", "content": "hi"}])
+        set_chat_template(plain_tokenizer, given)
+        token_ids = ChatRenderer(plain_tokenizer).prompt_ids([{"role": "user", "content": "hi"}])
         assert plain_tokenizer.decode(token_ids) == "<hi>"
 
 
+def test_a_prompt_that_ends_with_the_assistants_words_goes_on_in_them(chat_tokenizer: PreTrainedTokenizerFast):
+    renderer = ChatRenderer(chat_tokenizer)
+    chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is "}]
+    token_ids = renderer.prompt_ids(chat)
+    assert chat_tokenizer.decode(token_ids).endswith("<|im_start|>assistant\nIt is ")
+    assert chat_tokenizer.decode(renderer.completion_ids(chat, "two.")) == "two.<|im_end|>"
+
+
+@pytest.mark.parametrize("completion", ["so\n</think>\n\n4", "<think>\nso\n</think>\n\n4"])
+def test_a_completion_goes_on_in_the_thinking_that_the_template_opens(
+    chat_tokenizer: PreTrainedTokenizerFast, completion: str
+):
+    opened = "<|im_start|>assistant\n<think>\n"
+    chat_tokenizer.chat_template = str(chat_tokenizer.chat_template).replace("<|im_start|>assistant\n", opened)
+    token_ids = ChatRenderer(chat_tokenizer).completion_ids([{"role": "user", "content": "2 + 2?"}], completion)
+    assert chat_tokenizer.decode(token_ids) == "so\n</think>\n\n4<|im_end|>"
+
+
+def test_a_completion_is_not_cut_at_a_special_token_that_ends_no_turn(plain_tokenizer: PreTrainedTokenizerFast):
+    plain_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"  # writes no end, as GLM's
+    token_ids = ChatRenderer(plain_tokenizer).completion_ids([{"role": "user", "content": "hi"}], "a<|im_start|>b")
+    assert plain_tokenizer.decode(token_ids) == "a<|im_start|>b<|im_end|>"
+
+
+def test_a_template_without_a_generation_prompt_is_refused(chat_tokenizer: PreTrainedTokenizerFast):
+    chat_tokenizer.chat_template = str(chat_tokenizer.chat_template).split("{% if add_generation_prompt %}")[0]
+    with pytest.raises(ValueError, match=r"writes '<\|im_start\|>assistant' before the assistant's message, but not"):
+        ChatRenderer(chat_tokenizer)
+    mistral = "{% for m in messages %}{{ m.content if m.role == 'assistant' else '[INST] ' + m.content + ' [/INST]' }}"
+    chat_tokenizer.chat_template = mistral + "{% endfor %}"
+    ChatRenderer(chat_tokenizer)  # the user's message ends where the assistant's begins
+
+
+def test_a_template_for_text_prompts_is_refused_for_chats():
+    with pytest.raises(ValueError, match=r"Row 1: 'question' holds chat messages, but prompt_template='Say {prompt}'"):
+        messages_of({"question": [{"role": "user", "content": "hi"}]}, prompt_template="Say {prompt}")
+
+
 def test_a_template_that_rewrites_the_prompt_is_refused_for_completions(plain_tokenizer: PreTrainedTokenizerFast):
-    renderer = ChatRenderer(plain_tokenizer, chat_template="{{ messages | length }}")
+    plain_tokenizer.chat_template = "{{ messages | length }}"
+    renderer = ChatRenderer(plain_tokenizer)
     with pytest.raises(ValueError, match=r"renders the prompt as '1' but the whole chat as '2'"):
         renderer.completion_ids([{"role": "user", "content": "hi"}], "hello")
 

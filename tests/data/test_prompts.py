@@ -81,3 +81,30 @@ def test_no_train_data_is_refused(plain_tokenizer):
     data.attach(plain_tokenizer)
     with pytest.raises(ValueError, match=r"has no train prompts \(train=None\).*Set train to a file or a hub name"):
         data.setup("fit")
+
+
+def test_the_chat_template_and_its_arguments_become_the_tokenizers(train_file: str, plain_tokenizer, chat_tokenizer):
+    template = chat_tokenizer.chat_template + "{% if add_generation_prompt and deep is not false %}<think>\n{% endif %}"
+    data = PromptDataModule(train_file, batch_size=2, chat_template=template, chat_template_kwargs={"deep": False})
+    data.attach(plain_tokenizer)
+    data.setup("fit")
+    asked = [{"role": "user", "content": "hi"}]
+    text = plain_tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert plain_tokenizer.decode(data.prompts["train"][0].token_ids).endswith("<|im_start|>assistant\n")
+
+
+def test_columns_of_a_row_are_arguments_of_the_chat_template(tmp_path: Path, chat_tokenizer):
+    chat_tokenizer.chat_template = (
+        "{% if tools %}{{ tools | length }} tools {% endif %}" + chat_tokenizer.chat_template + "{{ style }}"
+    )
+    tool = {"type": "function", "function": {"name": "f"}}
+    given = [{"question": "1", "tools": [tool], "chat_template_kwargs": {"style": "brief"}}, {"question": "2"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    data = PromptDataModule(path, batch_size=2, answer_column=None)
+    data.attach(chat_tokenizer)
+    data.setup("fit")
+    first, second = (chat_tokenizer.decode(prompt.token_ids) for prompt in data.prompts["train"])
+    assert first == "1 tools <|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\nbrief"
+    assert second == "<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"

@@ -12,7 +12,9 @@ from lightrl.workflows.workflow import Generate, SingleTurn
 class Words:
     """As much of a tokenizer as SingleTurn uses."""
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+    eos_token_id = pad_token_id = None
+
+    def decode(self, token_ids: list[int], clean_up_tokenization_spaces: bool) -> str:
         return " ".join(map(str, token_ids))
 
 

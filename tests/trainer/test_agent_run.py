@@ -33,9 +33,7 @@ async def two_requests(prompt: Prompt, base_url: str, api_key: str) -> float:
 
 class AgentRun(TinyGRPO):
     def __init__(self, agent: Any) -> None:
-        super().__init__(
-            workflow=lambda tokenizer: AgentWorkflow(tokenizer, agent, max_tokens=32, chat_template=TEMPLATE)
-        )
+        super().__init__(workflow=lambda tokenizer: AgentWorkflow(tokenizer, agent, max_tokens=32))
         self.judged: list[Trajectory] = []
 
     def reward(self, trajectory: Trajectory) -> Any:
@@ -56,7 +54,7 @@ def _no_port_is_left() -> Any:
 
 def test_two_iterations_train_on_both_turns_of_the_agent_and_stamp_the_version_of_each(tmp_path: Path) -> None:
     module = AgentRun(two_requests)
-    make_trainer(tmp_path, max_steps=2, limit_val_batches=1).fit(module, datamodule=Digits())
+    make_trainer(tmp_path, max_steps=2, limit_val_batches=1).fit(module, datamodule=Digits(chat_template=TEMPLATE))
     assert [len(experience) for experience in module.experiences] == [2 * GROUP_SIZE, 2 * GROUP_SIZE]
     for version, experience in enumerate(module.experiences):
         assert set(experience.weight_versions[experience.loss_mask].tolist()) == {version}

@@ -56,8 +56,8 @@ def generate_with(engine: RolloutEngine, sampling: Sampling = SAMPLING) -> Gener
     return generate
 
 
-def workflow_of(agent: Any, **settings: Any) -> AgentWorkflow:
-    return AgentWorkflow(TOKENIZER, agent, **{"agent_timeout_s": 30.0, "max_tokens": 400, **settings})
+def workflow_of(agent: Any, template: str = TEMPLATE, **settings: Any) -> AgentWorkflow:
+    return AgentWorkflow(chat_tokenizer(template), agent, **{"agent_timeout_s": 30.0, "max_tokens": 400, **settings})
 
 
 def play(agent: Any, engine: RolloutEngine, prompt: Prompt = PROMPT, **settings: Any) -> Trajectory:

@@ -386,7 +386,7 @@ def test_a_template_that_rewrites_history_drops_the_trajectory_and_says_so() -> 
             await ask(client, messages)
 
     with pytest.raises(RolloutError, match="rewrites history"):
-        play(with_client(talk), scripted("axe"), chat_template=forgets)
+        play(with_client(talk), scripted("axe"), template=forgets)
 
 
 def test_a_template_that_cannot_render_the_messages_drops_the_trajectory_and_says_so() -> None:
@@ -396,4 +396,4 @@ def test_a_template_that_cannot_render_the_messages_drops_the_trajectory_and_say
         await ask(client, [user("hi"), {"role": "tool", "tool_call_id": "1", "content": "5"}])
 
     with pytest.raises(RolloutError, match="raised TemplateError: no tools"):
-        play(with_client(talk), scripted("one"), chat_template=strict + "{{ m['content'] }}{% endfor %}")
+        play(with_client(talk), scripted("one"), template=strict + "{{ m['content'] }}{% endfor %}")

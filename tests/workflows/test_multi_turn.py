@@ -39,6 +39,7 @@ from transformers import AutoModelForCausalLM
 from lightrl.engines import FakeEngine, LocalEngine
 from lightrl.errors import RolloutError
 from lightrl.functional.supports import decode_supports
+from lightrl.models.chat_template import set_chat_template
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Prompt, Sampling, Trajectory
@@ -89,7 +90,7 @@ def test_the_loss_mask_is_true_on_the_policys_tokens_only():
     assert trajectory.completion_ids == written[2:]
 
 
-def test_the_environment_hears_text_without_special_tokens():
+def test_the_environment_hears_text_without_the_end_of_the_turn():
     heard = Scripted(DONE)
     played(MultiTurn(chat_tokenizer(), lambda: heard), writes([*letters("a\n"), END]))
     assert heard.heard == ["a\n"]
@@ -165,9 +166,11 @@ def test_a_template_that_only_adds_is_taken_though_it_trims_white_space():
 
 
 def test_a_template_that_takes_thinking_out_is_refused_and_the_named_fix_works():
-    with pytest.raises(ValueError, match=r"rewrites history.*</think>.*Set chat_template="):
+    with pytest.raises(ValueError, match=r"rewrites history.*</think>.*Set data.chat_template to"):
         workflow(AGAIN, template=TAKES_THINKING_OUT)
-    fixed = workflow(AGAIN, DONE, template=TAKES_THINKING_OUT, chat_template=CHATML)
+    tokenizer = chat_tokenizer(TAKES_THINKING_OUT)
+    set_chat_template(tokenizer, CHATML)  # as data.chat_template does
+    fixed = MultiTurn(tokenizer, lambda: Scripted(AGAIN, DONE))
     assert len(played(fixed, writes([*letters("3"), END], [END])).turns) == 2
 
 
@@ -184,7 +187,7 @@ def test_a_template_that_cannot_render_the_answer_is_refused():
 
 def test_a_prompt_of_another_template_is_refused():
     prompt = Prompt("a", messages=[{"role": "user", "content": "1+1?"}], token_ids=ids("1+1?"))
-    with pytest.raises(RolloutError, match="same chat_template"):
+    with pytest.raises(RolloutError, match=r"set data.chat_template to what made them"):
         played(workflow(DONE), writes([END]), prompt)
 
 

@@ -405,7 +405,6 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
         pytest.param({"agent_timeout_s": 0}, "agent_timeout_s must be a finite number above 0, got 0", id="no time"),
         pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no tokens"),
         pytest.param({"max_agents": 0}, "max_agents must be >= 1, got 0", id="no agents"),
-        pytest.param({"chat_template": "nowhere.jinja"}, "neither a file nor a Jinja template", id="no template"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], message: str) -> None:

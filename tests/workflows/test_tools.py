@@ -11,6 +11,7 @@ import pytest
 from chat_texts import END, WITH_TOOLS, Scripted, chat_prompt, chat_tokenizer, ids, letters, played, writes
 
 from lightrl.errors import RewardError, RolloutError
+from lightrl.trajectory import Prompt
 from lightrl.workflows import MultiTurn, ToolEnvironment
 from lightrl.workflows.tools import Tool, ToolCall, calculator, parse_hermes, python
 
@@ -79,6 +80,44 @@ def test_completions_without_calls_go_to_the_environment_beside_the_tools():
     assert inner.heard == ["3", "2"]
     assert [turn for turn in (trajectory.rewards or []) if turn] == [1.0]
     assert len(trajectory.turns) == 3
+
+
+CALL = '<tool_call>{"name": "halve", "arguments": {"number": 4}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("completion", "num_calls"),
+    [
+        pytest.param(f"<think>I could {CALL}, but no.</think>I will not.", 0, id="only considered"),
+        pytest.param(f"I could {CALL}, but no.</think>I will not.", 0, id="in thinking that the prompt opened"),
+        pytest.param(f"<think>still thinking {CALL}", 0, id="thinking that never ends"),
+        pytest.param(f"<think>a</think>b<think>{CALL}</think>", 0, id="thinking again"),
+        pytest.param(f"<think>like <tool_call>…</tool_call></think>{CALL}", 1, id="a form that is quoted"),
+        pytest.param(f"{CALL}<think>enough?</think>{CALL}", 2, id="thinking between two calls"),
+    ],
+)
+def test_thinking_is_not_acting(completion: str, num_calls: int):
+    assert [called.error for called in parse_hermes(completion)] == [None] * num_calls
+    heard: list[str] = []
+
+    def parser(text: str) -> list[ToolCall]:
+        heard.append(text)
+        return []
+
+    asyncio.run(ToolEnvironment([halve], parser=parser).step(completion))
+    assert heard[0].count(CALL) == num_calls
+
+
+def test_thinking_that_a_call_quotes_is_its_argument():
+    (called,) = parse_hermes(call(text="<think>x</think>"))
+    assert called.arguments == {"text": "<think>x</think>"}
+
+
+def test_a_call_in_thinking_that_the_template_opened_does_not_run():
+    template = WITH_TOOLS.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    flow = MultiTurn(chat_tokenizer(template), lambda: ToolEnvironment([halve]))
+    trajectory = played(flow, writes([*letters(CALL), END]), Prompt("a", messages=[{"role": "user", "content": "4"}]))
+    assert (len(trajectory.turns), trajectory.metrics["tool_calls"]) == (1, 0.0)
 
 
 # ---------------------------------------------------------------------- what can be wrong with a call

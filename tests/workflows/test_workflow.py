@@ -17,10 +17,12 @@ PROMPT = Prompt(id="a", token_ids=[3, 7, 1])
 
 
 class Words:
-    """As much of a tokenizer as SingleTurn uses; 0 is its special token."""
+    """As much of a tokenizer as SingleTurn uses."""
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        return " ".join(str(token) for token in token_ids if not (skip_special_tokens and token == 0))
+    eos_token_id, pad_token_id = 0, None
+
+    def decode(self, token_ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+        return " ".join(map(str, token_ids))
 
 
 class TwoTurns(Workflow):

@@ -20,7 +20,7 @@ from lightrl.checks.disk_errors import nearest_folder
 from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.commands.doctor.data import first_prompts, read_split, repeats
 from lightrl.commands.plan_run import planned
-from lightrl.data import ChatRenderer, PromptDataModule
+from lightrl.data import PromptDataModule
 from lightrl.launch.memory import UnknownMemory, bytes_text, memory_line, misfits
 from lightrl.models import context_tokens
 from lightrl.module import RLModule
@@ -137,8 +137,7 @@ def data(module: RLModule, datamodule: Any) -> Iterator[Finding]:
     """How the first prompt ends, where the policy begins to write; rows, lengths, what train and validation share."""
     for prompt in first_prompts(module, datamodule, 1):
         end = str(module.tokenizer.decode(prompt.token_ids or []))[-_SHOWN_CHARS:]
-        renderer = ChatRenderer(module.tokenizer, chat_template=getattr(datamodule, "chat_template", None))
-        is_plain = renderer.chat_template is None
+        is_plain = module.tokenizer.chat_template is None
         how = "Without a chat template the first prompt is plain text" if is_plain else "The chat template renders it"
         fix = "Set data.chat_template, unless the model was trained on plain text."
         is_wrong = is_plain and prompt.messages is not None

@@ -1,0 +1,217 @@
+"""ChatTemplate: chats as text. Data, workflows, stop tokens and exports ask here; the policy's tokenizer owns the
+template, and `set_chat_template` changes it there.
+
+A chat that ends with an assistant's message goes on in that message. What the prompt opens of the policy's turn, such
+as `<think>`, belongs to that turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrl.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[Mapping[str, Any]]
+
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+_TAIL_TOKENS = 24  # of a prompt: enough for `<think>` and white space, in bytes too
+_ANSWER = "lightrl"
+
+
+def set_chat_template(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, Any] | None = None
+) -> None:
+    """Gives the tokenizer a chat template, and arguments of it, which are written into it: exports have them too.
+
+    Args:
+        template: a Jinja file or the template itself; None keeps the tokenizer's.
+        arguments: by name, such as `{"enable_thinking": False}`; a row may override them.
+
+    Raises:
+        ValueError: if there is no such file, or the template does not read an argument.
+    """
+    if template is not None and "{" not in template:
+        path = Path(template).expanduser()
+        if not path.is_file():
+            raise ValueError(f"chat_template={template!r} is neither a file nor a Jinja template.")
+        template = path.read_text(encoding="utf-8")
+    new: Any = tokenizer.chat_template if template is None else template
+    if arguments:
+        _check_arguments(arguments, new)
+        each = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif %}}"
+        start = "".join(each.format(*item) for item in arguments.items()) + "\n"
+        texts = new if isinstance(new, Mapping) else {"": new}
+        texts = {name: text if text.startswith(start) else start + text for name, text in texts.items()}
+        new = texts if isinstance(new, Mapping) else texts[""]
+    tokenizer.chat_template = new
+
+
+def _check_arguments(arguments: Mapping[str, Any], template: Any) -> None:
+    for name in arguments:
+        if name in ("messages", "add_generation_prompt") or not re.search(rf"\b{re.escape(name)}\b", str(template)):
+            raise ValueError(
+                f"The chat template does not read {name!r}. Remove it from chat_template_kwargs or the rows."
+            )
+
+
+class ChatTemplate:
+    """Renders chats, and reads back what the policy wrote.
+
+    Args:
+        tokenizer: the policy's, with its chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.end_token_ids: set[int] = set()  # that end a turn, beside the tokenizer's and the template's own
+        self._ends: tuple[Any, set[int | None]] | None = None  # with the template that they are of
+
+    @property
+    def chat_template(self) -> Any:
+        """The tokenizer's: text, several by name, or None."""
+        return getattr(self.tokenizer, "chat_template", None)
+
+    def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """The template's arguments in the columns `chat_template_kwargs` and `tools` of a prompt's row.
+
+        Args:
+            tools: JSON schemas that replace the row's, if not None.
+
+        Raises:
+            ValueError: if a column has another form, or the template does not read it.
+        """
+        given, of_row = prompt.fields.get("chat_template_kwargs") or {}, tools is None and prompt.fields.get("tools")
+        if isinstance(of_row, str):
+            with contextlib.suppress(ValueError):
+                of_row = json.loads(of_row)
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                "The column 'chat_template_kwargs' must be a dict of the chat template's arguments, such as "
+                f"{{'enable_thinking': False}}, got {given!r:.100}."
+            )
+        if of_row and not (isinstance(of_row, list) and all(isinstance(tool, Mapping) for tool in of_row)):
+            raise ValueError(
+                f"The column 'tools' must be a list of JSON schemas for the chat template, got {of_row!r:.100}. Rename "
+                "it if it is meant for the reward."
+            )
+        arguments = {name: value for name, value in given.items() if value is not None}  # Parquet fills in None
+        arguments |= {"tools": of_row} if of_row else {}
+        _check_arguments(arguments, self.chat_template)
+        return {**arguments, "tools": list(tools)} if tools else arguments
+
+    def render(self, messages: Messages, arguments: Mapping[str, Any], *, is_whole: bool = False) -> str:
+        """The text of these messages, up to where the policy goes on; with `is_whole`, to their end.
+
+        Args:
+            arguments: that the template reads, by name, such as `tools`.
+        """
+        goes_on = not is_whole and messages[-1].get("role") == "assistant"
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=not (is_whole or goes_on),
+            continue_final_message=goes_on,
+            **arguments,
+        )
+        return str(text)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """What the policy wrote, less the tokens that end a turn or pad it; other special tokens are text."""
+        ends, end = self.ends(), len(token_ids)
+        while end and (token_ids[end - 1] in ends or token_ids[end - 1] == self.tokenizer.pad_token_id):
+            end -= 1
+        return self.decode(token_ids[:end])
+
+    def ends(self) -> set[int | None]:
+        """The tokens that end a turn."""
+        if self._ends is None or self._ends[0] is not self.chat_template:
+            self._ends = self.chat_template, {self.tokenizer.eos_token_id, self.turn_end()} | self.end_token_ids
+        return self._ends[1]
+
+    def opened_thinking(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
+        """The thinking that the prompt opens and does not close; empty if there is none.
+
+        Args:
+            token_ids: all that the policy's turn follows.
+        """
+        is_first = len(token_ids) == len(prompt.token_ids or [])
+        begun = _begun(prompt.messages) if prompt.messages and is_first else ""
+        text = begun or opened(self.decode(token_ids[-_TAIL_TOKENS:]))
+        start = text.rfind("<think>")
+        return text[start:] if start > text.rfind("</think>") else ""
+
+    def turn_end(self) -> int | None:
+        """The special token that the template writes after the assistant's message."""
+        _, _, after = self._probe(2).partition(_ANSWER)
+        if not after:
+            return None
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        special = sorted({*map(str, self.tokenizer.all_special_tokens), *added}, key=len, reverse=True)
+        end = next((token for token in special if after.lstrip().startswith(token)), None)
+        return None if end is None else int(self.tokenizer.convert_tokens_to_ids(end))
+
+    def check_generation_prompt(self) -> None:
+        """Raises ValueError if the template writes a header before the assistant's message, but not for a prompt."""
+        prompt, question, chat = self._probe(1, is_whole=False), self._probe(1), self._probe(2)
+        header = chat[len(prompt) : chat.find(_ANSWER)].strip() if chat.startswith(prompt) else ""
+        if prompt and prompt == question and _ANSWER in chat and re.search(r"\w", header):
+            raise ValueError(
+                f"The chat template writes {header!r} before the assistant's message, but not at the end of a prompt: "
+                "the policy would have to write it. Set data.chat_template to one that also writes it if "
+                "add_generation_prompt is true."
+            )
+
+    def _probe(self, num_messages: int, *, is_whole: bool = True) -> str:
+        """A question, and an answer with 2 messages; empty if the template cannot render them."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}][:num_messages]
+        try:
+            return self.render(messages, {}, is_whole=is_whole)
+        except Exception:  # noqa: BLE001 - the template raises on what it does not expect, or there is none
+            return ""
+
+
+def opened(text: str) -> str:
+    """What a prompt's text opens of the policy's turn: `<think>`, or thinking that is already closed."""
+    match = _OPENED.search(text)
+    return match.group() if match else ""
+
+
+def with_turn(messages: Messages, opening: str, content: str) -> Iterator[list[Mapping[str, Any]]]:
+    """The chat with the policy's turn, in the forms that templates read: with its thinking as text, or apart.
+
+    Args:
+        messages: before the turn; an assistant's last message is its beginning.
+        opening: what the prompt opened of the turn.
+        content: what the policy wrote.
+    """
+    is_begun = messages[-1].get("role") == "assistant"
+    before = messages[:-1] if is_begun else messages
+    content = (_begun(messages) if is_begun else opening) + content
+    yield [*before, {"role": "assistant", "content": content}]
+    thinking, closing, answer = content.partition("</think>")
+    if closing:
+        apart = {"reasoning_content": thinking.strip().removeprefix("<think>").strip(), "content": answer.strip()}
+        yield [*before, {"role": "assistant", **apart}]
+
+
+def _begun(messages: Messages) -> str:
+    """The text of a last message of the assistant, which the policy continues."""
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        return ""
+    content = last.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)

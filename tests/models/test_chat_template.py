@@ -1,0 +1,150 @@
+"""ChatTemplate: one owner of the template, its arguments, and what of the policy's tokens is text."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightrl.models.chat_template import ChatTemplate, set_chat_template
+from lightrl.trajectory import Prompt
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS = CHATML + "{% if add_generation_prompt and enable_thinking is not false %}<think>\n{% endif %}"
+HI = [{"role": "user", "content": "hi"}]
+
+
+def byte_tokenizer(template: Any = CHATML, *special: str) -> PreTrainedTokenizerFast:
+    """One token per byte, ChatML's special tokens and others; the end of a turn is not the end of a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(token) for token in ("<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", *special)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<|endoftext|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return list(tokenizer(text).input_ids)
+
+
+# ---------------------------------------------------------------------- one owner
+
+
+def test_arguments_belong_to_the_tokenizer_and_a_row_overrides_them():
+    tokenizer = byte_tokenizer()
+    set_chat_template(tokenizer, THINKS, {"enable_thinking": False})
+    set_chat_template(tokenizer, THINKS, {"enable_thinking": False})  # each split sets it
+    for owner in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        template = ChatTemplate(owner)
+        assert template.render(HI, {}).endswith("<|im_start|>assistant\n")
+        assert template.render(HI, {"enable_thinking": True}).endswith("assistant\n<think>\n")
+    before = tokenizer.chat_template
+    set_chat_template(tokenizer, None, {"enable_thinking": False})
+    assert tokenizer.chat_template == before
+
+
+@pytest.mark.parametrize("start", ["", "\n", "  {% if true %}x{% endif %}", "{# a note #}\n"])
+@pytest.mark.parametrize("value", [False, None, 3, "a\\n\"'b%}", ["x", {"y": 0.5}]], ids=repr)
+def test_a_template_with_set_arguments_renders_what_it_does_when_they_are_given(start: str, value: Any):
+    template = start + "{{ style is defined and style }}|{{ messages[0].content }}"
+    given = ChatTemplate(byte_tokenizer(template)).render(HI, {"style": value})
+    tokenizer = byte_tokenizer(template)
+    set_chat_template(tokenizer, None, {"style": value})
+    assert ChatTemplate(tokenizer).render(HI, {}) == given
+
+
+def test_templates_by_name_all_get_the_arguments_and_tools_choose_theirs():
+    tokenizer = byte_tokenizer({"default": "plain{{ kind }}", "tool_use": "tools{{ kind }}"})
+    set_chat_template(tokenizer, None, {"kind": "!"})
+    schema = {"type": "function", "function": {"name": "f"}}
+    assert ChatTemplate(tokenizer).render(HI, {}) == "plain!"
+    assert ChatTemplate(tokenizer).render(HI, {"tools": [schema]}) == "tools!"
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages", "add_generation_prompt", "a b"])
+def test_an_argument_that_the_template_does_not_read_is_refused(name: str):
+    with pytest.raises(ValueError, match=f"The chat template does not read '{name}'"):
+        set_chat_template(byte_tokenizer(), THINKS, {name: True})
+    with pytest.raises(ValueError, match=f"The chat template does not read '{name}'"):
+        columns_of({"chat_template_kwargs": {name: True}})
+
+
+def columns_of(fields: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    template = ChatTemplate(byte_tokenizer(THINKS + "{{ style }}{% if tools %}{% endif %}"))
+    return template.row_arguments(Prompt("a", messages=HI, fields=fields), **kwargs)
+
+
+def test_the_columns_of_a_row_are_arguments():
+    schema = {"type": "function", "function": {"name": "f"}}
+    fields = {"chat_template_kwargs": {"enable_thinking": False, "style": None}, "tools": [schema]}
+    assert columns_of(fields) == {"enable_thinking": False, "tools": [schema]}
+    assert columns_of({"tools": '[{"type": "function"}]'}) == {"tools": [{"type": "function"}]}
+    assert columns_of({"tools": None}) == {}
+    assert columns_of({"tools": "an agent's own"}, tools=[]) == {}
+    assert columns_of({}, tools=[schema]) == {"tools": [schema]}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": "search"}, {"tools": ["search"]}, {"chat_template_kwargs": "no"}], ids=str
+)
+def test_a_column_of_another_form_is_refused_by_name(fields: dict[str, Any]):
+    with pytest.raises(ValueError, match=f"The column '{next(iter(fields))}' must be a"):
+        columns_of(fields)
+
+
+# ---------------------------------------------------------------------- what the policy wrote
+
+
+def test_only_ends_of_turns_and_padding_are_left_out_of_the_text():
+    tokenizer = byte_tokenizer(CHATML, "<think>", "</think>", "<|eom|>")
+    template = ChatTemplate(tokenizer)
+    for end in ("", "<|im_end|>", "<|endoftext|>", "<|im_end|><pad><pad>"):
+        assert template.text_of(ids(tokenizer, f"<think>a</think>b{end}")) == "<think>a</think>b"
+    stopped = ids(tokenizer, "f()<|eom|>")
+    assert template.text_of(stopped) == "f()<|eom|>"
+    of_generation_config = ChatTemplate(tokenizer)
+    of_generation_config.end_token_ids.add(stopped[-1])
+    assert of_generation_config.text_of(stopped) == "f()"
+    assert template.text_of(ids(tokenizer, "<|im_start|>a")) == "<|im_start|>a"
+    assert template.text_of([]) == ""
+
+
+def test_an_end_of_a_turn_is_that_of_a_template_that_was_set_later():
+    tokenizer = byte_tokenizer(None)
+    template = ChatTemplate(tokenizer)
+    assert template.text_of(ids(tokenizer, "a<|im_end|>")) == "a<|im_end|>"
+    set_chat_template(tokenizer, CHATML)
+    assert template.text_of(ids(tokenizer, "a<|im_end|>")) == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "opening"),
+    [
+        pytest.param("So.\n<think>\n", None, "<think>\n", id="a prompt of a base model"),
+        pytest.param("<think>\n\n</think>\n\n", None, "", id="closed at once"),
+        pytest.param("Think in <think> tags.", None, "", id="only named"),
+        pytest.param("…", [*HI, {"role": "assistant", "content": "<think>\nFirst"}], "<think>\nFirst", id="begun"),
+        pytest.param("…", [*HI, {"role": "assistant", "content": "<think>x</think>So"}], "", id="begun and closed"),
+    ],
+)
+def test_the_thinking_that_a_prompt_opens_belongs_to_the_turn(text: str, messages: Any, opening: str):
+    tokenizer = byte_tokenizer()
+    prompt = Prompt("a", messages=messages, token_ids=ids(tokenizer, text))
+    assert ChatTemplate(tokenizer).opened_thinking(prompt, prompt.token_ids or []) == opening
+
+
+def test_a_template_that_cannot_render_the_probe_names_no_end_and_is_left_to_the_rows():
+    template = ChatTemplate(byte_tokenizer("{{ raise_exception('never') }}"))
+    assert template.turn_end() is None
+    template.check_generation_prompt()
