@@ -52,7 +52,7 @@ class Plan:
     on_cpu: bool
     processes: tuple[Process, ...]
     settings: Mapping[str, Any]  # of the run, which override its own
-    facts: RunFacts  # of the run, as planned
+    facts: RunFacts = field(default_factory=RunFacts)  # of the run, as planned
     notes: tuple[str, ...] = ()
 
     def of(self, role: str) -> list[Process]:

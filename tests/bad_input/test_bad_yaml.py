@@ -74,7 +74,7 @@ SETTINGS = [
     row("a negative number of steps", ("trainer.max_steps", -5), "trainer.max_steps (run.yaml:", "non-negative"),
     row("an accelerator that is not there", ("trainer.accelerator", "gpu"), "trainer.accelerator (run.yaml:", "Set accelerator to auto or cpu"),
     row("an unknown strategy", ("trainer.strategy", "fsdp3"), "trainer.strategy (run.yaml:", "Did you mean FSDP2Strategy"),
-    row("a strategy that cannot train", ("trainer.devices", 400), "DDPStrategy", "FSDP2Strategy"),
+    row("a strategy that cannot train", ("trainer.strategy", "ddp"), "DDPStrategy", "FSDP2Strategy"),
     row("no devices", ("trainer.devices", 0), "trainer.devices (run.yaml:", "not a valid input"),
     row("an unknown precision", ("trainer.precision", "8-bit"), "trainer.precision must be one of", "bf16-mixed", "(run.yaml:"),
     row("a negative staleness", ("trainer.callbacks", staleness(max_staleness=-1)), "callbacks[0].init_args.max_staleness (run.yaml:"),

@@ -66,4 +66,4 @@ def test_the_place_of_servers_is_named(monkeypatch: Any) -> None:
     assert choose_devices(SGLangEngine(servers=2), [CPU]) == "2 servers with tp=1 on the CPU, separate"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     text = choose_devices(SGLangEngine(servers=1, tp=2), [torch.device("cuda", 0), GPU])
-    assert text == "1 servers with tp=2 on cuda:2, cuda:3, separate"
+    assert text == "1 server with tp=2 on cuda:2, cuda:3, separate"

@@ -100,6 +100,7 @@ def test_the_servers_example_starts_with_servers_of_its_kind(tmp_path: Path, for
     "name",
     ["fsdp2", *(pytest.param(name, marks=pytest.mark.extra) for name in ("ppo_meshes", "3d_4", "3d_8"))],
 )
+@pytest.mark.extra
 def test_the_examples_of_several_processes_start(name: str, tmp_path: Path) -> None:
     configs = configs_of(f"examples/parallel/{name}.yaml")
     options = [*TWO, *DIGITS, f"--trainer.default_root_dir={tmp_path}"]
