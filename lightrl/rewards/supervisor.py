@@ -335,15 +335,22 @@ class Supervisor(ABC, Generic[Request]):
         since = time.monotonic()
         while unfinished:
             left_s = since + allowed_s - time.monotonic()
+            outcomes: dict[int, Outcome] = {}
+            death: WorkerDied | None = None
             try:
-                outcomes = dict(worker.receive(max(0.0, min(left_s, _TICK_S))))
-                if strange := outcomes.keys() - unfinished.keys():
-                    raise WorkerDied(f"it gave a second outcome for the call at position {min(strange)} of its batch")
-            except WorkerDied as death:
-                self._blame(worker, unfinished, functools.partial(killed_error, self._name, str(death)))
-                return False
+                for index, outcome in worker.receive(max(0.0, min(left_s, _TICK_S))):
+                    if index in outcomes or index not in unfinished:
+                        raise WorkerDied(f"it gave a second outcome for the call at position {index} of its batch")
+                    outcomes[index] = outcome
+            except WorkerDied as error:
+                death = error
             if outcomes:
                 _settle((unfinished.pop(index), outcome) for index, outcome in outcomes.items())
+            if death is not None:  # what came before it counts
+                if unfinished:
+                    self._blame(worker, unfinished, functools.partial(killed_error, self._name, str(death)))
+                return False
+            if outcomes:
                 if any(isinstance(item, RewardError) and item.reason == "killed" for item in outcomes.values()):
                     self._put_back(list(unfinished.values()))  # the worker has no memory left
                     return False
