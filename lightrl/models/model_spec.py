@@ -203,6 +203,10 @@ class ModelSpec:
     def load_model(self) -> PreTrainedModel:
         """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
         self._check_is_here()
+        with torch.device("cpu"):  # Lightning makes models on its own device, which would sample other weights
+            return self._load_model()
+
+    def _load_model(self) -> PreTrainedModel:
         if self.path is not None:
             check_files(Path(self.path))
         if self.head == "scalar":
@@ -213,7 +217,7 @@ class ModelSpec:
             options["attn_implementation"] = self.attn_implementation
         if self.config is not None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.random_seed)
+                torch.default_generator.manual_seed(self.random_seed)
                 config = self.load_config()
                 with loading(self._named, "Fix the config."):
                     model = auto_model(config).from_config(config, dtype=dtype, **options)

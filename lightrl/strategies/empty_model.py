@@ -55,7 +55,7 @@ def empty_model(role: Role) -> PreTrainedModel:
     kind = AutoModelForCausalLM
     if spec.head == "scalar":
         kind, config.num_labels = AutoModelForSequenceClassification, 1
-    with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+    with torch.device("cpu"), _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = kind.from_config(config, trust_remote_code=spec.trust_remote_code, **options)
     if spec.path is not None:
         with contextlib.suppress(OSError):  # it is optional

@@ -53,6 +53,14 @@ def test_random_weights_follow_the_seed_and_leave_the_global_generator_alone() -
     assert not torch.equal(head[0], head[2])
 
 
+def test_a_device_context_changes_neither_place_nor_weights() -> None:
+    spec = tiny_spec(seed=1)
+    with torch.device("meta"):  # as Lightning's own device while it makes the model
+        model = spec.load_model()
+    expected = dict(spec.load_model().named_parameters())
+    assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
+
+
 def test_without_a_seed_the_weights_are_those_of_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     found, expected = tiny_spec(seed=None).load_model(), tiny_spec(seed=7).load_model()

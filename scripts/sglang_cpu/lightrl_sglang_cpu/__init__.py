@@ -1,4 +1,4 @@
-"""SGLang without its GPU kernels: a launcher (launch.py), platforms for CPU and GPU (platform.py, cuda.py), seeded sampling."""
+"""SGLang without its GPU kernels: a launcher, platforms for CPU and GPU (platform.py, cuda.py), seeded sampling."""
 
 import os
 

@@ -18,13 +18,14 @@ import torch  # after OMP_NUM_THREADS is set
 if DEVICE == "cuda":
     # SGLang's is_cuda() reads it, and would import sgl_kernel, which is not installed; torch itself does not read it.
     torch.version.cuda = None
-
-# torchvision's wheel is linked to CUDA and cannot register these beside a CPU build of torch; its import asks for them.
-for _name in ("nms", "qnms"):
-    try:
-        getattr(torch.ops.torchvision, _name)
-    except (AttributeError, RuntimeError):
-        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+else:
+    # torchvision's wheel is linked to CUDA and cannot register these next to a CPU build of torch; its import asks for
+    # them.
+    for _name in ("nms", "qnms"):
+        try:
+            getattr(torch.ops.torchvision, _name)
+        except (AttributeError, RuntimeError):
+            torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def main() -> None:
