@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,39 +23,26 @@ WHEELS = ROOT / ".gpu_wheels"
 LIMIT_S = 580  # of a section
 IS_CPU = os.environ.get("LIGHTRL_GPU_DEVICE") == "cpu"
 
-# What lightrl, its tests and their needs import; versions are those of constraints.txt. Torch, CUDA and what is large
-# (numpy, pyarrow, pandas) are the machine's own.
+# What a machine with CUDA's torch, transformers and lightning still lacks; versions are those of constraints.txt.
 PACKAGES = (
-    "lightning", "pytorch-lightning", "lightning-utilities", "transformers", "tokenizers", "datasets", "torchmetrics",
-    "jsonargparse", "typeshed-client", "docstring-parser", "aiohttp", "math-verify", "latex2sympy2-extended",
-    "antlr4-python3-runtime", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "tensorboard",
-    "grpcio", "httpx2", "httpcore2", "truststore", "importlib-resources",
-    "dill", "multiprocess", "xxhash", "safetensors", "huggingface-hub", "peft", "accelerate",
-    "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil",
+    "antlr4-python3-runtime", "datasets", "dill", "docstring-parser", "jsonargparse", "jsonschema",
+    "jsonschema-specifications", "latex2sympy2-extended", "math-verify", "multiprocess", "referencing", "rpds-py",
+    "typeshed-client",
 )  # fmt: skip
 PLATFORMS = [f"manylinux_2_{number}_x86_64" for number in (5, 12, 17, 24, 27, 28, 31, 34)]
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
 
 # Name → (what it shows, command on a GPU, in the short form on a CPU).
+_TESTS = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "120"]
 SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
-    "numbers": (
-        "attention kernels, fp32 and bf16 logprobs and gradients against the CPU's, packed against padded, no waits",
-        ["-m", "pytest", "-n0", "tests/gpu/test_gpu_numbers.py"],
-        [],
-    ),
-    "engine": (
-        "contract of engines, weight sync in process and by CUDA IPC",
-        ["-m", "pytest", "-n0", "tests/gpu/test_gpu_engine.py"],
-        [],
-    ),
-    "training": (
-        "FSDP2 on one GPU (offload, compile, checkpointing), optimizer state handed over, resume",
-        ["-m", "pytest", "-n0", "tests/gpu/test_gpu_training.py", "-k", "not quickstart"],
-        [],
+    "tests": (
+        "attention kernels; logprobs and gradients against the CPU's; engines and CUDA IPC; FSDP2 on one GPU; resume",
+        [*_TESTS, "-n6", "tests/gpu", "-k", "not quickstart"],
+        [*_TESTS, "-n2", "tests/gpu", "-k", "not quickstart"],
     ),
     "quickstart": (
-        "the quickstart to 97 %",
-        ["-m", "pytest", "-n0", "tests/gpu/test_gpu_training.py", "-k", "quickstart"],
+        "the quickstart learns",
+        [*_TESTS, "-n0", "tests/gpu/test_gpu_training.py", "-k", "quickstart"],
         [],
     ),
     "update_0.6b": (
@@ -82,7 +70,7 @@ SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pack", nargs="?", const="3.12", metavar="VERSION")
+    parser.add_argument("--pack", nargs="*", metavar="NAME", help="and these packages")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none is given")
@@ -92,20 +80,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unknown section {unknown[0]!r}; choose from {', '.join(SECTIONS)}")
     if given.list:
         print("\n".join(f"{name:<14} {text}" for name, (text, *_) in SECTIONS.items()))
-    elif given.pack:
+    elif given.pack is not None:
         pack(given.pack)
     else:
         run(given.sections or list(SECTIONS), only_check=given.check)
 
 
-def pack(version: str) -> None:
-    """Downloads the wheels, each for the GPU machine's Python and x86-64."""
+def pack(more: Sequence[str]) -> None:
+    """Downloads the wheels, each for Python 3.12 and x86-64."""
     WHEELS.mkdir(exist_ok=True)
     (WHEELS / ".gitignore").write_text("*\n")
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
-    wanted = [f"{name}=={pins[name]}" if name in pins else name for name in PACKAGES]
+    wanted = [f"{name}=={pins[name]}" if name in pins else name for name in (*PACKAGES, *more)]
     platforms = [part for name in PLATFORMS for part in ("--platform", name)]
-    options = ["--no-deps", "--only-binary=:all:", "--python-version", version, "--implementation", "cp", *platforms]
+    options = ["--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", *platforms]
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(WHEELS), *wanted], check=True)
     wheels = sorted(WHEELS.glob("*.whl"))
     size = sum(wheel.stat().st_size for wheel in wheels) / 2**20
@@ -175,8 +163,8 @@ def run(names: Sequence[str], *, only_check: bool) -> None:
         print(json.dumps({**about, "installed": installed}), flush=True)
         if only_check:
             return
-        default = re.sub(r"\W+", "-", about["gpu"] or f"cpu-{platform.machine()}").strip("-").lower()
-        path = Path(os.environ.get("GPU_REPORT") or ROOT / "benchmarks" / "gpu" / f"{default}.json")
+        name = re.sub(r"\W+", "-", about["gpu"] or f"cpu-{platform.machine()}").strip("-").lower()
+        path = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "gpu") / f"{name}.json"
         report = json.loads(path.read_text()) if path.exists() else {}
         if report.get("machine") != about:  # other code or another machine: nothing of it is kept
             report = {"machine": about, "sections": {}}
@@ -195,16 +183,20 @@ def section(name: str, env: dict[str, str]) -> dict[str, Any]:
     command = (short or command) if IS_CPU else command
     print(f"== {name}: {text}", flush=True)
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-        code, output = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, output = 124, (error.stdout or b"").decode(errors="replace")
-    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
-    tail = output.splitlines()[-1:] if code == 0 else output.splitlines()[-40:]
-    print(json.dumps(lines[-1]) if code == 0 and lines else "\n".join(tail), flush=True)
+    output = []
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    deadline = threading.Timer(LIMIT_S, process.kill)
+    deadline.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        output.append(line.rstrip("\n"))
+    code = process.wait()
+    deadline.cancel()
+    lines = [json.loads(line) for line in output if line.startswith("{") and line.endswith("}")]
+    tail = output[-1:] if code == 0 else output[-40:]
     result = {"passed": code == 0, "seconds": round(time.monotonic() - start, 1), "command": command, "results": lines}
     return result if code == 0 and lines else {**result, "exit_code": code, "output": tail}
 
