@@ -45,7 +45,7 @@ NEEDS_OUR_TRAINER = (
     "Use lightrl.Trainer instead of lightning.Trainer."
 )
 
-ESS_WEIGHTS = "ess_weights"  # of what `loss` returns
+ESS_WEIGHTS = "ess_weights"  # a name in what `loss` returns
 CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a score call that only the critic's loss reads
 
 RewardFunction = Callable[[Trajectory], Any]
@@ -211,13 +211,13 @@ class RLModule(L.LightningModule):
         self.reward_recycle_after = reward_recycle_after
         self.max_failed_fraction = max_failed_fraction
         self.max_skipped_updates = max_skipped_updates
-        self.parallel_models: dict[str, ParallelModel] = {}  # by role; the trainer fills it in
+        self.parallel_models: dict[str, ParallelModel] = {}  # role → model; the trainer fills it in
         self.value_head: torch.nn.Linear | None = None  # a critic's, on the policy's body
         # Your own, by name: each is updated with the judged groups of every validation or test batch.
         self.validation_metrics: dict[str, Metric] = {}
         self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
-        self._set_name: str | None = None  # of the present validation batch, if there are several sets
+        self._set_name: str | None = None  # the present validation batch's, if there are several sets
 
     # ------------------------------------------------------------------ hooks to write or override
 
@@ -227,7 +227,7 @@ class RLModule(L.LightningModule):
         return {"policy": self.policy_role, **judge}
 
     def configure_workflow(self) -> Workflow:
-        """What maps a prompt to a trajectory: `workflow`, made with the policy's tokenizer."""
+        """Builds the workflow, which maps a prompt to a trajectory, with the policy's tokenizer."""
         return SingleTurn(self.tokenizer) if self.workflow is None else self.workflow(self.tokenizer)
 
     def reward(self, trajectory: Trajectory) -> Any:
@@ -377,7 +377,7 @@ class RLModule(L.LightningModule):
         return Pictures.of(self.policy_spec.load_config())
 
     def stop_token_ids(self) -> dict[str, list[int]]:
-        """Where each stop token comes from → its ids."""
+        """Source of stop tokens → their ids."""
         policy: Any = self.policy
         return stop_token_ids(policy, self.tokenizer, self.sampling)
 
@@ -395,7 +395,7 @@ class RLModule(L.LightningModule):
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """What the context leaves for a prompt; None if the model states no context length."""
+        """The tokens that the context leaves for a prompt; None if the model states no context length."""
         context = self.context_tokens
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
@@ -420,7 +420,7 @@ class RLModule(L.LightningModule):
 
     @property
     def weight_version(self) -> int:
-        """That of the weights at the start of the update; 0 outside a run."""
+        """The version of the weights at the start of the update; 0 outside a run."""
         trainer: Any = self.trainer if self.is_attached else None
         return 0 if trainer is None else int(trainer.weight_version)
 
@@ -442,7 +442,7 @@ class RLModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """As Lightning's, but each role is clipped by itself: a critic's gradients do not shrink the policy's."""
+        """Clips each role's gradients by itself: a critic's do not shrink the policy's."""
         if len(optimizer.param_groups) == 1:
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return

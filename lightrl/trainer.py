@@ -203,7 +203,7 @@ class Trainer(RLTrainer):
         if own is not None:
             folder = own.log_dir
         elif loggers and self.is_global_zero:
-            _ = loggers[0].experiment  # which gives the version
+            _ = loggers[0].experiment  # it gives the version
             name, version = str(loggers[0].name), loggers[0].version
             if version not in (None, ""):
                 version = version if isinstance(version, str) else f"version_{version}"

@@ -183,7 +183,7 @@ class GRPO(RLModule):
         return policy_ratio(logprobs, center)
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """What `policy_loss` multiplies a token's policy gradient by, [B, T], detached; 0 where it learns nothing."""
+        """The factor of each token's policy gradient in `policy_loss`, [B, T], detached; 0 where it learns nothing."""
         return ratio.detach() * (1 - self.is_clipped(ratio, experience, outputs))
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:

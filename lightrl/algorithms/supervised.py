@@ -1,4 +1,4 @@
-"""What SFT, DPO and reward models share: a model trained on given data, by Lightning's own loop.
+"""The base of SFT, DPO and reward models: a model trained on given data, by Lightning's own loop.
 
 A subclass computes losses and metrics of a batch in `measure`; checkpoints, logging and export are as usual.
 
@@ -74,7 +74,7 @@ class SupervisedModule(L.LightningModule):
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
         self.lr_decay = lr_decay
-        self.parallel_models: dict[str, ParallelModel] = {}  # by role; HuggingFaceExport needs them on several ranks
+        self.parallel_models: dict[str, ParallelModel] = {}  # role → model; HuggingFaceExport needs them on ranks
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._num_accumulated = 0  # tokens or pairs in the gradients accumulated so far
 

@@ -15,9 +15,9 @@ from lightrl.checks.printable import count_text
 if TYPE_CHECKING:
     import lightning as L
 
-MAX_LINES = 10_000  # of a process
-_MAX_DROPS = 50  # of an iteration; the others are counted
-_MAX_CHARS = 4_000  # of a message
+MAX_LINES = 10_000  # the most lines of a process
+_MAX_DROPS = 50  # the most in an iteration; the others are counted
+_MAX_CHARS = 4_000  # the most of a message
 
 
 class ComplaintLog(RLCallback):
@@ -32,7 +32,7 @@ class ComplaintLog(RLCallback):
     def __init__(self) -> None:
         self._path: Path | None = None
         self._num_lines = 0
-        self._num_dropped: Counter[str] = Counter()  # of this iteration, by reason
+        self._num_dropped: Counter[str] = Counter()  # reason → number in this iteration
         self._handler: _Handler | None = None
         self._trainer: L.Trainer | None = None
 

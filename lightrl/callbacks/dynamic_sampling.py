@@ -84,7 +84,7 @@ class DynamicSampling(RLCallback):
         self.incomplete_groups = incomplete_groups
         self.oversample_fraction = oversample_fraction
         self.max_dropped_groups_per_iteration = bound
-        self._reasons: set[str] = set()  # that have occurred; each is logged from then on
+        self._reasons: set[str] = set()  # those that have occurred are logged from then on
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit" or not self.group_filter.drop_zero_variance or not isinstance(pl_module, RLModule):

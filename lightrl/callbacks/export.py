@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BUCKET_BYTES = 2**28  # of parameters gathered at once
+_BUCKET_BYTES = 2**28  # parameters gathered at once
 
 
 class _Module(Protocol):
-    """What an export needs of the module besides the model; RLModules and the supervised ones have it."""
+    """The attributes that an export needs besides the model; RLModules and the supervised ones have it."""
 
     tokenizer: PreTrainedTokenizerBase | None
     policy_role: Role

@@ -25,9 +25,9 @@ from lightrl.trajectory import Group
 
 STEP = "policy/step_k3_nats"
 EVERY = 10  # versions: what is scored after η versions too
-MIN_ROWS, NUM_TOKENS = 4, 128  # that train; more rows where completions are short
-MAX_FRACTION = 1 / 4  # of the trajectories
-MAX_TOKENS = 1024  # of each, from its start
+MIN_ROWS, NUM_TOKENS = 4, 128  # trained rows and tokens; more rows where completions are short
+MAX_FRACTION = 1 / 4  # the most of the trajectories
+MAX_TOKENS = 1024  # the first tokens of each
 
 _Row = tuple[list[int], list[bool], list[float]]  # token ids, loss mask, the engine's logprobs
 
@@ -94,7 +94,7 @@ class LagProbe:
 
 
 def kept_places(num_trajectories: int, num_tokens: int) -> range:
-    """Which of an iteration's trajectories are kept, from all groups alike; `num_tokens` is what they wrote."""
+    """Chooses the trajectories of an iteration to keep, from all groups alike; `num_tokens` are their completions'."""
     num = max(MIN_ROWS, math.ceil(NUM_TOKENS * num_trajectories / max(1, num_tokens)))
     num = max(1, min(num, round(MAX_FRACTION * num_trajectories)))
     return range(0, num_trajectories, max(1, num_trajectories // num))[:num]

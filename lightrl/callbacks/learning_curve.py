@@ -32,7 +32,7 @@ HELD_OUT_REWARD = "val/reward"  # where there is no held-out accuracy
 
 _BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # distinct for any color vision, and in gray
 
-MAX_POINTS = 1000  # of a curve: what a picture shows, and what a checkpoint holds however long the run
+MAX_POINTS = 1000  # the most in a curve's image and in a checkpoint, however long the run
 
 Curve = Mapping[float, float]  # iteration → value
 

@@ -1,4 +1,4 @@
-"""What Lightning's Logger has no call for: tables, pictures, models, and settings that MLflow takes.
+"""Calls that Lightning's Logger lacks: tables, images, models, and settings that MLflow takes.
 
 Weights & Biases, MLflow and TensorBoard each have their own; CSVLogger has none. To be called on rank 0, whose loggers
 are real. All of it is in the run's folder too, so a logger that fails is warned of and the run continues.
@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 
 log = logging.getLogger(__name__)
 
-_MLFLOW_NAME_CHARS = 250  # of a parameter
+_MLFLOW_NAME_CHARS = 250  # the longest parameter's name
 
 
 def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -50,7 +50,7 @@ def log_picture(loggers: Iterable[Logger], path: Path, step: int) -> None:
 
 
 def takers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logger]:
-    """Those that want this model: with `log_model: all` each one, with `log_model: true` a run's last."""
+    """Selects the loggers that want this model: `log_model: all` each one, `log_model: true` a run's last."""
     return [one for one in loggers if getattr(one, "_log_model", False) in (("all", True) if is_last else ("all",))]
 
 
@@ -95,7 +95,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _html_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """For TensorBoard, which shows HTML, and which would take what a model wrote for Markdown."""
+    """Formats text for TensorBoard, which shows HTML and would take a completion for Markdown."""
     cells = [columns, *([_text(row.get(column)) for column in columns] for row in rows)]
     lines = ["".join(f"<td><pre>{html.escape(cell)}</pre></td>" for cell in row) for row in cells]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

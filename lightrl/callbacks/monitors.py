@@ -26,7 +26,7 @@ ALWAYS_LOGGED = frozenset(
     }.items()
     for name in names.split()
 )
-_NEAR = 0.85  # of difflib's 1
+_NEAR = 0.85  # difflib's ratio; 1 is equal
 
 
 def warn_of_monitors(trainer: Any) -> None:
@@ -61,7 +61,7 @@ def check_monitors(trainer: Any, *rooms: str, coming: Collection[str] = ()) -> N
 
 
 def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:
-    """What a validation will log, from judged training groups, whose tokens only rank 0 has."""
+    """Names what a validation will log, from rewarded training groups, whose tokens only rank 0 has."""
     own = {name for group in groups for item in group.trajectories for name in item.metrics}
     own = {"accuracy_fraction" if name == "accuracy" else name for name in own}
     own |= {f"pass_at_{group_size}_fraction"} if group_size > 1 else set()
@@ -76,7 +76,7 @@ def is_ours(trainer: Any, module: Any) -> bool:
 
 
 def _monitors(trainer: Any) -> Iterator[tuple[str, str]]:
-    """Who waits for a metric that must be there, and for which."""
+    """Finds the callbacks that need a metric, and its name."""
     plateaus = (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
     for one in (*trainer.callbacks, *plateaus):
         monitor = getattr(one, "monitor", None)

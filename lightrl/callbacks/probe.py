@@ -41,7 +41,7 @@ LARGEST = 16.0  # × the bound of the mean: the largest of a million normal roun
 
 
 def bound_nats(eps: float, mean_abs_logprob: float) -> float:
-    """Of the mean difference between logprobs that were computed with this machine epsilon."""
+    """The bound of the mean difference between logprobs that were computed with this machine epsilon."""
     rounding = eps * (1 + mean_abs_logprob)
     return max(LEAST_NATS, min(ROUNDINGS * rounding, USUAL_NATS), ROUNDINGS_ABOVE * rounding)
 
@@ -50,14 +50,14 @@ def bound_nats(eps: float, mean_abs_logprob: float) -> float:
 class Rounding:
     """The machine epsilons that trainer and engine compute with."""
 
-    trainer_eps: float  # of the probe
-    training_eps: float  # of an update
+    trainer_eps: float  # the probe's
+    training_eps: float  # an update's
     engine_eps: float  # the coarsest of the engine's
-    dtypes: list[str]  # of the probe and the engine
+    dtypes: list[str]  # the probe's and the engine's
 
 
 def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
-    """Of the mean difference on sampled tokens of the present weights."""
+    """The bound of the mean difference on tokens that the present weights sampled."""
     return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
 
 
@@ -81,7 +81,7 @@ class Probe:
 
     def reset(self) -> None:
         self._dropped: set[str] = set()
-        self._rounding: Rounding | None = None  # of an engine that has scored, on every rank
+        self._rounding: Rounding | None = None  # set on every rank once an engine has computed logprobs
 
     def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
         """The trainer's scores, [B, T]; None if the engine cannot score or it is not its turn, on every rank."""
@@ -235,7 +235,7 @@ def trainer_scores(
 
 
 def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
-    """Of the dtypes in which trainer and engine compute; float32 on a GPU may be TF32, which has float16's epsilon."""
+    """The largest epsilon of trainer's and engine's dtypes; float32 on a GPU may be TF32, with float16's epsilon."""
     policy: Any = module.policy
     weights = str(next(policy.parameters()).dtype).removeprefix("torch.")
     kind = str(trainer.precision).split("-")[0]

@@ -91,8 +91,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self._is_training = False  # there is a first line
         self._phase_bar: Tqdm | None = None
         self._phase = ""
-        self._num_trajectories: int | None = None  # of an iteration, after the first
-        self._speed = ""  # of the last iteration, for the second line
+        self._num_trajectories: int | None = None  # in an iteration, after the first
+        self._speed = ""  # the last iteration's, for the second line
         self._drawn_s = -math.inf  # monotonic clock
         self._printed_s = 0.0  # monotonic clock, of the last line that stays
         self._begun: tuple[float, int] = 0.0, 0  # monotonic clock and iterations that were done
@@ -206,7 +206,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """As in Lightning, with short names, no logger's version, and the last held-out accuracy, or else reward."""
+        """Returns Lightning's metrics with short names, no version, and the last held-out accuracy, or else reward."""
         values = dict(super().get_metrics(trainer, pl_module))
         values.pop("v_num", None)
         metrics = trainer.callback_metrics
@@ -224,7 +224,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
 
     def _time_left(self, done: int, total: int) -> str:
-        """At the pace of this fit so far; nothing beside a bar, which shows it."""
+        """Estimates the time left at the pace of this fit; "" where a bar shows it."""
         begun_s, num_before = self._begun
         if not num_before < done < total or not self.is_disabled:  # the bar has it
             return ""
@@ -350,5 +350,5 @@ def _styled(text: str, style: str) -> str:
 
 
 def _colour(name: str) -> str | None:
-    """As tqdm spells it."""
+    """Formats seconds as tqdm does."""
     return name if _has_color() else None

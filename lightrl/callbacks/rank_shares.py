@@ -30,12 +30,12 @@ class RankShares:
 
     def __init__(self) -> None:
         self._folder: SharedFolder | None = None
-        self._rollout: object = None  # that `_folder` was decided for
+        self._rollout: object = None  # `_folder` was decided for it
 
     def buckets(
         self, trainer: RLTrainer, module: RLModule, bucket_bytes: int, *, is_blocking: bool
     ) -> Iterator[Bucket]:
-        """For `rollout.load_weights`; collective, each rank must read them to the end.
+        """Yields buckets for `rollout.load_weights`; collective, each rank must read them to the end.
 
         An engine that serves adapters gets these, and after them the base if it needs that. A load in the background
         takes everything from rank 0, which copies it first.
@@ -71,7 +71,7 @@ class RankShares:
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
-    """On rank 0 its own share and then the files of the others, which write theirs meanwhile.
+    """Yields on rank 0 its own share and then the files of the others, which write theirs meanwhile.
 
     Raises:
         WeightSyncError: on rank 0 if a rank could not write its share, or has not within `folder.timeout_s`.

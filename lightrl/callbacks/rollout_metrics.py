@@ -91,10 +91,10 @@ class RolloutMetrics(RLCallback):
         for metric in self.metrics.values():
             metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
         self._num_flat_iterations = 0  # in a row, without variance in any group
-        self._groups: list[Group] = []  # of this iteration
-        self._num_dropped: Counter[str] = Counter()  # by reason; a reason that has occurred stays, with 0
+        self._groups: list[Group] = []  # this iteration's
+        self._num_dropped: Counter[str] = Counter()  # reason → number; a reason that has occurred stays, with 0
         self._num_failed = 0  # trajectories of this fit
-        self._warns_at = 1  # as many
+        self._warns_at = 1  # dropped trajectories
         self._last_failure = ""
         self._num_skipped = 0.0  # prompts of this fit, until the last iteration
         self._thrown_away = MeansSince()
@@ -131,7 +131,7 @@ class RolloutMetrics(RLCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
-            check_monitors(trainer, "rollout/", "policy/")  # of the first iteration
+            check_monitors(trainer, "rollout/", "policy/")  # the first iteration has logged them
             if trainer.num_sanity_val_steps == 0 and is_ours(trainer, pl_module):
                 coming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
                 check_monitors(trainer, "val/", coming=coming)
@@ -227,7 +227,7 @@ class MeansSince:
         self._before: dict[str, float] = {}
 
     def means(self, sums: Mapping[str, float], count: str, names: Mapping[str, str]) -> dict[str, float]:
-        """By new name, for sums of these names; nothing if the count is what it was."""
+        """New name → counts of these names as sums; empty if the count has not changed."""
         added = {name: sums.get(name, 0) - self._before.get(name, 0) for name in (count, *names)}
         self._before |= {name: sums.get(name, 0) for name in added}
         return {new: added[name] / added[count] for name, new in names.items()} if added[count] else {}

@@ -1,4 +1,4 @@
-"""What the files in a run's folder are: in its README.txt, and in a list at the end of a run."""
+"""Descriptions of the files in a run's folder: in its README.txt, and in a list at the end of a run."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MIN_BIAS = 0.01  # of the groups drawn again, to warn
+MIN_BIAS = 0.01  # a smaller bias of resampled groups gives no warning
 MIN_GROUPS = 100  # drawn until then
 
 ESS, KL, GRAD_NORM = "policy/ess_fraction", "policy/kl_behavior_nats", "policy/grad_norm"
@@ -35,7 +35,7 @@ HIGH_KL_NATS = 2.8  # per token
 LAG_ITERATIONS = 10
 LARGE_STEP_NATS = 0.014  # per token, where the gradient norm is 1; in proportion to its root
 STEP_ITERATIONS = 30
-FIRST_ITERATIONS = 20  # whose steps are large in healthy runs too
+FIRST_ITERATIONS = 20  # their steps are large in healthy runs too
 
 
 class LagWatch:
@@ -50,11 +50,11 @@ class LagWatch:
 
     def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:
         self.last = collections.deque(last, maxlen=STEP_ITERATIONS)
-        self.means: list[float] = []  # of sample size, KL, step ÷ √gradient; empty before iteration `LAG_ITERATIONS`
+        self.means: list[float] = []  # sample size, KL, step ÷ √gradient; empty before iteration `LAG_ITERATIONS`
         self._problem = self._find()
 
     def begins(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
-        """What goes wrong since this iteration, whose values these are; None if nothing does, or did before.
+        """Says what goes wrong since this iteration, whose values these are; None if nothing does, or did before.
 
         Args:
             step_nats: 0 where it is not known, and in the `FIRST_ITERATIONS`.

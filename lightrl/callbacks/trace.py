@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BARRIERS = 8  # that bound the offset of a rank's clock
+_BARRIERS = 8  # they bound the offset of a rank's clock
 _TIMEOUT_S = 60.0  # for the slowest rank, at the start and at the end
-_LEAST_NS = 1_000_000  # of a callback or hook of Lightning's: shorter ones are left out
+_LEAST_NS = 1_000_000  # shorter callbacks and hooks of Lightning's are left out
 _EVENT_S = 2e-6  # a span with its append
 _MIB = 2**20
 
@@ -220,7 +220,7 @@ def _offset_ns(ranks: Ranks) -> int:
 
 
 def role_bytes(module: RLModule, optimizers: Any) -> dict[str, dict[str, int]]:
-    """This rank's bytes of each role's model: parameters, gradients, optimizer. What is shared counts for the first."""
+    """Role → this rank's bytes of its model: parameters, gradients, optimizer. Shared ones count for the first."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     seen: set[int] = set()
     result: dict[str, dict[str, int]] = {}
@@ -240,7 +240,7 @@ def role_bytes(module: RLModule, optimizers: Any) -> dict[str, dict[str, int]]:
 def _num_bytes(tensor: Any) -> int:
     if tensor is None:
         return 0
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a sharded one
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a sharded one has local rows
     return int(local.numel() * local.element_size())
 
 

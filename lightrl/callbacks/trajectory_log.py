@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _WIDTH_WITHOUT_TERMINAL = 120  # characters
 _EXCERPT = 120  # characters of a completion in the table of `lightrl inspect`
 _CELL = 4000  # characters of a prompt or completion in a logger's table
-_ROWS_AT_ONCE = 256  # of a field per token, when the ranks join their rows
+_ROWS_AT_ONCE = 256  # rows of a per-token field that the ranks join at once
 
 
 class _Tokenizer(Protocol):
@@ -95,7 +95,7 @@ class TrajectoryLog(RLCallback):
         self.table_every_n_iterations = table_every_n_iterations
         self.table_rows = table_rows
         self.score_per_iteration = score_per_iteration
-        self._known_ids: set[int] = set()  # whose text is in tokens.jsonl
+        self._known_ids: set[int] = set()  # their text is in tokens.jsonl
         self._folder: Path | None = None  # None: do not write
         self._trajectories: list[Trajectory] = []
 
@@ -306,7 +306,7 @@ def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
 def pick_rows(
     trajectories: Sequence[Trajectory], advantages: Sequence[float | None], num: int
 ) -> list[tuple[Trajectory, float | None]]:
-    """At most `num` trajectories, evenly spaced from the highest advantage to the lowest; by reward among equals."""
+    """Selects at most `num` trajectories, evenly spaced from the highest advantage to the lowest; ties by reward."""
     rows = sorted(
         zip(trajectories, advantages, strict=True),
         key=lambda row: (row[1] if row[1] is not None else 0.0, row[0].reward or 0.0),
@@ -397,7 +397,7 @@ def num_columns(text: str) -> int:
 
 
 def shorten(text: str, width: int, *, keep_start: float) -> str:
-    """At most `width` columns, with … for what is left out; `keep_start` is the share of the room for the start."""
+    """Cuts text to `width` columns, with … for what is left out; `keep_start` is the start's share of them."""
     if num_columns(text) <= width:
         return text
     text = text[: 2 * width] + text[-2 * width :] if len(text) > 4 * width else text
@@ -422,6 +422,6 @@ def pad(text: str, width: int) -> str:
 
 
 def printable_on_stdout(text: str) -> str:
-    """With escapes for what the terminal's encoding cannot show."""
+    """Escapes what the terminal's encoding cannot show."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -18,7 +18,7 @@ def check_bounds(low: float, high: float = math.inf, /, **settings: float | None
 
 
 def finite_number(value: object, largest: float = 1e15) -> float | None:
-    """What user code returned as a number; None if it is none, not finite, or larger."""
+    """Converts what user code returned to a number; None if it is none, not finite, or larger."""
     try:
         number = float(value) if hasattr(type(value), "__float__") else math.nan  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):  # an array of several numbers

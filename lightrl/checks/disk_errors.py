@@ -43,7 +43,7 @@ def nearest_folder(place: Path) -> Path:
 
 
 def cause_to_show(error: BaseException) -> BaseException | None:
-    """What to `raise … from`: the system's error if there is one; None for a full disk, which needs no details."""
+    """The cause for `raise … from`: the system's error, if any; None for a full disk, which needs no details."""
     return None if is_disk_full(error) else next(_of_system(error), error)
 
 

@@ -10,7 +10,7 @@ from lightrl.errors import LightRLError, RolloutError
 
 @contextmanager
 def user_code(translate: Callable[[BaseException], Exception], *unchanged: type[Exception]) -> Iterator[None]:
-    """What is raised inside leaves as the error that `translate` makes of it.
+    """Replaces each error raised inside by the one that `translate` makes of it.
 
     Args:
         translate: gets the exception; SystemExit too, but no cancellation and no Ctrl-C.
@@ -27,5 +27,5 @@ def user_code(translate: Callable[[BaseException], Exception], *unchanged: type[
 def named_user_code(
     name: str, *, on: str = "", error_type: type[LightRLError] = RolloutError
 ) -> AbstractContextManager[None]:
-    """What is raised inside leaves as an `error_type` that names the code and `on` what it was called; ours pass."""
+    """Replaces each error raised inside, but for ours, by an `error_type` that names the code and `on` what it ran."""
     return user_code(lambda error: error_type(f"{name} raised {error!r}{on and f' on {on}'}."), LightRLError)

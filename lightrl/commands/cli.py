@@ -311,7 +311,7 @@ def default_loggers(root: str) -> list[L.pytorch.loggers.Logger]:
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
-    """What `configure_optimizers` returns for the sections `optimizer:` and `lr_scheduler:`."""
+    """Builds what `configure_optimizers` returns for the sections `optimizer:` and `lr_scheduler:`."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     made = instantiate_class((trained,), optimizer)
     if scheduler is None:

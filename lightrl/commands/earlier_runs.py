@@ -59,7 +59,7 @@ def check_links(checkpoints: Sequence[Path]) -> None:
 
 
 def _difference(config: Path, settings: Mapping[str, Any], *, is_fit: bool) -> str | None:
-    """What makes a run another experiment, for a message; None for the same one, and if its settings are unknown."""
+    """Says what makes a run another experiment; None for the same one, and if its settings are unknown."""
     try:
         saved = yaml.safe_load(config.read_text())
     except (OSError, ValueError, yaml.YAMLError):

@@ -55,7 +55,7 @@ class LaunchedCLI(UnstartedCLI):
     launched: Plan | None = None
 
     def before_instantiate_classes(self) -> None:
-        """What does not fit a GPU is no reason to stop here."""
+        """Ignores what does not fit a GPU: no reason to stop here."""
         settings = self.config[self.config.subcommand]
         if settings.get("launch") is None:
             return
@@ -69,7 +69,7 @@ class LaunchedCLI(UnstartedCLI):
         """Starts nothing."""
 
     def memory_facts(self) -> dict[str, Any]:
-        """What the planner must know to check memory: the fields of RunFacts."""
+        """The fields of RunFacts, which the planner needs to check memory."""
         try:
             return {"planned": planned(self.model, self.trainer, self.datamodule)}
         except UnknownMemory as error:
@@ -94,7 +94,7 @@ def plan_of(
     own = {"local": ["127.0.0.1"], "slurm": later, "ray": later}
     is_local = launch.launcher == "local"
     num_gpus = torch.cuda.device_count() if is_local and not facts.on_cpu else None
-    if num_gpus == 0 and facts.assumed:  # as Lightning's accelerator: auto
+    if num_gpus == 0 and facts.assumed:  # so does Lightning's accelerator: auto
         facts = replace(facts, on_cpu=True, assumed=NO_GPU)
     elif num_gpus is not None:
         if not is_shown and num_gpus < (launch.gpus_per_node or 1):

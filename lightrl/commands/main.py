@@ -77,7 +77,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _imported(name: str) -> Any:
-    """What imports make stays: to look for garbage in it takes a third of a command's start."""
+    """Freezes what imports have made: to look for garbage in it takes a third of a command's start."""
     if name not in sys.modules:
         gc.disable()
         importlib.import_module(name)
@@ -87,7 +87,7 @@ def _imported(name: str) -> Any:
 
 
 def help_text() -> str:
-    """What `lightrl --help` prints."""
+    """Writes the text of `lightrl --help`."""
     lines = [f"  {name:<10} {line}" for name, line in COMMANDS.items()]
     return _HELP.format(commands="\n".join(["commands:", *lines]))
 

@@ -83,7 +83,7 @@ class PlanCLI(LaunchedCLI):
         return accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu"
 
     def _device_bytes(self) -> float | None:
-        """Of each GPU; None if there is none, and none is given."""
+        """The memory of each GPU; None if there is none, and none is given."""
         settings = self.config_init[self.config.subcommand]
         given = settings.get("gpu_memory_gb") or getattr(settings.get("launch"), "gpu_memory_gb", None)
         if given is not None:
@@ -143,7 +143,7 @@ def _mesh_text(mesh: RoleMesh) -> str:
 
 
 def where(call: ModelCall) -> str:
-    """Where a call runs."""
+    """Names the place where a call runs."""
     own = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
     if call.url is not None:
         return "server"

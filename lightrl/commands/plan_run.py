@@ -30,7 +30,7 @@ from lightrl.strategies.costs import SERVED_BYTES
 from lightrl.strategies.empty_model import empty_model
 
 _ASSUMED_TOKENS = 1024  # where the data has no bound
-_SIZES = (  # of a config
+_SIZES = (  # fields of a config
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
 _PER_TRAJECTORY = ("bootstrap_values",)  # outputs that are no numbers per token
@@ -38,7 +38,7 @@ _PER_TRAJECTORY = ("bootstrap_values",)  # outputs that are no numbers per token
 
 @dataclass
 class TrainerSettings:
-    """What a plan needs of a Trainer, which itself can only be built where its GPUs are."""
+    """The fields of a Trainer that a plan needs; a Trainer itself can only be built where its GPUs are."""
 
     strategy: Any
     engine: RolloutEngine | None
@@ -51,7 +51,7 @@ class TrainerSettings:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> TrainerSettings:
-        """From the section `trainer` with its classes built."""
+        """Reads the section `trainer` with its classes built."""
         accelerator = section.get("accelerator") or "auto"
         is_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
         count = section.get("devices")
@@ -104,7 +104,7 @@ def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
 
 
 def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:
-    """As `planned`, of a run with rollouts."""
+    """Plans a run with rollouts; see `planned`."""
     if isinstance(trainer.strategy, FSDP2Strategy):
         trainer.strategy.check_sizes(module)
     models = {name: role for name, role in module.models().items() if role.spec.url is None}
@@ -132,7 +132,7 @@ def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:
 
 
 def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> PlannedRun:
-    """As `planned`, of a module that is trained on data: each batch is one microbatch, padded to its longest row."""
+    """Plans a module that is trained on data: each batch is one microbatch, padded to its longest row."""
     settings = _of_trainer(trainer, module.planned_roles(), [module.trained_role])
     longest, source = _bound(data, "max_tokens", module)
     rows, size = (2 if module.batch_type is PairBatch else 1), getattr(data, "batch_size", None)
@@ -153,7 +153,7 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any) -> Plann
 
 
 def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[str]) -> dict[str, Any]:
-    """What the strategy says, and the models' sizes."""
+    """Describes the strategy and the models' sizes."""
     strategy, precision = trainer.strategy, str(trainer.precision)
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
@@ -234,7 +234,7 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tupl
 
 
 def _num_scores(module: RLModule) -> int:
-    """At most: advantages that are one number per trajectory take none per token."""
+    """The most bytes: advantages that are one number per trajectory take none per token."""
     outputs = {key for call in module.score_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64

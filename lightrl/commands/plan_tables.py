@@ -112,7 +112,7 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
 
 
 def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """As `batch_rows`, of a run that trains on data."""
+    """Makes the rows of `batch_rows` for a run that trains on data."""
     rows, dp = run.trajectories, run.roles[0].dp
     name = "pairs" if run.group_size == 2 else "chats"
     numbers = [

@@ -150,7 +150,7 @@ def _run(
 
 
 def entries(fleet: ServerFleet, receivers: Receivers, host: str) -> list[ServerEntry]:
-    """What the registry says of the servers."""
+    """Describes the servers as the registry knows them."""
     name = _reachable_name(host)
     (receiver,) = (f"http://{name}:{urlsplit(url).port}" for url in receivers.urls)
     return [ServerEntry(f"http://{name}:{server.port}", receiver) for server in fleet.servers]
@@ -161,7 +161,7 @@ def _reachable_name(host: str) -> str:
 
 
 def usage(fleet: ServerFleet, receivers: Receivers, token: str, host: str, register: Path | None = None) -> str:
-    """Where the servers are, and what to type to use them."""
+    """Lists the servers' addresses, and what to type to use them."""
     name = _reachable_name(host)
     addresses = ",".join(f"{name}:{server.port}" for server in fleet.servers)
     if register is not None:
@@ -222,7 +222,7 @@ def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
 
 
 def model_of(policy: Any) -> ModelSpec:
-    """From a path, or from the mapping of a config."""
+    """Reads a spec from a path, or from the mapping of a config."""
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
     values = policy.get("init_args", policy) if "class_path" in policy else policy

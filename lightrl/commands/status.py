@@ -28,7 +28,7 @@ _SILENT_S = 60.0  # a running process writes more often, except in a long phase
 
 
 def status_text(folder: Path) -> str:
-    """What the newest run and launch in a folder do; raises UsageError if there is neither."""
+    """Describes the newest run and launch in a folder; raises UsageError if there is neither."""
     root = folder.parent if folder.name.startswith("launch-") else folder
     run = _newest(root, (STATUS_FILE, f"lightning_logs/*/{STATUS_FILE}"))
     launch = _newest(folder, (STATE_FILE, f"launch-*/{STATE_FILE}"))
@@ -92,7 +92,7 @@ def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _text_of(path: Path) -> str:
-    """Of a file that a job's script writes."""
+    """The text of a file that a job's script writes; "" without one."""
     return path.read_text().strip() if path.exists() else ""
 
 

@@ -20,7 +20,7 @@ class Channel:
 
     @classmethod
     async def open(cls, end: socket.socket) -> Channel:
-        """On one end of a `socket.socketpair`, which is then the channel's to close."""
+        """Owns one end of a `socket.socketpair`, and closes it."""
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER_BYTES))
 
     def send(self, *message: Any) -> None:

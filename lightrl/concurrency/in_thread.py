@@ -1,4 +1,4 @@
-"""in_thread: a blocking function in a daemon thread of its own, awaited.
+"""Runs a blocking function in a daemon thread of its own and awaits it.
 
 A thread cannot be killed: one that hangs is abandoned, and neither the event loop nor the end of the process waits for
 it. How many are abandoned at a time is bounded.
@@ -18,7 +18,7 @@ from lightrl.concurrency.wake_up import WakeUps
 T = TypeVar("T")
 
 MAX_ABANDONED = 64  # threads of one name that have not ended
-_abandoned: dict[threading.Thread, str] = {}  # by the function that hangs
+_abandoned: dict[threading.Thread, str] = {}  # thread → name of the function that hangs in it
 
 
 async def in_thread(function: Callable[..., T], *args: Any, name: str = "lightrl-thread") -> T:
@@ -32,7 +32,7 @@ async def in_thread(function: Callable[..., T], *args: Any, name: str = "lightrl
 async def outcome_in_thread(
     function: Callable[..., T], *args: Any, name: str = "lightrl-thread"
 ) -> tuple[T | None, BaseException | None]:
-    """As `in_thread`; gives the result and the exception instead of raising it.
+    """Runs as `in_thread` does; returns the result and the exception instead of raising it.
 
     Raises:
         RuntimeError: if MAX_ABANDONED threads of this name hang, naming the functions.

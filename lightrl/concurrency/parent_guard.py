@@ -61,7 +61,7 @@ class _Terminated(Exception):
 
 
 def adopt_orphans() -> None:
-    """From now on Linux gives this process those below it whose parents die, also of other sessions."""
+    """Makes Linux give this process its descendants whose parents die, also those of other sessions."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_CALLS_A_TICK = 64  # of the loop, which then does what follows from them
+_CALLS_A_TICK = 64  # then the event loop does what follows from them
 
 
 class WakeUps:
@@ -40,7 +40,7 @@ def wake_up(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *a
 
 
 def _call_all(calls: list[tuple[Callable[..., object], tuple[Any, ...]]], first: int = 0) -> None:
-    """In slices, so that the first results are read before the last are set."""
+    """Sets results in slices, so that the first are read before the last are set."""
     for function, arguments in calls[first : first + _CALLS_A_TICK]:
         function(*arguments)
     if first + _CALLS_A_TICK < len(calls):

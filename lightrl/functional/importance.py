@@ -1,4 +1,4 @@
-"""What stale or foreign logprobs are worth: importance weights, M2PO's mask, a proximal policy without its forward.
+"""Corrections for stale or foreign logprobs: importance weights, M2PO's mask, a proximal policy without its forward.
 
 Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
 """

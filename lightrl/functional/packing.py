@@ -68,7 +68,7 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
         rows_of[length].append(row)
     distinct = sorted(rows_of)
     num_shorter = [0]  # trajectories shorter than distinct[end]
-    best_cost, best_start = [0], [0]  # of the lengths before distinct[end], and where their last rectangle starts
+    best_cost, best_start = [0], [0]  # for the lengths before distinct[end]; where their last rectangle starts
     for end, longest in enumerate(distinct, start=1):
         num_shorter.append(num_shorter[-1] + len(rows_of[longest]))
         cost, start = min((best_cost[start] - num_shorter[start] * longest, start) for start in range(end))

@@ -1,4 +1,4 @@
-"""From losses per token to one number: masking before and after the loss, and the three ways to average.
+"""Losses per token reduced to one number: masking before and after the loss, and the three ways to average.
 
 Shapes: B trajectories, T tokens. The loss mask is bool [B, T], True where a token trains.
 
@@ -86,7 +86,7 @@ def reduce_loss(
     num_sequences: int,
     max_new_tokens: int | None = None,
 ) -> Tensor:
-    """This part's share of the minibatch's loss: the shares of all microbatches and ranks sum to the whole.
+    """Computes a microbatch's share of the minibatch's loss: those of all microbatches and ranks sum to the whole.
 
     With N = num_tokens, B = num_sequences, n_i the loss tokens of trajectory i:
     "token" Σ/N (DAPO), "sequence" Σ_i(Σ_t/n_i)/B (GRPO), "fixed" Σ/(B · max_new_tokens) (Dr. GRPO).

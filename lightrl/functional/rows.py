@@ -64,7 +64,7 @@ def support_fields(codes: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def token_rewards_of(trajectory: Trajectory) -> Sequence[float]:
-    """Its rewards per token, or the reward on the last loss token."""
+    """Rewards per token of a trajectory, or its reward on the last loss token."""
     if trajectory.rewards is not None:
         return trajectory.rewards
     spread = [0.0] * len(trajectory.token_ids)

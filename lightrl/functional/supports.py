@@ -28,7 +28,7 @@ from lightrl.functional.device_copy import on_host, to_device
 from lightrl.trajectory import TokenArray
 
 EVERY_TOKEN = b"\x01"  # the code of a token that was read, or drawn from the whole vocabulary
-_BITS = 7  # of a number, in each byte; the eighth tells that more follow
+_BITS = 7  # each byte holds seven bits of a number; the eighth says that more follow
 _MORE_BYTES = [2 ** (_BITS * count) for count in range(1, 5)]  # the least numbers of 2, 3, 4 and 5 bytes
 
 _Ints = np.ndarray[Any, np.dtype[Any]]
@@ -133,7 +133,7 @@ class Supports:
 
     @classmethod
     def at(cls, codes: Sequence[Tensor], lengths: Tensor, token_ids: Tensor, rows: Tensor, columns: Tensor) -> Supports:
-        """At the positions (rows [N], columns [N]), which predict the token in the next column.
+        """Selects positions (rows [N], columns [N]), which predict the token in the next column.
 
         Args:
             codes: uint8, of each row's tokens; on the host.
@@ -170,7 +170,7 @@ class Supports:
         )
 
     def chunks(self, num: int) -> Iterator[tuple[slice, slice]]:
-        """At most `num` of the n positions at a time, and their ids."""
+        """Yields at most `num` of the n positions at a time, and their ids."""
         for start in range(0, len(self.ends), num):
             end = min(start + num, len(self.ends))
             yield slice(start, end), slice(self.ends[start - 1] if start else 0, self.ends[end - 1])

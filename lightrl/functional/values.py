@@ -116,7 +116,7 @@ class ValueNormalizer:
 
     @property
     def std(self) -> float:
-        """At least 1e-2, since it divides."""
+        """The scale, at least 1e-2, since it divides."""
         return 1.0 if self.weight == 0 else max(self.mean_square - self.mean**2, 1e-4) ** 0.5
 
     def normalize(self, returns: Tensor) -> Tensor:

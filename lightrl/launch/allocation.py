@@ -133,7 +133,7 @@ def _sizes(word: str, allowed: str, text: str) -> dict[str, Any]:
 
 
 def _split(word: str, mark: str) -> list[str]:
-    """At `mark`, but not within parentheses, nor between the two halves of `attn:…|ffn:…`."""
+    """Splits at `mark`, but not within parentheses, nor between the two halves of `attn:…|ffn:…`."""
     return re.split(rf"\{mark}(?![^(]*\))(?!ffn:)", word)
 
 

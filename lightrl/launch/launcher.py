@@ -30,7 +30,7 @@ class Launcher(Protocol):
     """Starts a plan's processes where the plan says, watches them, and ends them in order: the trainer first."""
 
     def files(self) -> Mapping[str, str]:
-        """What it submits or prints, by name in the launch's folder; `--dry-run` shows them."""
+        """File in the launch's folder → what it submits or prints; `--dry-run` shows them."""
         ...
 
     def start(self) -> None:

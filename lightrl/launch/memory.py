@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STATE = ("weights", "gradients", "moments")
-_MAX_RANKS = 4096  # that are tried
+_MAX_RANKS = 4096  # no more are tried
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -47,9 +47,9 @@ class PlannedRole:
     """A model and the ranks that have it."""
 
     name: str
-    config: PretrainedConfig  # of its text
+    config: PretrainedConfig  # the text model's
     parameters: int
-    trained: int  # of them
+    trained: int  # trained parameters
     ranks: range
     mesh: RoleMesh | None = None
     pp: int = 1
@@ -64,14 +64,14 @@ class PlannedRole:
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """What generates: on the device of rank 0, on servers, or on another device of this machine."""
+    """The engine: on the device of rank 0, on servers, or on another device of this machine."""
 
     name: str
     place: Literal["rank 0", "servers", "elsewhere"]
     servers: int = 1
     tp: int = 1
     width: int = 2  # bytes of a parameter and of a key or value
-    max_rows: int | None = None  # that decode together; None: all in flight
+    max_rows: int | None = None  # rows that decode together; None: all in flight
 
     def key_value_share(self, config: PretrainedConfig) -> int:
         """GPUs over which the key-values of a token are split."""
@@ -80,7 +80,7 @@ class PlannedEngine:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What memory and messages depend on."""
+    """The facts that memory and messages depend on."""
 
     roles: tuple[PlannedRole, ...]  # the policy first
     world: int
@@ -90,7 +90,7 @@ class PlannedRun:
     num_minibatches: int
     update_epochs: int
     microbatch_tokens: int
-    prompt_tokens: int  # of the longest
+    prompt_tokens: int  # the longest prompt's
     new_tokens: int
     longest: int  # trajectory, in tokens
     prompt_source: str = "data.max_prompt_tokens"
@@ -103,7 +103,7 @@ class PlannedRun:
     num_replicas: int = 1
     offloads: bool = False  # parameters, gradients and moments wait on the host
     engine: PlannedEngine | None = None
-    batches_per_update: int | None = None  # of data; None if trajectories are rolled out
+    batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
 
     @property
     def trajectories(self) -> int:
@@ -111,7 +111,7 @@ class PlannedRun:
 
     @property
     def update_tokens(self) -> int:
-        """At most, of one minibatch."""
+        """The most tokens of one minibatch."""
         return math.ceil(self.trajectories / self.num_minibatches) * self.longest
 
     @property
@@ -152,7 +152,7 @@ class RoleCost:
 
     @property
     def working(self) -> float:
-        """What is free again when another role works."""
+        """The memory that is free again when another role works."""
         return self.gathered + self.activations + self.logits
 
 
@@ -206,7 +206,7 @@ class RankMemory:
 
 
 def rank_memories(run: PlannedRun) -> list[RankMemory]:
-    """For the ranks that have the same roles."""
+    """The estimate for ranks that have the same roles."""
     costs = {role.name: role_cost(run, role) for role in run.roles}
     cuts = {0, run.world, *(edge for role in run.roles for edge in (role.ranks.start, role.ranks.stop))}
     cuts |= {1} if run.engine is not None and run.engine.place == "rank 0" else set()
@@ -253,7 +253,7 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
 
 
 def memory_line(run: PlannedRun) -> str:
-    """What the rank that needs most needs, and each GPU of a server."""
+    """The memory of the rank that needs most, and of each GPU of a server."""
     line = f"Memory of a rank, on paper: {bytes_text(max(memory.total for memory in rank_memories(run)))}"
     if run.engine is None or run.engine.place != "servers":
         return f"{line}."
@@ -262,12 +262,12 @@ def memory_line(run: PlannedRun) -> str:
 
 @dataclass(frozen=True)
 class Misfit:
-    """What needs more memory than there is, and which setting would change it."""
+    """Says what needs more memory than there is, and which setting would change it."""
 
     where: str
     device: dict[str, float]  # bytes by cause
     usable: float
-    given: float  # of the device
+    given: float  # the device's
     fix: str
 
     @property

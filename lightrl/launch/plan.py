@@ -32,11 +32,11 @@ class Process:
     name: str  # such as trainer-3
     role: Literal["trainer", "servers"]
     host: int  # index into Plan.hosts
-    gpus: tuple[int, ...]  # of its host that it uses
+    gpus: tuple[int, ...]  # GPUs of its host that it uses
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # beside that of the launcher
     rank_environment: Mapping[str, str] = field(default_factory=dict)  # what torchrun sets; Slurm has its own
-    ports: tuple[int, ...] = ()  # of the servers that it starts
+    ports: tuple[int, ...] = ()  # ports of the servers that it starts
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class Plan:
 
     launch: Launch
     layout: Layout
-    folder: str  # of logs and files, which all hosts see
+    folder: str  # logs and files, which all hosts see
     hosts: tuple[str, ...]
-    port: int  # of the trainer's store
+    port: int  # the trainer's store listens here
     gpus_per_host: int
     on_cpu: bool
     processes: tuple[Process, ...]
-    settings: Mapping[str, Any]  # of the run, which override its own
-    facts: RunFacts = field(default_factory=RunFacts)  # of the run, as planned
+    settings: Mapping[str, Any]  # override the run's own
+    facts: RunFacts = field(default_factory=RunFacts)  # the run's, as planned
     notes: tuple[str, ...] = ()
 
     def of(self, role: str) -> list[Process]:
         return [process for process in self.processes if process.role == role]
 
     def of_memory(self, run: PlannedRun) -> PlannedRun:
-        """This run as the launch lays it out."""
+        """The facts of this run as the launch lays it out."""
         return run.launched(self.layout, *_trainer_split(self.layout, self.facts))
 
     @property
@@ -180,7 +180,7 @@ def _trainer_split(layout: Layout, facts: RunFacts) -> tuple[int, int]:
 
 
 def _settings(layout: Layout, facts: RunFacts) -> tuple[dict[str, Any], list[str]]:
-    """What the run's settings must be for this layout, and what to tell of it."""
+    """The settings of the run for this layout, and messages about them."""
     trainer: dict[str, Any] = {}
     notes: list[str] = []
     own = (facts.trainer_pp, facts.trainer_tp)

@@ -93,15 +93,15 @@ class RayLauncher(LocalLauncher):
         self.hosts = []
         self._unplaced = plan
         self._group: Any = None
-        self._actors: dict[int, RayHost] = {}  # by host of the plan
+        self._actors: dict[int, RayHost] = {}  # host of the plan → its actor
         self._places: dict[int, tuple[str, list[str]]] = {}  # the host's address, and its GPUs
 
     def files(self) -> Mapping[str, str]:
-        """What it asks Ray for."""
+        """The resources that it asks Ray for."""
         return {"placement_group.yaml": yaml.safe_dump({"strategy": "STRICT_SPREAD", "bundles": self.bundles()})}
 
     def bundles(self) -> list[dict[str, int]]:
-        """What each host of the plan needs: a CPU per process, and the GPUs up to the last one in use."""
+        """The resources of each host of the plan: a CPU per process, and the GPUs up to the last one in use."""
         bundles = []
         for host in range(1 + max(one.host for one in self._unplaced.processes)):
             here = [one for one in self._unplaced.processes if one.host == host]

@@ -17,18 +17,18 @@ class RunFacts:
     """A run's own settings of ranks, servers and models."""
 
     ranks: int = 1  # trainer.devices · trainer.num_nodes
-    servers: int = 0  # that its SGLangEngine starts
-    tp: int = 1  # of each
+    servers: int = 0  # its SGLangEngine starts them
+    tp: int = 1  # each server's
     strategy: str | None = None  # class name; None if the YAML leaves it to the trainer
     trainer_pp: int = 1
     trainer_tp: int = 1
     on_cpu: bool = False
     assumed: str = ""  # what that is if the accelerator is auto, for the plan's notes
     engine: str | None = None  # class name
-    has_urls: bool = False  # of servers that run already
+    has_urls: bool = False  # the servers run already
     transport: str = "disk"
     weight_folder: str | None = None
-    meshes: Mapping[str, RoleMesh] = field(default_factory=dict)  # by role
+    meshes: Mapping[str, RoleMesh] = field(default_factory=dict)  # role → mesh
     root: str = "."  # trainer.default_root_dir
     planned: PlannedRun | None = None  # sizes of its models, from which memory follows; None if they are not known
     unknown: str = ""  # why not

@@ -14,7 +14,7 @@ LauncherName = Literal["local", "torchrun", "slurm", "kubernetes", "ray"]
 
 @dataclass(frozen=True)
 class Recover:
-    """What happens when a process of the run fails.
+    """Recovery from a failed process of the run.
 
     Args:
         retries: how often everything is ended and started again, from the newest checkpoint.
@@ -28,7 +28,7 @@ class Recover:
 
 @dataclass(frozen=True)
 class Launch:
-    """Where a run's trainer and servers are; `lightrl launch` reads it, `lightrl fit` leaves it alone.
+    """The places of a run's trainer and servers; `lightrl launch` reads it, `lightrl fit` leaves it alone.
 
     Args:
         launcher: who starts the processes.
@@ -76,7 +76,7 @@ class Launch:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> Launch:
-        """From the section as the parser gives it."""
+        """Builds the settings from the section as the parser gives it."""
         return cls(**{**section, "recover": Recover(**(section.get("recover") or {}))})
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Layout:
 
     ranks: int
     servers: int = 0
-    tp: int = 1  # of a server
+    tp: int = 1  # a server's
     placement: Literal["separate", "colocated"] = "separate"
     trainer_pp: int | None = None  # None: as the strategy says
     trainer_tp: int | None = None

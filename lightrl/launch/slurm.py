@@ -184,7 +184,7 @@ class SlurmLauncher:
         return "\n".join([*lines, "esac"]) + "\n"
 
     def _head(self, step: str, process: Process) -> list[str]:
-        """Of a step's script; it notes the step's number, by which it gets signals."""
+        """The command of a step's script; it writes down the step's number, by which it gets signals."""
         file = f"{shlex.quote(self.plan.folder)}/{step}.step"
         part = "_HET_GROUP_1" if self._is_apart and step == "servers" else ""  # scancel ignores 7+1.0
         note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID{part}.$SLURM_STEP_ID" > {file}'

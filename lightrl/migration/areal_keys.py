@@ -58,7 +58,7 @@ _OWN_SCRIPT = "how processes are placed is in launch: (docs/clusters.md)"
 _NO_COPY = "prompts are text: there is nothing to copy to a GPU or to decode"
 _WANDB = "set it in the environment (WANDB_ENTITY, WANDB_API_KEY, …), or in WandbLogger's dict_kwargs"
 
-# By the type of the data: what learns from completions that are given, without rollouts, and its data.
+# Type of the data → the module that learns from given completions, without rollouts, and its data module.
 SUPERVISED = {
     "sft": ("SFT", "SFTDataModule"),
     "rw": ("RewardModel", "PreferenceDataModule"),

@@ -1,4 +1,4 @@
-"""What becomes of a setting of AReaL: the same value under our name, something computed from it, or a reason.
+"""Rules for the settings of AReaL: the same value under our name, something computed from it, or a reason.
 
 Our names are dotted: `model.`, `data.`, `engine.` and `strategy.` stand for the class's init_args, `callbacks.NAME.`
 and `loggers.NAME.` for those of a callback or logger.
@@ -16,7 +16,7 @@ from lightrl.launch.settings import Launch, layout_of
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one key; without a reason in `left` it is converted, if only to what lightrl does anyway."""
+    """The outcome for one key; without a reason in `left` it is converted, if only to what lightrl does anyway."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""  # how the run differs although the setting is converted
@@ -39,7 +39,7 @@ def left(reason: str) -> Rule:
 
 
 def only(*values: Any, else_: str) -> Rule:
-    """What lightrl does without a setting; another value has no counterpart."""
+    """Accepts the value that lightrl always uses; another value has no counterpart."""
     return lambda value, areal: Outcome() if value is None or value in values else Outcome(left=else_)
 
 

@@ -88,7 +88,7 @@ def _classes(given: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def report(result: Conversion) -> str:
-    """What a person should read before the first run."""
+    """Lists what a person should read before the first run."""
     counts = f"{len(result.converted)} settings converted, {len(result.left)} without a counterpart"
     lines = [f"{counts}, {len(result.unknown)} unknown."]
     for title, rows in (
@@ -132,7 +132,7 @@ def run(args: Sequence[str]) -> int:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        tree = get_loader("yaml")(path.read_text())  # which reads 1e-3 as a number
+        tree = get_loader("yaml")(path.read_text())  # this loader reads 1e-3 as a number
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} must be YAML: {error}") from error
     if not isinstance(tree, Mapping):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-_TAIL_TOKENS = 24  # of a prompt: enough for `<think>` and white space, in bytes too
+_TAIL_TOKENS = 24  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
 _ANSWER = "lightrl"
 
 

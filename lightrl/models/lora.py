@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ADAPTER = "default"  # peft's name of the only adapter
-_HEAD = "score"  # of critics and reward models: trained itself, without an adapter
+_HEAD = "score"  # the head of critics and reward models is trained itself, without an adapter
 
 # What leaves the trainer: weights with the adapters in them, weights without them, or the adapters alone.
 Part = Literal["merged", "base", "adapters"]
@@ -176,7 +176,7 @@ def merged_parameters(
 
 
 def exported_parameters(model: torch.nn.Module, part: Part = "merged") -> dict[str, list[str]]:
-    """What leaves the trainer, by Hugging Face name: the parameters that it is made of, one or W, A and B."""
+    """Maps each exported Hugging Face name to the parameters that it is made of: one, or W, A and B."""
     names = [name for name, _ in model.named_parameters()]
     if part == "adapters":
         return {name: [name] for name in names if is_adapter(name)}
@@ -210,7 +210,7 @@ def base_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """What a server must know of a policy's adapters before it starts, and with each of them.
+    """The adapter settings that a server needs at its start, and with each adapter.
 
     Args:
         rank: of the adapters.
@@ -224,7 +224,7 @@ class AdapterShape:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> AdapterShape:
-        """Of a model with adapters; raises ValueError for one without."""
+        """Reads the settings of a model's adapters; raises ValueError for a model without."""
         if not has_adapters(model):
             raise ValueError("engine.adapters='served' needs a policy with lora. Add lora to it, or set 'merged'.")
         names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
@@ -243,7 +243,7 @@ class AdapterShape:
 
     @property
     def how_to_serve(self) -> str:
-        """For messages."""
+        """The adapter's name in messages."""
         return (
             f"Start the servers with --enable-lora --max-lora-rank {self.rank} --lora-target-modules "
             f"{' '.join(self.target_modules)}, or set engine.adapters to merged."

@@ -62,7 +62,7 @@ class ModelDescription:
     model_class: str  # dotted path
     config: str  # JSON
     generation_config: str | None  # JSON
-    tokenizer: str | None  # as in ModelSpec; None: unknown
+    tokenizer: str | None  # a name or path, as in ModelSpec; None: unknown
     adapter_config: str | None = None  # JSON, as in peft's folders; None: no adapters
     base: str | None = None  # JSON, the ModelSpec of the model without adapters
     body: str | None = None  # the role whose weights are below this one's head; None: its own
@@ -104,7 +104,7 @@ class ModelDescription:
         )
 
     def code_named(self) -> list[str]:
-        """What this description would import, run or load beyond data and transformers' own classes; for messages."""
+        """Lists what this description would import, run or load besides data and transformers' own classes."""
         base = ModelSpec(**json.loads(self.base)) if self.base is not None else None
         own = self.tokenizer if self.tokenizer is not None and names_function(self.tokenizer) else None
         named = {

@@ -41,7 +41,7 @@ _ENCODERS = {
 
 
 def loading(source: str, fix: str) -> AbstractContextManager[None]:
-    """What transformers raises inside becomes an OSError, or else a ValueError, that names the source.
+    """Turns what transformers raises inside into an OSError, or else a ValueError, that names the source.
 
     Args:
         source: the setting and its value, for the message.
@@ -121,7 +121,7 @@ def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Where a role's model and tokenizer come from: a checkpoint, or a config for random weights.
+    """The source of a role's model and tokenizer: a checkpoint, or a config for random weights.
 
     Args:
         path: a Hugging Face hub name or a local folder with weights.
@@ -242,7 +242,7 @@ class ModelSpec:
 
     @property
     def _named(self) -> str:
-        """For messages."""
+        """The model's name in messages."""
         return f"Model {self.path!r}" if self.config is None else f"A model of config={self.config!r:.200}"
 
     def _check_is_here(self) -> None:
@@ -253,7 +253,7 @@ class ModelSpec:
             )
 
     def _load_scalar_model(self) -> PreTrainedModel:
-        """With a linear head `score` of one output; zeros if the checkpoint has none."""
+        """Loads the model with a linear head `score` of one output; zeros if the checkpoint has none."""
         from transformers import AutoModelForSequenceClassification
 
         if sees_pictures(self.load_config()):

@@ -1,4 +1,4 @@
-"""What the optimizer of an RLModule gets: parameters by role, and a learning rate that follows the iterations."""
+"""The optimizer of an RLModule: parameters by role, and a learning rate that follows the iterations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def with_schedule(
     lr_decay: Literal["constant", "linear", "cosine"],
     min_lr_ratio: float = 0.0,
 ) -> dict[str, Any]:
-    """What `configure_optimizers` returns for a linear warm-up and a decay, one step of them per iteration.
+    """Builds the return value of `configure_optimizers`: a linear warm-up and a decay, stepped once per iteration.
 
     Args:
         num_iterations: of the whole run; infinite if it has no known end.

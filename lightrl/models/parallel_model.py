@@ -16,7 +16,7 @@ from lightrl.weights import Bucket
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model computes for an Experience, aligned to its tokens; all carry the gradient where there is one.
+    """A model's outputs for an Experience, aligned to its tokens; all carry the gradient where there is one.
 
     A critic of its own has no distribution over tokens: its logprobs and entropy are 0.
     """
@@ -58,7 +58,7 @@ class ParallelModel(Protocol):
         ...
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """For each microbatch: outputs, `loss_fn` of them, a scalar, and `backward` of that.
+        """Computes for each microbatch its outputs, `loss_fn` of them, a scalar, and `backward` of that.
 
         If the microbatch has `teacher_topk_ids`, the outputs have `teacher_topk`.
         """

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 # Vision towers whose pictures are a fixed number of tokens, and how many tokens each adds to its patches.
 _EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 SUPPORTED = "models of type 'llava' with a vision tower of type clip_vision_model or siglip_vision_model"
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, EPS runs Ghostscript
-_CACHE_BYTES = 256 * 2**20  # of pixel values: the samples of a group have the same picture
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # another one, EPS, would run Ghostscript
+_CACHE_BYTES = 256 * 2**20  # pixel values are kept: the samples of a group have the same image
 
 
 @dataclass(frozen=True)

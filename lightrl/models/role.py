@@ -45,7 +45,7 @@ class RoleMesh:
                 raise ValueError(f"{name} of a role's mesh must be at least {least}, got {value}.")
 
     def ranks(self, world_size: int) -> range:
-        """This mesh's ranks in a run of `world_size`.
+        """The ranks of this mesh in a run of `world_size`.
 
         Raises:
             ValueError: if the run has too few, or pp · tp does not divide their number.
@@ -106,7 +106,7 @@ class Role:
 
     @property
     def spec(self) -> ModelSpec:
-        """Where the model comes from."""
+        """The source of the model."""
         return ModelSpec.of(self.model)
 
     def with_scalar_head(self) -> Self:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def stop_token_ids(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> dict[str, list[int]]:
-    """Where each stop token comes from → its ids."""
+    """Source of stop tokens → their ids."""
     sources: dict[str, list[int]] = {"sampling": list(sampling.stop_token_ids)}
     generation_config = getattr(policy, "generation_config", None)
     for name, value in (

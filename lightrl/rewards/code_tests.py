@@ -37,7 +37,7 @@ _VERDICTS: tuple[Verdict, ...] = (
     *("wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"),
 )
 _FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
-_MAX_FENCES_INSIDE = 4  # of the docstrings of one program
+_MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # The program's own output is discarded; its return value is printed after a word that it has not seen.
 _CALL = """
@@ -166,7 +166,7 @@ def _has_effect(tree: ast.Module | None) -> bool:
 
 
 def _from_json(text: str) -> Any:
-    """As `json.loads`, with integers of any length."""
+    """Reads JSON as `json.loads` does, with integers of any length."""
     return json.loads(text, parse_int=lambda digits: int(Decimal(digits)))
 
 

@@ -1,4 +1,4 @@
-"""What validation and test measure of judged groups: reward, accuracy, pass@k, lengths, and a reward's own numbers.
+"""Metrics of validation and test: reward, accuracy, pass@k, lengths, and a reward's own numbers.
 
 Each is a torchmetrics.Metric over all batches. Every rank has all groups, so nothing is reduced over ranks. No other
 file of this room imports torch, and workers do not import this one.
@@ -22,7 +22,7 @@ class Evaluation:
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
-        self._metrics: dict[tuple[str, str], Metric] = {}  # by part and name
+        self._metrics: dict[tuple[str, str], Metric] = {}  # keys are part and name
 
     def update(self, groups: Sequence[Group], own: Mapping[str, Metric], *, part: str = "0") -> dict[str, Metric]:
         """Adds a batch to the metrics that have a number in it, and returns them by name.
@@ -53,7 +53,7 @@ class Evaluation:
 
 
 def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, list[float]]:
-    """By metric name one number per trajectory that has it, or per prompt for pass@k."""
+    """Metric → one number per trajectory that has it, or per prompt for pass@k."""
     judged = [group for group in groups if group.trajectories]
     trajectories = [trajectory for group in judged for trajectory in group.trajectories]
     num_failed = len(groups) * group_size - len(trajectories)

@@ -140,7 +140,7 @@ class Answer:
 
 
 def final_answer(text: str) -> Answer | None:
-    r"""What the text marks as its answer with `####` or `\boxed{}`, the last of several; None if it marks none.
+    r"""Finds what the text marks as its answer with `####` or `\boxed{}`, the last of several; None if it marks none.
 
     After a box, `####` before words with more text below is a heading of Markdown.
     """
@@ -162,7 +162,7 @@ def final_answer(text: str) -> Answer | None:
 
 
 def _spoken_answer(text: str) -> Answer | None:
-    """What follows the last "the answer is", up to the end of its sentence; never in format."""
+    """Finds what follows the last "the answer is", up to the end of its sentence; never in format."""
     last = next(iter(deque(_SPOKEN.finditer(text), maxlen=1)), None)
     if last is None:
         return None
@@ -295,7 +295,7 @@ def _names_choices(text: str) -> bool:
 
 
 def _normalized(text: str) -> str:
-    """With the characters of other keyboards replaced by those that LaTeX and Python read."""
+    """Replaces the characters of other keyboards by those that LaTeX and Python read."""
     if text.isascii():
         return text
     text = _VULGAR_FRACTION.sub(lambda match: f" {match[0]}", text)
@@ -334,7 +334,7 @@ def _last_number_equals(text: str, reference: str) -> bool:
 
 
 def _box_inside(text: str, start: int) -> tuple[int, int, int] | None:
-    r"""Where the content of the box begins and ends, and where the box ends; None if it never does.
+    r"""Finds where the content of the box begins and ends, and where the box ends; None if it never does.
 
     Args:
         start: the end of `\boxed`.

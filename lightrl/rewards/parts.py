@@ -157,7 +157,7 @@ async def _judged_async(part: RewardPart, trajectory: Trajectory, function: Call
 
 @contextlib.contextmanager
 def _named_errors(part: RewardPart, trajectory: Trajectory) -> Iterator[None]:
-    """What is raised inside becomes a RewardError that names the part."""
+    """Turns what is raised inside into a RewardError that names the part."""
     try:
         with user_code(lambda error: raised_error(part.path, error, trajectory), RewardError):
             yield

@@ -35,7 +35,7 @@ _OUTCOMES = ({"index", "error", "reason"}, {"index", "reward", "metrics", "rewar
 _READ_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 24
 _PIPE_BYTES = 1 << 20  # holds a batch, which is then one write
-_MAX_PROMPTS = 256  # whose JSON is kept; the trajectories of a group come at about the same time
+_MAX_PROMPTS = 256  # their JSON is kept: the trajectories of a group come at about the same time
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
@@ -86,7 +86,7 @@ class RewardPool(Supervisor[bytes]):
             "timeout_s": timeout_s,
             "memory_limit_mib": memory_limit_mib,
         }
-        self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # by id, the oldest first
+        self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # keys are ids; the oldest first
         super().__init__(
             self.path,
             functools.partial(WorkerProcess, settings, import_path=import_path(*search_paths)),
@@ -154,7 +154,7 @@ class WorkerProcess:
 
     def is_alive(self) -> bool:
         self._exchange(0.0)
-        return not self._is_ended and not self._exit() and not self._reply_bytes  # of which none was asked for
+        return not self._is_ended and not self._exit() and not self._reply_bytes  # no reply is due yet
 
     def send(self, requests: Sequence[bytes]) -> None:
         self._log.clear()
@@ -271,7 +271,7 @@ class WorkerProcess:
 
 
 def _read(descriptor: int) -> bytes | None:
-    """What is there; b"" at the end, None if there is nothing after all."""
+    """Reads what is there; b"" at the end, None if there is nothing after all."""
     try:
         return os.read(descriptor, _READ_BYTES)
     except BlockingIOError:
@@ -279,7 +279,7 @@ def _read(descriptor: int) -> bytes | None:
 
 
 def _reply(line: bytes, *forms: set[str]) -> dict[str, Any]:
-    """What the worker wrote; WorkerDied if it has none of these names: then something else writes into its pipe."""
+    """Decodes what the worker wrote; raises WorkerDied if it has none of these names: something else wrote it."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         if isinstance(record, dict) and record.keys() in forms:

@@ -93,9 +93,9 @@ class ReplayRow:
     prompt: str
     completion: str
     extracted: str | None  # the answer that the reward read in the completion, if it returns that
-    reward: float | None  # of the first call; None if that failed
+    reward: float | None  # the first call's; None if that failed
     metrics: dict[str, float] = field(default_factory=dict)
-    latency_s: float = 0.0  # of the last call, when everything is loaded
+    latency_s: float = 0.0  # the last call's, when everything is loaded
     is_deterministic: bool = True  # all calls gave the same result
     reason: str | None = None  # why the first call failed, and the message
     message: str | None = None

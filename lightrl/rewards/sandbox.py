@@ -59,13 +59,13 @@ StoppedBy = Literal["time", "memory", "output", "processes"]
 class Limits:
     """Limits of one run of a program."""
 
-    cpu_s: float = 5.0  # of each process; enforced in whole seconds, rounded up
+    cpu_s: float = 5.0  # each process's; enforced in whole seconds, rounded up
     wall_s: float = 10.0
-    memory_mib: int = 512  # of each process; with namespaces, of all together
+    memory_mib: int = 512  # each process's; with namespaces, that of all together
     max_processes: int = 16  # threads included
     max_open_files: int = 64
     max_files: int = 1000
-    file_mib: int = 16  # of each file; with namespaces, of all together
+    file_mib: int = 16  # each file's; with namespaces, that of all together
     output_kib: int = 256  # standard output and error together
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Run:
     wall_s: float
     cpu_s: float
     layers: frozenset[str] = field(default_factory=frozenset)  # the protections in force
-    missing: frozenset[str] = field(default_factory=frozenset)  # those that were asked for and could not be put on
+    missing: frozenset[str] = field(default_factory=frozenset)  # layers that were asked for and are not in force
 
 
 class Sandbox(Protocol):
@@ -213,7 +213,7 @@ class LocalSandbox:
         guard.stdout.close()
 
     def _missing(self, layers: frozenset[str]) -> frozenset[str]:
-        """What was asked for and is not in force; only a root of many users can give a program one of its own."""
+        """The layers that were asked for and are not in force; only a root of many users can give a program its own."""
         parts = {"disk", "proc"} if "namespaces" in self._layers else set()
         return (self._layers | parts) - layers - (set() if is_root() else {"private_user"})
 
@@ -229,7 +229,7 @@ class LocalSandbox:
 
 
 def what_to_allow(settings_folder: Path = Path("/proc/sys")) -> str:
-    """What would let this user have all layers here."""
+    """Says what would let this user have all layers here."""
     if sys.platform != "linux":
         return "Only Linux has these layers."
     settings = {

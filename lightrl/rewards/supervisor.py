@@ -76,7 +76,7 @@ class Worker(Protocol[RequestIn]):
         ...
 
     def stack(self) -> str:
-        """Where the function is now, for the message about a hang; "" if unknown."""
+        """The line at which the function is now, for the message about a hang; "" if unknown."""
         ...
 
     def end(self) -> None:
@@ -94,7 +94,7 @@ class _Call(Generic[Request]):
 
 
 class Supervisor(ABC, Generic[Request]):
-    """What RewardPool and RewardHook share: workers, their supervising threads, and the calls that wait for them.
+    """The base of RewardPool and RewardHook: workers, their supervising threads, and the calls that wait for them.
 
     `start` and `close` may be called from any thread, `score` and `score_group` on any event loop.
 
@@ -127,7 +127,7 @@ class Supervisor(ABC, Generic[Request]):
         self._changed = threading.Condition()
         self._waiting: deque[_Call[Request]] = deque()
         self._threads: list[threading.Thread] = []
-        self._ready: Future[None] = Future()  # of the first worker
+        self._ready: Future[None] = Future()  # done when the first worker is ready
         self._refusal: str | None = None  # why no more calls are taken
 
     def start(self) -> None:
@@ -194,7 +194,7 @@ class Supervisor(ABC, Generic[Request]):
 
     @abstractmethod
     def _request_of(self, trajectory: Trajectory) -> tuple[Request, int]:
-        """What a worker gets, and its size in bytes; RewardError if it cannot be sent."""
+        """Encodes what a worker gets; returns it with its size in bytes; raises RewardError if it cannot be sent."""
 
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._supervise, name=f"reward-supervisor-{len(self._threads)}", daemon=True)

@@ -80,7 +80,7 @@ class OverlongPenalty:
     def __call__(self, num_tokens: Tensor, max_tokens: int) -> Tensor: ...
 
     def __call__(self, num_tokens: Any, max_tokens: int) -> Any:
-        """What to add to the reward: from -factor to 0, of one trajectory or, for an integer tensor [B], of each.
+        """Computes the penalty, from -factor to 0: for one trajectory or, given an integer tensor [B], for each.
 
         Args:
             num_tokens: tokens that the policy wrote.

@@ -35,7 +35,7 @@ class ListTrajectory(Trajectory):
 
     @classmethod
     def of(cls, others: dict[str, Any], arrays: dict[str, TokenArray[Any]]) -> ListTrajectory:
-        """From the per-token fields and all others, by name."""
+        """Builds a trajectory from the per-token fields and all others, by name."""
         made = cls.__new__(cls)
         made._fill(others, arrays)
         return made
@@ -57,7 +57,7 @@ class ListTrajectory(Trajectory):
 
 
 def prompt_to_bytes(prompt: Prompt) -> bytes:
-    """Its JSON, which the trajectories of a group share.
+    """Encodes a prompt as JSON, which the trajectories of a group share.
 
     Raises:
         RewardError: if JSON cannot hold its fields.
@@ -92,7 +92,7 @@ def trajectory_from_bytes(data: bytes) -> ListTrajectory:
     lengths = iter(others.pop("lengths"))
     for name, num_numbers, num_ends in zip(_SENT, lengths, lengths, strict=True):
         middle, end = start + num_numbers, start + num_numbers + num_ends
-        if num_numbers or name != "rewards":  # which may be None
+        if num_numbers or name != "rewards":  # rewards may be None
             arrays[name] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
         start = end
     others["turns"] = [Turn(**turn) for turn in others["turns"]]

@@ -40,7 +40,7 @@ from lightrl.rewards.transport import trajectory_from_bytes
 from lightrl.trajectory import Trajectory
 
 _GRACE_S = 1.0  # for a sandbox, which leaves nothing of its program behind when the worker is gone
-_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # of the pool: end, and show the stack
+_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # the pool's: end, and show the stack
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""For tests of your own code: a tiny policy, and made-up trajectories and groups.
+"""Helpers for tests of your own code: a tiny policy, and made-up trajectories and groups.
 
 Reading order:
     tiny_model.py    tiny_policy, its char_tokenizer, and QUIET, settings of a silent trainer

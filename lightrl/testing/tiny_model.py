@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightrl.models import ModelSpec
 
-LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789=+- "]  # by token id
+LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789=+- "]  # token id → text
 
 # For `lightrl.Trainer(max_steps=2, **QUIET)`: writes nothing.
 QUIET: dict[str, Any] = {

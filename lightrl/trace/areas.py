@@ -1,4 +1,4 @@
-"""Where the time of an iteration went, by area, and what one would gain: read from the events of rank 0's process.
+"""The time of an iteration by area, and the possible gain: computed from the events of rank 0's process.
 
 An iteration lasts from its start to that of the next. Its areas are what the trainer's thread did or waited for:
 
@@ -37,8 +37,8 @@ class AreaTimes:
     """One iteration, in seconds."""
 
     total: float
-    areas: dict[str, float]  # by area
-    tail: float = 0.0  # of the rollout: less than half of its most generations ran
+    areas: dict[str, float]  # area → seconds
+    tail: float = 0.0  # end of the rollout: less than half of its most generations ran
     collectives: float = 0.0  # in which the trainer's thread waited for other ranks
     servers: dict[str, float] = field(default_factory=dict)  # address → at least one of its requests ran
 
@@ -89,7 +89,7 @@ def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def common(left: Intervals, right: Intervals) -> Intervals:
-    """What is in both."""
+    """Intersects two lists of intervals."""
     result: Intervals = []
     first = second = 0
     while first < len(left) and second < len(right):
@@ -104,7 +104,7 @@ def common(left: Intervals, right: Intervals) -> Intervals:
 
 
 def without(left: Intervals, right: Iterable[tuple[int, int]]) -> Intervals:
-    """What is in `left` and not in `right`."""
+    """Subtracts the intervals of `right` from those of `left`."""
     edges = [(-(2**63), -(2**63)), *union(right), (2**63, 2**63)]
     gaps = [(before[1], after[0]) for before, after in pairwise(edges)]
     return common(left, gaps)
@@ -165,7 +165,7 @@ class Summary:
 
 
 def summary_text(summary: dict[str, Any]) -> str:
-    """What a run prints at its end."""
+    """Writes the summary that a run prints at its end."""
     total, areas, first = summary["total_s"], summary["areas_s"], summary["look_first_at"]
     lines = [f"Where the time went: {_seconds(total)} an iteration, the mean of {summary['iterations']} traced ones"]
     for name, seconds in areas.items():

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightrl.trace.spans import Event
 
-_LANES = 10_000  # of a track, at most; `tid` is the number of the track times this, plus the lane
+_LANES = 10_000  # at most in a track; `tid` is the number of the track times this, plus the lane
 _OPEN = "[\n"
 
 
@@ -72,7 +72,7 @@ class TraceFile:
         return (time_ns - self._offset_ns) / 1000
 
     def _begin(self) -> None:
-        self._numbers: dict[str, int] = {}  # by track
+        self._numbers: dict[str, int] = {}  # track → number
         self._rows: dict[str, list[tuple[int, int]]] = {}  # track → heap of its rows: end of the last event, lane
         self._size = 0
         self.path.write_text(_OPEN, encoding="utf-8")

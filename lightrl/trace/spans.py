@@ -20,7 +20,7 @@ Reading = tuple[int, int]  # this rank's clock before and after a barrier, in ns
 
 
 def clock_offset_ns(own: Sequence[Reading], first: Sequence[Reading]) -> tuple[int, int]:
-    """What to subtract from a rank's clock to get rank 0's, and the largest error of it, in ns.
+    """Measures what to subtract from a rank's clock to get rank 0's, and its largest error, in ns.
 
     Args:
         own, first: readings of the rank and of rank 0 around the same barriers, in order.
@@ -58,7 +58,7 @@ _tape: Tape | None = None
 
 
 def keep(tape: Tape | None) -> None:
-    """From here on spans are kept on this tape; None ends it."""
+    """Starts to keep spans on this tape; None stops it."""
     global _tape
     _tape = tape
 
@@ -71,7 +71,7 @@ def record(name: str, category: str, track: str, start_ns: int, **args: Any) -> 
 
 
 class span:
-    """`with span("reference", "score", tokens=512) as measured:`; afterwards `measured.seconds`.
+    """Measures a block: `with span("reference", "score", tokens=512) as measured:`; then `measured.seconds`.
 
     Args:
         name, category: of the event.

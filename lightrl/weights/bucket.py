@@ -14,7 +14,7 @@ class WrittenFile:
 
     path: str
     num_bytes: int
-    shapes: dict[str, list[int]]  # by Hugging Face name
+    shapes: dict[str, list[int]]  # Hugging Face name → shape
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Bucket:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Of all its parameters, the written ones too."""
+        """The number of bytes of all its parameters, the written ones too."""
         shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
         for file in self.written:
             shapes |= file.shapes

@@ -29,10 +29,10 @@ import xxhash
 from torch import Tensor
 
 CHUNK = 2**19  # elements: they stay in a core's cache from one step of the comparison to the next
-BLOCK_CHUNKS = 8  # of a block, at most
-PART_BYTES = 16 * 2**20  # of a delta, about
+BLOCK_CHUNKS = 8  # the most chunks in a block
+PART_BYTES = 16 * 2**20  # about the size of a delta's part
 _ESCAPE = 255  # a gap of this or more follows as four bytes
-_DENSE_FRACTION = 0.25  # of changed elements, from which on their positions cost more than zeros
+_DENSE_FRACTION = 0.25  # with more changed elements, their positions cost more than zeros
 _STORED_FRACTION = 1 / 16  # below it, gaps are nearly random: to compress them takes longer than to send them
 _LARGE, _LARGE_FRACTION = 15, 1 / 8  # changes of the bits from 15 on follow in full, if they are few
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,17 +48,17 @@ class DeltaError(ValueError):
 class Change(NamedTuple):
     """The change of one chunk."""
 
-    name: str  # of the tensor
-    number: int  # of the chunk in its tensor
-    positions: npt.NDArray[np.int64] | None  # of the changed elements, ascending; None: of all
-    values: Bits  # by how much their bits changed
+    name: str  # the tensor's
+    number: int  # the chunk's, in its tensor
+    positions: npt.NDArray[np.int64] | None  # the changed elements', ascending; None: all elements
+    values: Bits  # the differences of their bits
 
 
 class Block(NamedTuple):
     """The changes of some chunks as they travel."""
 
     chunks: list[tuple[str, int, int, bool]]  # name and number of each, how many values travel, and if it is sparse
-    width: int  # of an element in bytes
+    width: int  # bytes of an element
     body: bytes
 
 
@@ -109,7 +109,7 @@ def apply(change: Change, bits: Bits, *, backward: bool = False) -> None:
 
 
 def packed(changes: Sequence[Change]) -> Block:
-    """At most `BLOCK_CHUNKS` changes, of elements of one size, as a block."""
+    """Packs at most `BLOCK_CHUNKS` changes, of elements of one size, into a block."""
     sparse = [index * CHUNK + one.positions for index, one in enumerate(changes) if one.positions is not None]
     gaps = np.diff(np.concatenate(sparse), prepend=-1) if sparse else np.empty(0, np.int64)
     places = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), gaps[gaps >= _ESCAPE].astype("<u4").tobytes()]
@@ -131,7 +131,7 @@ def unpacked(block: Block) -> list[Change]:
     except (zlib.error, ValueError, TypeError) as error:
         raise DeltaError(f"The delta is torn: {error}.") from error
     positions = np.cumsum(gaps)
-    changes, first, start = [], 0, 0  # of a chunk's positions and values
+    changes, first, start = [], 0, 0  # the last two index a chunk's positions and values
     for index, (name, number, num, is_sparse) in enumerate(block.chunks):
         own = positions[first : first + num] - (index * CHUNK + 1) if is_sparse else None
         changes.append(Change(name, number, own, values[start : start + num]))
@@ -175,7 +175,7 @@ def read_part(part: bytes) -> list[Block]:
 
 
 def checksum(bits: Bits | bytes) -> int:
-    """Of a chunk or a part: finds what a faulty memory, disk or program does, 14 times as fast as a CRC."""
+    """Computes the checksum of a chunk or a part: finds random damage, 14 times as fast as a CRC."""
     return xxhash.xxh3_64_intdigest(bits)  # type: ignore[arg-type]  # any buffer
 
 
@@ -212,7 +212,7 @@ def _packed_values(values: Bits) -> bytes:
 
 
 def _values(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
-    """What `_packed_values` packed; raises ValueError or zlib.error if it is torn."""
+    """Unpacks what `_packed_values` packed; raises ValueError or zlib.error if it is torn."""
     if packed[:1] == b"P":
         planes = np.frombuffer(zlib.decompress(packed[1:]), np.uint8).reshape(dtype.itemsize, num_values)
         folded = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
@@ -229,6 +229,6 @@ def _unfolded(folded: Bits) -> Bits:
     return (folded >> 1) ^ -(folded & 1)
 
 
-# By the bytes of an element: the two values of each byte of half bytes, as one item.
+# Bytes of an element → the two values of each byte of half bytes, as one item.
 _HALVES = np.array([[byte & _LARGE, byte >> 4] for byte in range(256)])
 _PAIRS = {width: _unfolded(_HALVES.astype(f"u{width}")).view(f"V{2 * width}").ravel() for width in (1, 2, 4, 8)}

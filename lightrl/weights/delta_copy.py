@@ -29,10 +29,10 @@ class HostCopy:
 
     def __init__(self, form: ServerForm | None = None) -> None:
         self.form = form or ServerForm()
-        self.weight_version = -1  # of the copy, once it is complete
+        self.weight_version = -1  # the copy's, once it is complete
         self._coming_version = -1
         self._tensors: dict[str, Tensor] = {}
-        self._names: list[list[str]] = []  # of each bucket
+        self._names: list[list[str]] = []  # a list for each bucket
 
     def begin(self, weight_version: int) -> None:
         """Starts a version; the copy is incomplete until its last bucket."""
@@ -82,7 +82,7 @@ class DeltaCopy(HostCopy):
 
     def __init__(self, form: ServerForm | None = None) -> None:
         super().__init__(form)
-        self.checksums: dict[str, list[int]] = {}  # of each parameter's chunks
+        self.checksums: dict[str, list[int]] = {}  # parameter → checksums of its chunks
         # OpenMP's threads would spin beside those of the pool.
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
 
@@ -121,7 +121,7 @@ class DeltaCopy(HostCopy):
             blocks.append(block)
             for task, one in zip(group, sums, strict=True):
                 self.checksums[task[0]].append(one)
-        torch.set_num_threads(num_threads)  # of other new threads, for which the pool's have set it too
+        torch.set_num_threads(num_threads)  # for other new threads: the pool's threads have changed it for them too
         return list(delta.parts(blocks)), copy
 
 

@@ -44,7 +44,7 @@ from lightrl.weights.disk import INDEX_FILE
 
 _STATE_FILE, _VERSION = "version.json", re.compile(r"version-\d+")
 _THREADS = min(8, os.cpu_count() or 1)
-_LENGTH_BYTES = 8  # of a safetensors header's length
+_LENGTH_BYTES = 8  # a safetensors header's length takes eight bytes
 
 
 class NotTheBase(DeltaError):
@@ -74,17 +74,17 @@ class DeltaFolder:
         self.root = Path(root).absolute()
         self.root.mkdir(parents=True, exist_ok=True)
         self.version = NOTHING
-        self._session = ""  # of the version that is arriving
+        self._session = ""  # the session of the version that is arriving
         self._base = ""
         self._checks: dict[int, int] = {}  # checksums of the parts that have arrived
-        self._files: dict[str, int] = {}  # of the version: sizes in bytes
-        self._bits: dict[str, Bits] = {}  # of the version's parameters, in its files
+        self._files: dict[str, int] = {}  # file of the version → bytes
+        self._bits: dict[str, Bits] = {}  # parameter of the version → its bits in the files
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta")
         self._take_over()
 
     @property
     def path(self) -> Path:
-        """What a server loads."""
+        """The folder that a server loads."""
         return self._path_of(self.version)
 
     @property

@@ -85,17 +85,17 @@ def _split_mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-# By `model_type`. Gemma and Gemma 2 add one to their norms while they load; SGLang 0.5.23 does not start with their
+# Keys are `model_type`s. Gemma and Gemma 2 add one to norms while they load; SGLang 0.5.23 does not start with their
 # present configs, so their layout could not be tried.
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text"})
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that a server may have
-RankDigests = list[dict[str, str]]  # by rank: SGLang's parameter name → 16 hexadecimal digits
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
+RankDigests = list[dict[str, str]]  # a dict for each rank: SGLang's parameter name → 16 hexadecimal digits
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FUSED = {"q_proj": ("qkv_proj", 0, 3), "k_proj": ("qkv_proj", 1, 3), "v_proj": ("qkv_proj", 2, 3),
           "gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}  # fmt: skip
 _VOCABULARY_PADDING = 64
-_CPU_PADDING = 32  # of the intermediate size, times the ranks
+_CPU_PADDING = 32  # times the ranks: the intermediate size is padded to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Digests:
         self._layouts = list(layouts)
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightrl-digests")
-        self._parts: dict[str, dict[int, Tensor]] = {}  # of tensors that are incomplete
+        self._parts: dict[str, dict[int, Tensor]] = {}  # incomplete tensor → its parts
         self._running: list[Future[None]] = []
         self._digests: dict[ServerLayout, RankDigests] = {
             layout: [{} for _ in range(layout.num_ranks)] for layout in self._layouts
@@ -210,10 +210,10 @@ class Digests:
                 previous = shards, digest
                 digests[rank][name] = digest
                 if name == _EMBEDDING and OUTPUT_HEAD in self._form.skip_names:
-                    digests[rank][OUTPUT_HEAD] = digest  # of servers that hold a tied head twice
+                    digests[rank][OUTPUT_HEAD] = digest  # some servers hold a tied head twice
 
     def _shard(self, name: str, index: int, part: Tensor, rank: int, layout: ServerLayout) -> Tensor:
-        """What `rank` holds of a part, with zeros where SGLang pads; the part itself where each rank holds all."""
+        """The share of a part that `rank` holds, with zeros where SGLang pads; all of it where each rank holds all."""
         *_, module, kind = ("", *name.split("."))
         num = layout.num_ranks
         if module == "embed_tokens" and self._config.model_type == "gemma3_text":
@@ -267,7 +267,7 @@ def _digest(parts: list[Tensor], layout: ServerLayout) -> str:
     """SGLang's `tensor_hash` of the parts one after the other, as it is printed."""
     if not layout.is_cpu:
         return f"{tile_hash(torch.cat([part.reshape(-1) for part in parts])):016x}"
-    digest = hashlib.sha256()  # which releases the GIL
+    digest = hashlib.sha256()  # it releases the GIL
     for part in parts:
         digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]

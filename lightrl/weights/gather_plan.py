@@ -30,7 +30,7 @@ class Layout:
     name: str
     shape: tuple[int, ...]
     item_bytes: int
-    boxes: Mapping[int, Box]  # by rank; ranks with equal boxes hold copies, all others hold disjoint parts
+    boxes: Mapping[int, Box]  # rank → box; ranks with equal boxes hold copies, all others hold disjoint parts
 
     @property
     def num_bytes(self) -> int:
@@ -56,12 +56,12 @@ class GatherPlan:
     larger; all ranks finish a round before the next begins.
     """
 
-    owners: Mapping[str, int]  # by name of the exported tensor
-    sends: Mapping[str, Sequence[Send]]  # by name of the exported tensor: those of all parameters that it is made of
+    owners: Mapping[str, int]  # exported tensor → rank
+    sends: Mapping[str, Sequence[Send]]  # exported tensor → sends of all parameters that it is made of
     rounds: Sequence[Sequence[str]]
 
     def received_bytes(self) -> Counter[int]:
-        """By rank."""
+        """Rank → bytes."""
         total: Counter[int] = Counter()
         for send in (send for sends in self.sends.values() for send in sends):
             total[send.owner] += send.num_bytes
@@ -95,7 +95,7 @@ def make_plan(
 
 
 def _unit(name: str) -> str:
-    """What must stay on one rank: the attention or the MLP of a layer, whose projections a server fuses."""
+    """Names the unit that must stay on one rank: the attention or MLP of a layer, whose projections servers fuse."""
     parts = name.split(".")
     index = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return name if index is None else ".".join(parts[: index + 2])
@@ -126,7 +126,7 @@ def _owners(
 
 
 def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
-    """What the owner lacks, each part from the holder that has sent least so far; updates `sent`."""
+    """Plans how the owner gets what it lacks, each part from the holder that has sent least; updates `sent`."""
     holders: dict[Box, list[int]] = {}
     for rank, box in sorted(layout.boxes.items()):
         if math.prod(box[1]):

@@ -26,10 +26,10 @@ from lightrl.weights.server_form import ServerForm
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """What a rank must know to write its share; plain JSON by `vars`."""
+    """The facts that a rank needs to write its share; plain JSON by `vars`."""
 
     root: str
-    dtype: str | None  # of the floating-point parameters, by torch's name; None keeps the trainer's
+    dtype: str | None  # torch's name, for floating-point parameters; None keeps the trainer's
     skip_names: list[str]
     timeout_s: float  # until every rank has written its share
 
@@ -77,7 +77,7 @@ class ShareWriter:
         self.files.append(WrittenFile(str(path), num_bytes, shapes))
 
     def record(self) -> dict[str, Any]:
-        """For rank 0, as plain JSON."""
+        """Encodes the share for rank 0 as plain JSON."""
         return {"problem": self.problem, "files": [asdict(file) for file in self.files]}
 
 

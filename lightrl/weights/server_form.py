@@ -30,7 +30,7 @@ class ServerForm:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype | None = None) -> ServerForm:
-        """For the model of this config; a tied output head is the embedding, which is sent anyway."""
+        """Builds the form for a model of this config; a tied output head is the embedding, which is sent anyway."""
         return cls(dtype, [OUTPUT_HEAD] if getattr(config, "tie_word_embeddings", False) else [])
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:

@@ -23,8 +23,8 @@ from torch.multiprocessing import reductions
 from lightrl.weights.bucket import Bucket
 from lightrl.weights.server_form import ServerForm
 
-ALIGNMENT_BYTES = 16  # of each tensor's start: the receiver views the bytes in the tensor's own dtype
-PART_BYTES = 32 * 2**20  # of a block, by default
+ALIGNMENT_BYTES = 16  # each tensor starts at a multiple: the receiver views the bytes in the tensor's own dtype
+PART_BYTES = 32 * 2**20  # a block's default size
 LOAD_FORMAT = "flattened_bucket"  # SGLang's name for the result of `fill`
 
 
@@ -83,7 +83,7 @@ class _DevicesByUuid(ForkingPickler):
         return rebuild, with_uuid(arguments, str(torch.cuda.get_device_properties(value.device).uuid))
 
 
-_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor
+_DEVICE_ARGUMENT = 6  # its index in rebuild_cuda_tensor's arguments
 
 
 def with_uuid(arguments: Sequence[Any], uuid: str) -> tuple[Any, ...]:

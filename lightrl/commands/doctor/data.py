@@ -24,14 +24,14 @@ _MAX_PROBLEMS = 20  # shown of a split
 
 @dataclass
 class SplitReport:
-    """What the rows of a split give."""
+    """The prompts, or rows of data, of a split."""
 
     name: str
-    num_tokens: list[int] = field(default_factory=list)  # of each prompt; with its completion, if the data has it
+    num_tokens: list[int] = field(default_factory=list)  # each prompt's; with its completion, if the data has it
     num_dropped: int = 0
     problems: list[str] = field(default_factory=list)  # one for each bad row
     is_cut: bool = False  # there are more rows than were read
-    times_seen: Counter[int] = field(default_factory=Counter)  # by a hash of the prompt's tokens
+    times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's tokens → times
 
     def add(self, made: Sequence[Any], rows: Sequence[int | ValueError | None]) -> None:
         """Counts some rows: of each the prompt and its tokens, None for a dropped row, ValueError for a bad one."""
@@ -48,7 +48,7 @@ class SplitReport:
 
 
 def repeats(train: SplitReport, validation: SplitReport) -> list[str]:
-    """What is said of prompts that are there more than once."""
+    """Reports prompts that occur more than once."""
     copies = train.times_seen.total() - len(train.times_seen)
     lines = [f"train prompts that repeat another one: {copies}"] if copies else []
     shared = sum(num for key, num in validation.times_seen.items() if key in train.times_seen)
@@ -83,7 +83,7 @@ def first_prompts(module: RLModule, datamodule: Any, num: int) -> list[Prompt]:
 def read_split(
     datamodule: PromptDataModule, split: Literal["train", "validation"], max_rows: int | None = None
 ) -> SplitReport:
-    """Of at most about `max_rows` rows. Prompts of a subclass's own are taken as made."""
+    """Reads at most about `max_rows` rows. A subclass's own prompts are taken as made."""
     report, num_read = SplitReport(split), 0
     if not datamodule.makes_prompts_of_rows:
         of_split: Any = datamodule.prompts.get(split) or []

@@ -1,4 +1,4 @@
-"""What `lightrl doctor run` checks before a model is loaded: devices, memory, disk, models, tokenizer, data."""
+"""Checks of `lightrl doctor run` before a model is loaded: devices, memory, disk, models, tokenizer, data."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lightrl.launch.memory import UnknownMemory, bytes_text, memory_line, misfit
 from lightrl.models import context_tokens
 from lightrl.module import RLModule
 
-_MAX_ROWS = 20_000  # of a split: what a minute reads
-_LEAST_FREE = 0.1  # of the host's memory: less, and the run's start may already fail
+_MAX_ROWS = 20_000  # a minute reads as many of a split
+_LEAST_FREE = 0.1  # with less of the host's memory, the run's start may already fail
 _LEAST_DISK_BYTES = 2**30
-_SHOWN_CHARS = 60  # of a prompt's end
+_SHOWN_CHARS = 60  # the end of a prompt
 _SHOWN_PROBLEMS = 3
 
 Verdict = Literal["ok", "warning", "fails"]
@@ -54,7 +54,7 @@ class Finding:
 
 
 def judged(area: str, text: str, verdict: Verdict, fix: str, *, is_wrong: bool) -> Finding:
-    """With this verdict and fix if something is wrong, otherwise ok."""
+    """Makes a finding with this verdict and fix if something is wrong, otherwise ok."""
     return Finding(area, text, verdict, fix) if is_wrong else Finding(area, text)
 
 
@@ -79,7 +79,7 @@ def devices(trainer: L.Trainer) -> Iterator[Finding]:
 
 
 def memory_on_paper(module: RLModule, trainer: Any, data: Any) -> Iterator[Finding]:
-    """What `lightrl plan` says of the ranks' memory, and what of it the GPU does not have."""
+    """Compares the ranks' memory, as `lightrl plan` estimates it, with the GPU's."""
     try:
         run = planned(module, trainer, data)
     except UnknownMemory as error:

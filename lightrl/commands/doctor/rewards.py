@@ -15,7 +15,7 @@ from lightrl.checks.printable import count_text, escape_unprintable
 from lightrl.module import RLModule
 from lightrl.rewards import ReplayRow, replay
 
-_SHOWN_COLUMNS = 600  # of a text
+_SHOWN_COLUMNS = 600  # the most of a text
 
 
 def judge_again(source: Any, module: RLModule, repeats: int, **settings: Any) -> list[ReplayRow]:

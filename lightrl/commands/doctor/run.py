@@ -48,7 +48,7 @@ from lightrl.trajectory import Trajectory
 _NUM_ITERATIONS = 2
 _NUM_REPLAYED = 8
 _ALMOST_ALL = 0.9
-_ANSWER_S = 10.0  # that a server which runs already may take
+_ANSWER_S = 10.0  # time for a server that runs already
 _PROBE = "sync/probe_abs_dlogp_nats"
 _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
@@ -93,7 +93,7 @@ class _RunCheck(LightRLCLI):
             trainer[name] = value
         engine = trainer.get("engine")
         given = (engine.get("init_args") if isinstance(engine, Namespace) else None) or Namespace()
-        if given.get("urls"):  # of servers that run already
+        if given.get("urls"):  # servers run already
             given.timeouts.startup_s = min(given.timeouts.startup_s, _ANSWER_S)
         folder = given.get("weight_folder")
         if folder is not None:  # servers elsewhere see it too; what other runs have there stays
@@ -189,17 +189,17 @@ def _num_batches(datamodule: Any, limit: Any) -> int:
 class Trial(RLCallback):
     """Ends the run after two iterations, and measures them; last of all callbacks, so it reads what the others log."""
 
-    checkpoints: Sequence[ModelCheckpoint] = ()  # of the run, which the trial is without
-    length: tuple[float, float, float] = (0, 0, 0)  # as `run_length` gives it
-    trajectories: list[Trajectory] = field(default_factory=list)  # of all iterations
+    checkpoints: Sequence[ModelCheckpoint] = ()  # the run's; the trial has none
+    length: tuple[float, float, float] = (0, 0, 0)  # see `run_length`
+    trajectories: list[Trajectory] = field(default_factory=list)  # all iterations'
     dropped: dict[str, list[str]] = field(default_factory=dict)  # reason → messages
     iterations_s: list[float] = field(default_factory=list)
-    phases_s: dict[str, float] = field(default_factory=dict)  # of the last iteration
+    phases_s: dict[str, float] = field(default_factory=dict)  # the last iteration's
     validation_batch_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # the last value of each
     checkpoint_bytes: int = 0
     host_bytes: int = 0  # at most, with the processes that it started
-    rounding: Rounding | None = None  # of trainer and engine
+    rounding: Rounding | None = None  # the trainer's and the engine's
     since_s: float = 0.0  # when the iteration or the validation began
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -234,7 +234,7 @@ class Trial(RLCallback):
 
 
 def _state_bytes(module: RLModule, optimizers: list[Any]) -> int:
-    """What a checkpoint holds: weights of the roles that it saves, and the optimizer's state, over all ranks."""
+    """Bytes of a checkpoint: weights of the roles that it saves, and the optimizer's state, over all ranks."""
     models = (getattr(module, name, None) for name in module.saved_roles())
     trained = [model for model in models if isinstance(model, torch.nn.Module)]
     tensors: list[torch.Tensor] = [parameter for model in trained for parameter in model.parameters()]
@@ -244,7 +244,7 @@ def _state_bytes(module: RLModule, optimizers: list[Any]) -> int:
 
 
 def _findings(measured: Trial, module: RLModule) -> Iterator[Finding]:
-    """What the trial shows, except of the whole run."""
+    """Reports what the trial shows, except about the whole run."""
     yield _logprobs(measured)
     yield from _completions(measured, module)
     yield from _rewards(measured, module)

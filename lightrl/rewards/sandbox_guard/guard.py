@@ -158,7 +158,7 @@ class _Execution:
         if killer == 0:
             with contextlib.suppress(OSError):
                 os.setresuid(uid, uid, uid)
-                if os.getuid() == os.geteuid() == uid:  # as root this would kill every process
+                if os.getuid() == os.geteuid() == uid:  # root would kill every process
                     os.kill(-1, signal.SIGKILL)
             os._exit(0)
         os.waitpid(killer, 0)
@@ -182,7 +182,7 @@ def _file_with(data: bytes) -> int:
 
 
 def _remove(folder: str) -> None:
-    with contextlib.suppress(OSError, RecursionError):  # of folders within folders within folders
+    with contextlib.suppress(OSError, RecursionError):  # folders may be nested without end
         for path, names, _ in os.walk(folder):  # folders that the program locked
             for name in names:
                 entry = Path(path) / name

@@ -47,7 +47,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unprotected_by(layers: set[str]) -> list[str]:
-    """What of this machine a program could harm in spite of these layers."""
+    """Lists what of this machine a program could harm in spite of these layers."""
     needed = {
         "other processes": {"namespaces", "private_user", "landlock_signals"},
         "files": {"private_user", "landlock"},
@@ -89,7 +89,7 @@ def _num_threads_of_user() -> int:
 
 @functools.cache
 def kind_of_namespaces(has_private_user: bool) -> str | None:
-    """Which namespaces this system allows: `plain`, or `user` for those within a user namespace; None for neither.
+    """Finds namespaces that this system allows: `plain`, or `user` for those within a user namespace; None: neither.
 
     A child tries, since there is no way back from half of it: Ubuntu 24.04 lets anyone make a user namespace and then
     refuses everything in it.
@@ -125,7 +125,7 @@ def enter_namespaces(kind: str) -> bool:
 
 
 def mount_own(folder: str, owner: int, limits: dict[str, Any]) -> set[str]:
-    """In namespaces: `disk`, a bounded memory disk at `folder`, and `proc`, a `/proc` of its own; those that worked."""
+    """Mounts `disk`, a bounded memory disk at `folder`, and `proc`, a `/proc` of its own; returns those that worked."""
     if not _mount("none", "/", None, _MS_REC_PRIVATE, ""):
         return set()  # a mount could reach the system's
     group = owner if owner != os.getuid() else os.getgid()
@@ -199,7 +199,7 @@ def hide_memory() -> None:
 
 
 def become_subreaper() -> None:
-    """This process inherits the orphans below it."""
+    """Makes this process the parent of orphans below it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -236,7 +236,7 @@ def restrict_files(folder: str, readable: list[str]) -> int:
     rules = [(folder, all_files)]
     rules += [(path, _EXECUTE_AND_READ) for path in readable]
     rules += [(path, _READ_AND_WRITE_FILE) for path in devices]
-    for path, rights in rules:  # those that this user cannot reach stay closed
+    for path, rights in rules:  # paths that this user cannot reach stay closed
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:

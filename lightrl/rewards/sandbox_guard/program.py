@@ -20,7 +20,7 @@ _WATCH_S = 0.05
 
 
 class Program:
-    """What to run, and the layers of protection around it; each process below the guard has its own copy."""
+    """A program, and the layers of protection around it; each process below the guard has its own copy."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.request = request
@@ -35,7 +35,7 @@ class Program:
             self.kind = layers.kind_of_namespaces("private_user" in self.layers)
         if self.kind is None:
             self.layers.discard("namespaces")
-        if self.kind == "user":  # which has no other users
+        if self.kind == "user":  # this namespace has no other users
             self.layers.discard("private_user")
 
 
