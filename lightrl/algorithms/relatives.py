@@ -284,10 +284,10 @@ class M2PO(GRPO):
 
     def advantages(self, experience: Experience) -> Tensor:
         assert experience.proximal_logprobs is not None
-        kept = second_moment_mask(
+        is_inside = second_moment_mask(
             experience.proximal_logprobs,
             experience.behavior_logprobs,
             experience.loss_mask,
             threshold=self.second_moment_threshold,
         )
-        return torch.where(kept, super().advantages(experience)[:, None], 0.0)
+        return torch.where(is_inside, super().advantages(experience)[:, None], 0.0)

@@ -54,8 +54,8 @@ class ComplaintLog(RLCallback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if self._num_dropped.total() > _MAX_DROPS:
-            more = ", ".join(f"{num} {reason}" for reason, num in self._num_dropped.most_common())
-            self.add("rollout", "dropped", f"{count_text(self._num_dropped.total(), 'trajectory')} in all: {more}")
+            counts = ", ".join(f"{num} {reason}" for reason, num in self._num_dropped.most_common())
+            self.add("rollout", "dropped", f"{count_text(self._num_dropped.total(), 'trajectory')} in all: {counts}")
         self._num_dropped.clear()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

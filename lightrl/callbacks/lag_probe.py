@@ -68,8 +68,8 @@ class LagProbe:
         self._offered = []
         if trainer.rollout.settings.max_staleness > 0 and trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
-            places = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
-            chosen = [trajectories[place] for place in places if not trajectories[place].prompt.images]
+            indices = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
+            chosen = [trajectories[place] for place in indices if not trajectories[place].prompt.images]
             rows = [(item.token_ids, item.loss_mask, item.behavior_logprobs) for item in chosen]
             cut = [(list(ids[:MAX_TOKENS]), list(mask[:MAX_TOKENS]), list(own[:MAX_TOKENS])) for ids, mask, own in rows]
             self._offered = [row for row in cut if any(row[1])]

@@ -59,8 +59,8 @@ class Points:
     def values(self) -> dict[float, float]:
         """Iteration → value, in order."""
         middle = (self.stride - 1) / 2
-        places = ((point * self.stride + middle, point) for point in sorted(self._sums))
-        return {place if middle else int(place): self._sums[point][0] / self._sums[point][1] for place, point in places}
+        centers = ((point * self.stride + middle, point) for point in sorted(self._sums))
+        return {at if middle else int(at): self._sums[point][0] / self._sums[point][1] for at, point in centers}
 
     def state_dict(self) -> dict[str, Any]:
         rows = [[point, total, num] for point, (total, num) in self._sums.items()]

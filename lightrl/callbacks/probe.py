@@ -86,9 +86,9 @@ class Probe:
     def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
         """The trainer's scores, [B, T]; None if the engine cannot score or it is not its turn, on every rank."""
         engine = trainer.rollout.engine
-        every = engine.probe_every_n_loads if self.num and isinstance(engine, ScoresTokens) else 0
-        every = ranks_of(trainer.strategy).broadcast_json(every)
-        if every == 0 or weight_version % every:
+        interval = engine.probe_every_n_loads if self.num and isinstance(engine, ScoresTokens) else 0
+        interval = ranks_of(trainer.strategy).broadcast_json(interval)
+        if interval == 0 or weight_version % interval:
             return None
         return trainer_scores(trainer, module, self._sequences(module))
 

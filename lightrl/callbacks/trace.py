@@ -222,14 +222,14 @@ def _offset_ns(ranks: Ranks) -> int:
 def role_bytes(module: RLModule, optimizers: Any) -> dict[str, dict[str, int]]:
     """Role → this rank's bytes of its model: parameters, gradients, optimizer. Shared ones count for the first."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
-    seen: set[int] = set()
+    counted_ids: set[int] = set()
     result: dict[str, dict[str, int]] = {}
     for role in getattr(module, "parallel_models", {}):
         sizes = result.setdefault(role, {"parameters": 0, "gradients": 0, "optimizer": 0})
         for parameter in getattr(module, role).parameters():
-            if id(parameter) in seen:
+            if id(parameter) in counted_ids:
                 continue
-            seen.add(id(parameter))
+            counted_ids.add(id(parameter))
             sizes["parameters"] += _num_bytes(parameter)
             sizes["gradients"] += _num_bytes(parameter.grad)
             state = states.get(parameter, {})

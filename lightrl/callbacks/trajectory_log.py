@@ -156,8 +156,8 @@ class TrajectoryLog(RLCallback):
         if ranks.size == 1:
             experience = experience.select(list(range(num)))
         else:  # all ranks compute on the same rows, whose tokens are on some
-            written = [item.to_json() for item in trajectories[:num]] if ranks.is_main else None
-            records = ranks.broadcast_json(written)
+            encoded = [item.to_json() for item in trajectories[:num]] if ranks.is_main else None
+            records = ranks.broadcast_json(encoded)
             experience = Experience.from_trajectories([Trajectory.from_json(record) for record in records])
         rows: list[list[float]] = [[]] * num
         if holders.is_here:
@@ -339,9 +339,9 @@ def format_table(
     header = ("prompt", "completion", "reward", "advantage")
     numbers_width = len("  reward  advantage") + 2
     room = max(width - numbers_width, 20)
-    wanted = [max([len(header[column]), *(num_columns(row[column]) for row in cells)]) for column in (0, 1)]
-    prompt_width = min(wanted[0], max(room // 2, room - wanted[1]))
-    completion_width = min(wanted[1], room - prompt_width)
+    column_widths = [max([len(header[column]), *(num_columns(row[column]) for row in cells)]) for column in (0, 1)]
+    prompt_width = min(column_widths[0], max(room // 2, room - column_widths[1]))
+    completion_width = min(column_widths[1], room - prompt_width)
     lines = []
     for prompt, completion, reward, advantage in [header, *cells]:
         left = pad(shorten(prompt, prompt_width, keep_start=0.0), prompt_width)

@@ -32,9 +32,9 @@ def check_sums(folder: Path, fix: str) -> None:
     if not (folder / SUMS_FILE).is_file():
         return
     for line in (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
-        written, _, name = line.partition("  ")
+        expected_sum, _, name = line.partition("  ")
         file = folder / name
-        if not file.is_file() or _sum_of(file) != written:
+        if not file.is_file() or _sum_of(file) != expected_sum:
             state = "has other bytes than were written" if file.is_file() else "is missing"
             raise ValueError(f"{str(file)!r} {state}, by its SHA-256 in {SUMS_FILE}. {fix}")
 

@@ -263,12 +263,12 @@ def _plain(value: Any) -> Any:
 
 def without_secrets(config: Namespace) -> Namespace:
     """A copy without tokens, keys and passwords: files of a run are shared, the environment is not."""
-    kept = config.clone()
+    public = config.clone()
     for name, value in config.items():
         if isinstance(value, str) and name.rpartition(".")[2] in _SECRETS:
-            kept[name] = None
+            public[name] = None
             log.info("%s is not saved in config.yaml.", name)
-    return kept
+    return public
 
 
 class _PredictionFile(L.Callback):

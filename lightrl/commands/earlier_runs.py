@@ -28,9 +28,9 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit:
     """
     if folder is None:
         return None
-    found = folder.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt")
+    saved = folder.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt")
     others, same = [], []
-    for checkpoint in sorted(found, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
+    for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
         difference = _difference(checkpoint.parent.parent / "config.yaml", settings, is_fit=is_fit)
         if difference is None and checkpoint.exists():
             return checkpoint

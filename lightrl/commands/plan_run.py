@@ -55,15 +55,15 @@ class TrainerSettings:
         accelerator = section.get("accelerator") or "auto"
         is_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
         count = section.get("devices")
-        every = count in (None, "auto", -1, "-1")
-        num = max(1, torch.cuda.device_count() if is_gpu else 0) if every else num_devices(count)
+        takes_all = count in (None, "auto", -1, "-1")
+        num = max(1, torch.cuda.device_count() if is_gpu else 0) if takes_all else num_devices(count)
         callbacks, nodes = section.get("callbacks") or [], int(section.get("num_nodes") or 1)
-        places = [torch.device("cuda", index) if is_gpu else torch.device("cpu") for index in range(num)]
+        all_devices = [torch.device("cuda", index) if is_gpu else torch.device("cpu") for index in range(num)]
         named = section.get("strategy") or "auto"
         strategy: Any = named_strategy("FSDP2Strategy" if named == "auto" and num * nodes > 1 else named)
         if isinstance(strategy, str):
-            strategy = SimpleNamespace(root_device=places[0])
-        strategy.parallel_devices, strategy.num_nodes = places, nodes
+            strategy = SimpleNamespace(root_device=all_devices[0])
+        strategy.parallel_devices, strategy.num_nodes = all_devices, nodes
         return cls(
             strategy=strategy,
             engine=section.get("engine"),

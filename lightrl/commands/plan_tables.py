@@ -71,8 +71,8 @@ def _engine_text(run: PlannedRun) -> str:
         return ""
     weights, key_values = engine_memory(run, engine)
     num = rows_of(run, engine)
-    places = {"rank 0": "on rank 0's device", "elsewhere": "on a device of its own"}
-    where = places.get(engine.place, f"servers: {engine.servers}, tp {engine.tp}")
+    device_texts = {"rank 0": "on rank 0's device", "elsewhere": "on a device of its own"}
+    where = device_texts.get(engine.place, f"servers: {engine.servers}, tp {engine.tp}")
     rows = [
         ("weights", bytes_text(weights), f"{run.roles[0].parameters:,} parameters of {engine.width} bytes"),
         ("key-values", bytes_text(key_values), f"of {num:,} trajectories of {run.longest:,} tokens at once"),
@@ -85,7 +85,7 @@ def _engine_text(run: PlannedRun) -> str:
 def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
     if device_bytes is None:
         return "does it fit? Pass --gpu_memory_gb, in 1e9 bytes, to see what does not and what would change it."
-    lines = [found.text for found in misfits(run, device_bytes)]
+    lines = [misfit.text for misfit in misfits(run, device_bytes)]
     of = f"{bytes_text(USABLE_FRACTION * device_bytes)} usable of {bytes_text(device_bytes)}"
     return "\n".join(["does not fit", *_wrapped(lines)]) if lines else f"fits: {of} on each device"
 

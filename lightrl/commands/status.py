@@ -39,8 +39,8 @@ def status_text(folder: Path) -> str:
 
 
 def _newest(folder: Path, patterns: Sequence[str]) -> Path | None:
-    found = [path for pattern in patterns for path in folder.glob(pattern)]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    paths = [path for pattern in patterns for path in folder.glob(pattern)]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _run_lines(path: Path) -> Iterator[tuple[str, str]]:

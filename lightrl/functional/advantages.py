@@ -127,8 +127,8 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, to
         ValueError: if the tensors differ in shape.
     """
     check_same_shape(values=values, loss_mask=loss_mask)
-    kept = values[loss_mask].double()
-    mean, variance, are_equal = moments(kept, total)
+    selected = values[loss_mask].double()
+    mean, variance, are_equal = moments(selected, total)
     if are_equal:
         return torch.zeros_like(values)
     normalized = (values.double() - mean) / (variance.sqrt() + eps)

@@ -159,8 +159,8 @@ class ImportanceWeights:
         if self._has_bound and self.mode == "clamp":
             weights = weights.clamp(min=self.floor, max=self.cap)
         elif self._has_bound:
-            judged = _measured(self.metric, self.aggregation or by_level, proximal, behavior, loss_mask)
-            weights = torch.where(judged.clamp(min=self.floor, max=self.cap) == judged, weights, 0.0)
+            ratios = _measured(self.metric, self.aggregation or by_level, proximal, behavior, loss_mask)
+            weights = torch.where(ratios.clamp(min=self.floor, max=self.cap) == ratios, weights, 0.0)
         return torch.where(loss_mask, weights, 1.0)
 
 

@@ -63,8 +63,8 @@ def masked_mean(values: Tensor, mask: Tensor, total: Total = of_one_rank) -> Ten
     Raises:
         ValueError: if the tensors differ in shape.
     """
-    (kept,) = neutralize(mask, values)
-    return total(kept.sum()) / total(mask.sum()).clamp(min=1)
+    (selected,) = neutralize(mask, values)
+    return total(selected.sum()) / total(mask.sum()).clamp(min=1)
 
 
 def loss_counts(loss_mask: Tensor) -> tuple[int, int]:
@@ -118,12 +118,12 @@ def reduce_loss(
     num_sequences = max(num_sequences, 1)
     loss_tokens = loss_mask.sum(dim=1)
     if per_token.dim() == 1:
-        (kept,) = neutralize(loss_tokens > 0, per_token)
-        return kept.sum() / num_sequences
-    (kept,) = neutralize(loss_mask, per_token)
+        (selected,) = neutralize(loss_tokens > 0, per_token)
+        return selected.sum() / num_sequences
+    (selected,) = neutralize(loss_mask, per_token)
     if mode == "token":
-        return kept.sum() / max(num_tokens, 1)
+        return selected.sum() / max(num_tokens, 1)
     if mode == "sequence":
-        return (kept.sum(dim=1) / loss_tokens.clamp(min=1)).sum() / num_sequences
+        return (selected.sum(dim=1) / loss_tokens.clamp(min=1)).sum() / num_sequences
     assert max_new_tokens is not None
-    return kept.sum() / (num_sequences * max_new_tokens)
+    return selected.sum() / (num_sequences * max_new_tokens)

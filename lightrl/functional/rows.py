@@ -40,10 +40,10 @@ def judged_rows(trajectories: Sequence[Trajectory]) -> tuple[list[int], list[Tra
     rows = [row for row, item in enumerate(trajectories) if item.reward is not None]
     if not rows:
         raise ValueError("No trajectory has a reward. Fix the reward function.")
-    kept = [trajectories[row] for row in rows]
-    if any(item.rewards is not None for item in kept):  # the rest was checked before; other ranks have no tokens
-        check_trajectories(kept)
-    return rows, kept, torch.tensor([item.reward for item in kept], dtype=torch.float32)
+    rewarded = [trajectories[row] for row in rows]
+    if any(item.rewards is not None for item in rewarded):  # the rest was checked before; other ranks have no tokens
+        check_trajectories(rewarded)
+    return rows, rewarded, torch.tensor([item.reward for item in rewarded], dtype=torch.float32)
 
 
 def support_codes(trajectory: Trajectory) -> Tensor:

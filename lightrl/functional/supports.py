@@ -153,9 +153,9 @@ class Supports:
         is_drawn = np.zeros(int(counts.sum()), bool)
         is_drawn[ends - 1] = True
         first = (num_others.cumsum() - num_others)[token] - (others.cumsum() - others)
-        found = np.empty(len(is_drawn), np.int64)
-        found[~is_drawn] = ids[first.repeat(others) + np.arange(int(others.sum()))]
-        found[is_drawn] = on_host(token_ids).numpy()[row, column]
+        other_ids = np.empty(len(is_drawn), np.int64)
+        other_ids[~is_drawn] = ids[first.repeat(others) + np.arange(int(others.sum()))]
+        other_ids[is_drawn] = on_host(token_ids).numpy()[row, column]
 
         def moved(values: _Ints) -> Tensor:
             return to_device(torch.from_numpy(values), token_ids.device)
@@ -163,7 +163,7 @@ class Supports:
         return cls(
             limited=moved(np.flatnonzero(is_limited)),
             others=moved(np.flatnonzero(~is_limited)),
-            ids=moved(found),
+            ids=moved(other_ids),
             rows=moved(np.arange(len(counts)).repeat(counts)),
             counts=moved(counts),
             ends=ends.tolist(),
@@ -269,8 +269,8 @@ class _SupportScores(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad_scores.dtype)
         for positions, part in ctx.supports.chunks(ctx.chunk_tokens):
             gradient = grad_scores.new_zeros(positions.stop - positions.start, weight.shape[0])
-            places = (ctx.supports.rows[part] - positions.start, ids[part])
-            gradient.index_put_(places, grad_scores[part], accumulate=is_here is not None)
+            indices = (ctx.supports.rows[part] - positions.start, ids[part])
+            gradient.index_put_(indices, grad_scores[part], accumulate=is_here is not None)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
             gradient = gradient.to(weight.dtype)

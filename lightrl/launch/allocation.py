@@ -91,18 +91,18 @@ def _part(word: str, text: str) -> Part:
     if experts := _EXPERTS.search(word):
         backend = word[: experts.start()].removesuffix(":") or "megatron"
         return _with_experts(Part(backend), experts[1], experts[2], text)
-    found = _PART.fullmatch(word)
-    if found is None:
+    match = _PART.fullmatch(word)
+    if match is None:
         raise _wrong(text, f"{word!r} must be sizes such as d4t2, after a backend and a colon")
-    sizes = _sizes(found["sizes"], "dtpce", text)
+    sizes = _sizes(match["sizes"], "dtpce", text)
     is_plain = sizes.get("pp", 1) == sizes.get("ep", 1) == 1
-    backend = found["backend"] or ("fsdp" if is_plain else "megatron")
+    backend = match["backend"] or ("fsdp" if is_plain else "megatron")
     if backend not in (*_SERVERS, *_TRAINERS):
         raise _wrong(text, f"{backend!r} is not a backend: {', '.join((*_SERVERS, *_TRAINERS))}")
     allowed = {"sglang": "dtp", "vllm": "dtp", "fsdp": "dtcp"}.get(backend, "dtpce")
     if wrong := [letter for letter, name in _NAMES.items() if name in sizes and letter not in allowed]:
         raise _wrong(text, f"{backend} has no size {wrong[0]}, only {', '.join(allowed)}")
-    return Part(backend, name=found["name"] or found["old_name"], **sizes)
+    return Part(backend, name=match["name"] or match["old_name"], **sizes)
 
 
 def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:

@@ -111,8 +111,8 @@ class LocalLauncher:
             if failed := [name for name, code in codes.items() if code]:
                 first = next((name for name in failed if not self._is_echo(name)), failed[0])
                 return first, int(codes[first] or 1)
-            if gone := [name for name, code in codes.items() if code == 0 and name not in trainers]:
-                return gone[0], 1  # servers that end while there are ranks
+            if ended := [name for name, code in codes.items() if code == 0 and name not in trainers]:
+                return ended[0], 1  # servers that end while there are ranks
             time.sleep(_TICK_S)
 
     def _is_echo(self, name: str) -> bool:

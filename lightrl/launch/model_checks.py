@@ -37,6 +37,6 @@ def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_me
         return [facts.unknown] if facts.unknown else []
     run = facts.planned.launched(layout, *split)
     if gpu_memory_gb is not None and not facts.on_cpu:
-        for found in misfits(run, gpu_memory_gb * 1e9):
-            raise ValueError(f"launch.gpu_memory_gb={gpu_memory_gb:g} is not enough: {found.text}.")
+        for misfit in misfits(run, gpu_memory_gb * 1e9):
+            raise ValueError(f"launch.gpu_memory_gb={gpu_memory_gb:g} is not enough: {misfit.text}.")
     return [memory_line(run)]

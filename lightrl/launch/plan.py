@@ -112,8 +112,8 @@ def make_plan(
     processes = _trainers(ranks_of, names, port, facts.on_cpu, [python, "-m", "lightrl", "fit", *config])
     servers = _servers(servers_of, names, port, layout, facts, folder, [python, "-m", "lightrl", "serve", *config])
     if servers:
-        found = f"{SCHEME}{folder}/{REGISTRY}?servers={layout.servers}"
-        processes = [replace(one, environment={**one.environment, ADDRESS_VARIABLES[0]: found}) for one in processes]
+        url = f"{SCHEME}{folder}/{REGISTRY}?servers={layout.servers}"
+        processes = [replace(one, environment={**one.environment, ADDRESS_VARIABLES[0]: url}) for one in processes]
         elsewhere = {one.host for one in servers} - {0}
         if elsewhere and facts.transport == "disk" and facts.weight_folder is None:
             settings["trainer"]["engine"]["init_args"]["weight_folder"] = f"{folder}/weights"

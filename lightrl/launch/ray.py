@@ -157,8 +157,8 @@ class RayLauncher(LocalLauncher):
                 waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=_SAY_EVERY_S)[1]
             ):
                 nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
-                wanted = f"{len(waiting)} of these on hosts apart: {self.bundles()}"
-                self._write(f"Ray has no room yet for {wanted}. It has {nodes}.\n")
+                request = f"{len(waiting)} of these on hosts apart: {self.bundles()}"
+                self._write(f"Ray has no room yet for {request}. It has {nodes}.\n")
                 if while_ranks_run and not self._ranks_run():
                     for index in answers:
                         self._actors[index].give_up()

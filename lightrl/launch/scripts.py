@@ -42,8 +42,8 @@ def host_names(nodes: int) -> list[str]:
 
 def with_hosts(text: str, hosts: Sequence[str]) -> str:
     """A text with hosts in place of `host_names`; `?` for one that there is not."""
-    known = dict(zip(host_names(len(hosts)), hosts, strict=True))
-    return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: known.get(name[0], "?"), text)
+    addresses = dict(zip(host_names(len(hosts)), hosts, strict=True))
+    return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: addresses.get(name[0], "?"), text)
 
 
 def placed(plan: Plan, places: Sequence[tuple[str, Sequence[str]]]) -> Plan:

@@ -129,8 +129,8 @@ class SlurmLauncher:
 
     def _job_state(self) -> str:
         shown = _call("scontrol", "show", "job", str(self.job))
-        found = re.search(r"JobState=(\w+)", shown)
-        return found[1] if found else "UNKNOWN"
+        match = re.search(r"JobState=(\w+)", shown)
+        return match[1] if match else "UNKNOWN"
 
     def _job(self) -> str:
         plan, launch = self.plan, self.plan.launch

@@ -70,5 +70,5 @@ class TorchrunLauncher:
             # A rank must not outlive its torchrun, not even one that is killed.
             guard = ["-m", parent_guard.__name__, "0", str(plan.launch.warning_s), f"{plan.log_file(process)}.none"]
             command = [command[0], "-m", "torch.distributed.run", *words, "--no-python", command[0], *guard, *command]
-        more = ' "$@" < /dev/null' if process.role == "trainer" else ""
-        return "\n".join([*script_head(plan, environment, before=before), f"exec {inside(plan, command)}{more}"]) + "\n"
+        end = ' "$@" < /dev/null' if process.role == "trainer" else ""
+        return "\n".join([*script_head(plan, environment, before=before), f"exec {inside(plan, command)}{end}"]) + "\n"

@@ -333,9 +333,9 @@ def checkpoints(section: str, kind: str) -> Rule:
         if section == "recover" and _rhythm("saver", areal) == (kind, value):
             return Outcome({"callbacks.ModelCheckpoint.save_last": True})
         name = "callbacks.ModelCheckpoint" if section == "saver" else "callbacks.ModelCheckpoint:recover"
-        kept = {f"{name}.save_top_k": -1} if section == "saver" else {f"{name}.save_last": True}
+        saving = {f"{name}.save_top_k": -1} if section == "saver" else {f"{name}.save_last": True}
         interval = str(datetime.timedelta(seconds=value)) if kind == "secs" else value
-        return Outcome({f"{name}.{RHYTHMS[kind]}": interval, **kept})
+        return Outcome({f"{name}.{RHYTHMS[kind]}": interval, **saving})
 
     return rule
 

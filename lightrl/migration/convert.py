@@ -160,8 +160,8 @@ def _resolved(value: Any, given: Mapping[str, Any], tree: Mapping[str, Any], pat
 
     def replaced(match: re.Match[str]) -> str:
         name = match[1]
-        known = name in given and name not in path
-        return str(_resolved(given[name], given, tree, (*path, name))) if known else match[0]
+        is_given = name in given and name not in path
+        return str(_resolved(given[name], given, tree, (*path, name))) if is_given else match[0]
 
     return _REFERENCE.sub(replaced, value)
 

@@ -305,9 +305,9 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
     """
     state = checkpoint["state_dict"]
     for name, (model, role) in models.items():
-        kept = {f"{name}.{key}" for key, value in model.named_parameters() if value.requires_grad}
+        trained_names = {f"{name}.{key}" for key, value in model.named_parameters() if value.requires_grad}
         for key in [key for key in state if key.startswith(f"{name}.")]:
-            if name not in saved or (role.lora is not None and key not in kept):
+            if name not in saved or (role.lora is not None and key not in trained_names):
                 del state[key]
     checkpoint["models"] = describe({name: pair for name, pair in models.items() if name in saved})
 

@@ -63,7 +63,7 @@ def check_given(values: Mapping[str, Any], config: PretrainedConfig) -> None:
     Raises:
         ValueError: if a name is nearly one that the family has and is not given, or a size is below 1.
     """
-    known = {*config.to_dict(), *config.attribute_map}
+    fields = {*config.to_dict(), *config.attribute_map}
     default = set(type(config)().to_dict()) | set(config.attribute_map)
     for name in values:
         near = [] if name in default else difflib.get_close_matches(name, default - set(values), n=1, cutoff=0.85)
@@ -72,7 +72,7 @@ def check_given(values: Mapping[str, Any], config: PretrainedConfig) -> None:
     for name in _SIZES:
         if isinstance(values.get(name), int) and values[name] < 1:
             raise ValueError(f"config must have {name} >= 1, got {values[name]}.")
-    if "vocab_size" in known and "vocab_size" not in values:
+    if "vocab_size" in fields and "vocab_size" not in values:
         log.warning("config has no vocab_size: it is %s, the default of %s.", config.vocab_size, config.model_type)
 
 
@@ -230,14 +230,14 @@ class ModelSpec:
                 "logprobs depend on the other rows.", self._named, LONGROPE_LENGTH, context_tokens(config), tokens,
             )  # fmt: skip
         with loading(self._named, "Copy or download its files again, and use the config.json that belongs to them."):
-            model, found = kind.from_pretrained(
+            model, loading_info = kind.from_pretrained(
                 self.path,
                 dtype=dtype,
                 trust_remote_code=self.trust_remote_code,
                 output_loading_info=True,
                 **options,
             )
-        check_loaded(self._named, model, found["missing_keys"], found["unexpected_keys"])
+        check_loaded(self._named, model, loading_info["missing_keys"], loading_info["unexpected_keys"])
         return model.eval()
 
     @property

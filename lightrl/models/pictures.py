@@ -88,16 +88,16 @@ class Pictures:
 
     def collapsed(self, token_ids: Sequence[int], num_images: int) -> list[int]:
         """The inverse of `expanded`: one image token for each picture, as SGLang expects."""
-        left, kept, skip = num_images, [], 0
+        left, short_ids, skip = num_images, [], 0
         for token in token_ids:
             if skip:
                 skip -= 1
                 continue
-            kept.append(token)
+            short_ids.append(token)
             if token == self.image_token_id and left:
                 left -= 1
                 skip = self.tokens_each - 1
-        return kept
+        return short_ids
 
     def check(self, images: Sequence[str], token_ids: Sequence[int]) -> None:
         """Raises ValueError if the token ids have too few image tokens for these pictures."""
@@ -197,10 +197,10 @@ def with_pictures(
     if rows is not None:
         here = set(rows)
         images = [names if row in here else () for row, names in enumerate(images)]
-    places = {image: place for place, image in enumerate(dict.fromkeys(image for row in images for image in row))}
+    index_of = {image: index for index, image in enumerate(dict.fromkeys(image for row in images for image in row))}
     width = max(len(row) for row in images)
-    image_rows = [[places[image] for image in row] + [-1] * (width - len(row)) for row in images]
-    pixel_values = pictures.pixel_values(list(places)) if places else torch.zeros(0, 3, 1, 1)
+    image_rows = [[index_of[image] for image in row] + [-1] * (width - len(row)) for row in images]
+    pixel_values = pictures.pixel_values(list(index_of)) if index_of else torch.zeros(0, 3, 1, 1)
     return experience.with_tensors({"pixel_values": pixel_values, "image_rows": torch.tensor(image_rows)})
 
 
@@ -231,7 +231,7 @@ def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Te
     shown = image_rows[image_rows >= 0]
     if not len(shown):
         return cast(Tensor, embeddings)
-    used, places = torch.unique(shown, return_inverse=True)
+    used, inverse = torch.unique(shown, return_inverse=True)
     pixels = pixel_values[used].to(embeddings.dtype)
     features = torch.stack(tuple(body.get_image_features(pixel_values=pixels, return_dict=True).pooler_output))
     num_tokens = (image_rows >= 0).sum(1, keepdim=True) * features.shape[1]
@@ -242,7 +242,7 @@ def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Te
             f"The rows need {num_tokens[:, 0].tolist()} image tokens for their pictures, got "
             f"{is_picture.sum(1).tolist()}. Render the prompts with the data module."
         )
-    filled: Tensor = embeddings.masked_scatter(is_picture[..., None], features[places].to(embeddings.dtype))
+    filled: Tensor = embeddings.masked_scatter(is_picture[..., None], features[inverse].to(embeddings.dtype))
     return filled
 
 

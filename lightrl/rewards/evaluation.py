@@ -54,8 +54,8 @@ class Evaluation:
 
 def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, list[float]]:
     """Metric → one number per trajectory that has it, or per prompt for pass@k."""
-    judged = [group for group in groups if group.trajectories]
-    trajectories = [trajectory for group in judged for trajectory in group.trajectories]
+    nonempty = [group for group in groups if group.trajectories]
+    trajectories = [trajectory for group in nonempty for trajectory in group.trajectories]
     num_failed = len(groups) * group_size - len(trajectories)
     numbers = {"failed_fraction": [1.0] * num_failed + [0.0] * len(trajectories)}
     if trajectories:
@@ -66,6 +66,6 @@ def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, li
         numbers["length_tokens"] = [float(item.num_loss_tokens) for item in trajectories]
         numbers["truncated_fraction"] = [float(item.is_truncated) for item in trajectories]
         if group_size > 1:
-            solved = [float(any(item.accuracy >= 1 for item in group.trajectories)) for group in judged]
+            solved = [float(any(item.accuracy >= 1 for item in group.trajectories)) for group in nonempty]
             numbers[f"pass_at_{group_size}_fraction"] = solved
     return numbers

@@ -122,11 +122,11 @@ def in_microbatch_spans(
     """
     if _tape is None or not _tape.is_recording:
         return loss, backward
-    begun = time.perf_counter_ns()
+    first_start_ns = time.perf_counter_ns()
     since: dict[int, int] = {}  # thread → end of its last backward
 
     def traced_loss(experience: Any, outputs: Any) -> Any:
-        start_ns = since.get(threading.get_ident(), begun)
+        start_ns = since.get(threading.get_ident(), first_start_ns)
         record("forward", "update", thread_track(), start_ns, trajectories=len(experience))
         with span("loss", "update"):
             return loss(experience, outputs)

@@ -112,8 +112,8 @@ def packed(changes: Sequence[Change]) -> Block:
     """Packs at most `BLOCK_CHUNKS` changes, of elements of one size, into a block."""
     sparse = [index * CHUNK + one.positions for index, one in enumerate(changes) if one.positions is not None]
     gaps = np.diff(np.concatenate(sparse), prepend=-1) if sparse else np.empty(0, np.int64)
-    places = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), gaps[gaps >= _ESCAPE].astype("<u4").tobytes()]
-    body = _packed(places, 0 if len(gaps) < _STORED_FRACTION * CHUNK * len(sparse) else 1)
+    gap_bytes = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), gaps[gaps >= _ESCAPE].astype("<u4").tobytes()]
+    body = _packed(gap_bytes, 0 if len(gaps) < _STORED_FRACTION * CHUNK * len(sparse) else 1)
     values = np.concatenate([one.values for one in changes])
     chunks = [(one.name, one.number, len(one.values), one.positions is not None) for one in changes]
     return Block(chunks, values.dtype.itemsize, body + _packed_values(values))
@@ -124,10 +124,10 @@ def unpacked(block: Block) -> list[Change]:
     num_gaps = sum(num for _, _, num, is_sparse in block.chunks if is_sparse)
     try:
         unpacker = zlib.decompressobj()
-        places = np.frombuffer(unpacker.decompress(block.body), np.uint8)
+        gap_bytes = np.frombuffer(unpacker.decompress(block.body), np.uint8)
         values = _values(unpacker.unused_data, sum(num for _, _, num, _ in block.chunks), np.dtype(f"u{block.width}"))
-        gaps = places[:num_gaps].astype(np.int64)
-        gaps[gaps == _ESCAPE] = places[num_gaps:].view("<u4")
+        gaps = gap_bytes[:num_gaps].astype(np.int64)
+        gaps[gaps == _ESCAPE] = gap_bytes[num_gaps:].view("<u4")
     except (zlib.error, ValueError, TypeError) as error:
         raise DeltaError(f"The delta is torn: {error}.") from error
     positions = np.cumsum(gaps)

@@ -41,19 +41,19 @@ class HostCopy:
         self._names = []
 
     def add(self, bucket: Bucket, copy: Callable[[str, Tensor, Tensor], object] | None = None) -> Bucket:
-        """Copies a bucket; returns the copy. `copy` gets each name, what was kept, and the trainer's tensor."""
+        """Copies a bucket; returns the copy. `copy` gets each name, what was stored, and the trainer's tensor."""
         copied: dict[str, Tensor] = {}
         for name, dtype, shape in self.form.layout(bucket):
             tensor = bucket.tensors[name].detach()
-            kept = self._tensors.get(name)
-            if kept is None or kept.shape != shape or kept.dtype != dtype:
-                kept = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=tensor.is_cuda)
-                self._tensors[name] = kept
+            stored = self._tensors.get(name)
+            if stored is None or stored.shape != shape or stored.dtype != dtype:
+                stored = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=tensor.is_cuda)
+                self._tensors[name] = stored
             if copy is None:
-                kept.copy_(tensor)
+                stored.copy_(tensor)
             else:
-                copy(name, kept, tensor)
-            copied[name] = kept
+                copy(name, stored, tensor)
+            copied[name] = stored
         self._names.append(list(copied))
         if bucket.is_last:
             self.weight_version = self._coming_version
@@ -94,11 +94,11 @@ class DeltaCopy(HostCopy):
         """Copies a bucket; the parts of its delta, none without a base, and the copy."""
         tasks: list[_Task] = []
 
-        def plan(name: str, kept: Tensor, tensor: Tensor) -> None:
-            old, flat = delta.bits_of(kept), tensor.reshape(-1)
+        def plan(name: str, stored: Tensor, tensor: Tensor) -> None:
+            old, flat = delta.bits_of(stored), tensor.reshape(-1)
             for index in range(delta.num_chunks(len(old))):
                 source = flat[index * delta.CHUNK : (index + 1) * delta.CHUNK]
-                tasks.append((name, index, delta.chunk(old, index), source, kept.dtype))
+                tasks.append((name, index, delta.chunk(old, index), source, stored.dtype))
             self.checksums[name] = []
 
         def copied(group: Sequence[_Task]) -> tuple[delta.Block | None, list[int]]:

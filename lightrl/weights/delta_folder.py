@@ -204,8 +204,8 @@ class DeltaFolder:
         try:
             for part in parts:
                 blocks = read_part(part.read_bytes())
-                places = [(name, number) for block in blocks for name, number, _, _ in block.chunks]
-                if len(set(places)) < len(places) or not sums.keys().isdisjoint(places):
+                chunk_ids = [(name, number) for block in blocks for name, number, _, _ in block.chunks]
+                if len(set(chunk_ids)) < len(chunk_ids) or not sums.keys().isdisjoint(chunk_ids):
                     raise DeltaError("The delta has a chunk twice.")
                 for changed in self._pool.map(lambda block: self._changed(block, backward=backward), blocks):
                     sums |= changed
@@ -229,12 +229,12 @@ class DeltaFolder:
 
     def _name(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
         """Gives the folder the version's name, if its content is that version's; `sums` are known checksums."""
-        known = dict(sums or {})
+        all_sums = dict(sums or {})
         chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
-        missing = [place for places in chunks.values() for place in places if place not in known]
+        missing = [place for chunk_ids in chunks.values() for place in chunk_ids if place not in all_sums]
         added = self._pool.map(lambda place: checksum(chunk(self._bits[place[0]], place[1])), missing)
-        known |= dict(zip(missing, added, strict=True))
-        checksums = {name: [known[place] for place in places] for name, places in chunks.items()}
+        all_sums |= dict(zip(missing, added, strict=True))
+        checksums = {name: [all_sums[place] for place in chunk_ids] for name, chunk_ids in chunks.items()}
         if version_digest(version.run, version.weight_version, checksums) != version.digest:
             self.clear()
             raise DeltaError(f"The result is not the trainer's version {version.weight_version}: its digest differs.")

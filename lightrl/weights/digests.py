@@ -58,12 +58,12 @@ def tile_hash(tensor: Tensor) -> int:
     for start in range(0, words.numel(), _TILE_WORDS * _TILES_AT_ONCE):
         block = words[start : start + _TILE_WORDS * _TILES_AT_ONCE].to(torch.int64) & _WORD
         position = torch.arange(start, start + block.numel(), device=words.device) & _WORD
-        for which, (factor, seed, turn) in enumerate(zip(_POSITION, (_SEED, _SECOND_SEED), (15, 13), strict=True)):
+        for index, (factor, seed, turn) in enumerate(zip(_POSITION, (_SEED, _SECOND_SEED), (15, 13), strict=True)):
             turned = ((position << turn) | (position >> (32 - turn))) & _WORD
             mixed = _mixed(block ^ (((position * factor + seed) & _WORD) ^ turned))
             padding = -mixed.numel() % _TILE_WORDS
             tiles = torch.nn.functional.pad(mixed, (0, padding)).view(-1, _TILE_WORDS).sum(1) & _WORD
-            sums[which] += _mixed(tiles ^ size).sum()
+            sums[index] += _mixed(tiles ^ size).sum()
     first, second = (int(value) for value in sums.tolist())
     return _split_mix(((first << 32) + second) & _MASK)
 

@@ -124,8 +124,8 @@ class VersionWriter:
 
     def add(self, bucket: Bucket) -> None:
         """Writes the bucket as a file, and takes over the files that other ranks have written."""
-        for written in bucket.written:
-            self._adopt(written)
+        for rank_file in bucket.written:
+            self._adopt(rank_file)
         layout = self.folder.form.layout(bucket)
         if not layout:
             return

@@ -114,10 +114,10 @@ def check_data(module: Any, datamodule: Any) -> int:
     reports = [read_split(datamodule, "train"), read_split(datamodule, "validation")]
     lines: list[str] = []
     for report in reports:
-        more = len(report.problems) - _MAX_PROBLEMS
+        num_hidden = len(report.problems) - _MAX_PROBLEMS
         lines.append(f"{report.name}: {report.counts_text()}")
         lines += [f"  {escape_unprintable(problem)}" for problem in report.problems[:_MAX_PROBLEMS]]
-        lines += [f"  … and {more} more"] if more > 0 else []
+        lines += [f"  … and {num_hidden} more"] if num_hidden > 0 else []
     lines += repeats(*reports)
     sys.stdout.write("\n".join(lines) + "\n")
     return int(any(report.problems for report in reports))

@@ -89,8 +89,8 @@ def memory_on_paper(module: RLModule, trainer: Any, data: Any) -> Iterator[Findi
     yield Finding("memory", memory_line(run))
     if trainer.strategy.root_device.type == "cuda":
         total = torch.cuda.get_device_properties(trainer.strategy.root_device).total_memory
-        for found in misfits(run, float(total)):
-            yield Finding("memory", f"{found.text}.", "warning", "lightrl plan shows all of it.")
+        for misfit in misfits(run, float(total)):
+            yield Finding("memory", f"{misfit.text}.", "warning", "lightrl plan shows all of it.")
 
 
 def host_memory() -> tuple[int, int]:
@@ -128,9 +128,9 @@ def models(module: RLModule) -> Iterator[Finding]:
         context = context_tokens(config) or "not stated"
         yield Finding("model", f"{name}: {config.model_type}, {role.spec.path or 'random weights'}, context {context}")
     tokenizer, text = module.tokenizer, module.policy_spec.load_config().get_text_config()
-    said = f"{len(tokenizer)} tokens for {text.vocab_size} embeddings, end token {tokenizer.eos_token!r}"
+    sizes = f"{len(tokenizer)} tokens for {text.vocab_size} embeddings, end token {tokenizer.eos_token!r}"
     fix = "Use the tokenizer that belongs to the model, or a larger vocab_size."
-    yield judged("tokenizer", said, "fails", fix, is_wrong=len(tokenizer) > text.vocab_size)
+    yield judged("tokenizer", sizes, "fails", fix, is_wrong=len(tokenizer) > text.vocab_size)
 
 
 def data(module: RLModule, datamodule: Any) -> Iterator[Finding]:

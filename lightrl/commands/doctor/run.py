@@ -157,9 +157,9 @@ class _RunCheck(LightRLCLI):
             self._note(_findings(measured, module))
         if measured.iterations_s:
             logged = sum(file.stat().st_size for file in self.folder.rglob("iteration-000000.jsonl"))
-            every = next((item.every_n_iterations for item in self.items if isinstance(item, TrajectoryLog)), 1)
+            interval = next((item.every_n_iterations for item in self.items if isinstance(item, TrajectoryLog)), 1)
             batches = _num_batches(datamodule, self.given.get("limit_val_batches"))
-            self._note(forecast(measured, self.root, logged_bytes=logged / every, validation_batches=batches))
+            self._note(forecast(measured, self.root, logged_bytes=logged / interval, validation_batches=batches))
         warnings, took = count_text(self.verdicts["warning"], "warning"), time.monotonic() - self.begun_s
         verdicts = f"{self.verdicts['ok']} ok, {warnings}, {self.verdicts['fails']} failed"
         sys.stdout.write(f"\n{verdicts}, in {took:.0f} s. Nothing was kept.\n")
@@ -316,12 +316,12 @@ def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
 def run_length(trainer: Any, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
     """Iterations of the whole run, infinite if nothing ends it; its validations; checkpoints on the disk at its end."""
     iterations, epoch = float(trainer.estimated_stepping_batches), trainer.num_training_batches
-    every = (trainer.val_check_batch or math.inf) * (trainer.check_val_every_n_epoch or 1)
+    interval = (trainer.val_check_batch or math.inf) * (trainer.check_val_every_n_epoch or 1)
     files = 0.0
     for item in checkpoints:
         saves = iterations // (item._every_n_train_steps or epoch)
         files += (saves if item.save_top_k == -1 else min(item.save_top_k, saves)) + bool(item.save_last)
-    return iterations, iterations // every, files
+    return iterations, iterations // interval, files
 
 
 def forecast(measured: Trial, root: str, *, logged_bytes: float, validation_batches: int) -> Iterator[Finding]:
