@@ -168,7 +168,7 @@ def hidden_logprobs(
     def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         part, ids, part_mask = hidden[rows], token_ids[rows], _mask_of(mask, rows)
         num = part.shape[0]
-        if num <= chunk_tokens and (_are_few(num, weight.shape[0]) or not can_compile(part.device.type)):
+        if num <= chunk_tokens and (are_few_logits(num, weight.shape[0]) or not can_compile(part.device.type)):
             return _logits_logprobs(linear(part, weight, bias), ids, temperature, part_mask, entropy_gradient)
         return _head_logprobs(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
 
@@ -261,12 +261,13 @@ def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
     Args:
         form: the type of the device, or `fused` where the head's functions are compiled.
     """
-    if _are_few(num, vocabulary):
+    if are_few_logits(num, vocabulary):
         return max(num, 1)
     return max(_CHUNK_LOGITS.get(form, _KEPT_LOGITS) // vocabulary, 1)
 
 
-def _are_few(num: int, vocabulary: int) -> bool:
+def are_few_logits(num: int, vocabulary: int) -> bool:
+    """Whether the logits of `num` positions are kept for the backward pass."""
     return num * vocabulary <= _KEPT_LOGITS
 
 
@@ -557,7 +558,7 @@ def _compiled(function: _Pass) -> _Pass:
     fused = torch.compile(function)
 
     def call(logits: Tensor, token_ids: Tensor, temperature: float, mask: _Mask | None, *rows: Tensor | None) -> Any:
-        rows = tuple(None if value is None else value.contiguous() for value in rows)
+        rows = tuple(None if value is None else value.detach().contiguous() for value in rows)
         for value in (logits, token_ids, *rows, *(() if mask is None else mask[1:])):
             if value is not None:
                 torch._dynamo.maybe_mark_dynamic(value, 0)
