@@ -50,11 +50,12 @@ class PackedRows:
     Args:
         lengths: tokens of each trajectory, in the row's order; those without tokens do not count.
         device: of the row.
+        kernel: None takes the first that works.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, kernel: str | None = None) -> None:
         self.lengths = [length for length in lengths if length > 0]
-        self.device = device
+        self.device, self.kernel = device, kernel
         self.longest = max(self.lengths, default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
@@ -151,7 +152,15 @@ def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
     if _is_flash(model.config._attn_implementation):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest}
+    if rows.kernel is None:  # found before the layers are compiled: a trial may compile by itself
+        config, device = model.config.get_text_config(), rows.device.type
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kernel_for(rows.device, _compute_dtype(device, model.dtype), size, size)
     return {"packed_rows": rows, "attention_mask": no_mask(rows.device)}
+
+
+def _compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 def no_mask(device: torch.device) -> Tensor:
@@ -195,11 +204,11 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
     device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    dtype = _compute_dtype(device, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if window is not None and window >= rows.longest:
         window = None
-    kernel = _kernel_while_compiling(query.device, dtype, query.shape[-1], value.shape[-1])
+    kernel = rows.kernel or _kernel_while_compiling(query.device, dtype, query.shape[-1], value.shape[-1])
     with torch.autocast(device, enabled=False):
         return KERNELS[kernel](query, key, value, rows, scale, window)
 
