@@ -20,7 +20,8 @@ Reading order:
       faulty_reward.py, in_fork.py  rewards that fail, and runs without the seconds of their imports, of these two
     delta_sync.py       its rows of syncs that send what changed: bytes, pause, speed on a link, growth
     parallel.py         updates by topology on this machine: tokens/s, memory, bytes sent, idle time of the pipeline
-    gpu_update.py       MFU, tokens/s and memory of update and logprobs on one GPU, against a plain training loop
+    gpu_update.py       MFU, tokens/s and memory of the update on one GPU, against a plain training loop
+    roofline.py         the same MFU on paper, part by part, without a GPU
     plan.py             what FSDP2 and 3D parallelism cost, on paper, up to 1,024 GPUs
     async_overlap.py    iterations per second with max_staleness 0, 1, 2, 4, 8 and a long tail of latencies
       stream_order.py   simulated: are the lengths trained on those sampled? the same for other rules

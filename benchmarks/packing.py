@@ -86,7 +86,7 @@ def run_padded(model: PreTrainedModel, experience: Experience, rows: int) -> Non
     for part in torch.arange(len(experience)).split(rows):
         token_ids = experience.token_ids[part]
         logits = model(input_ids=token_ids, attention_mask=attention_mask[part], use_cache=False).logits[:, :-1]
-        logprobs = logits.log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
+        logprobs = logits.float().log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
         logprobs = torch.nn.functional.pad(logprobs, (1, 0))
         loss = -(logprobs * experience.loss_mask[part] * experience.rewards[part, None]).sum()
         loss.backward()

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import Report
 from lightrl.strategies.costs import Cost, Machine, Work, fsdp2_cost, num_parameters, parallel_3d_cost
-from lightrl.strategies.fsdp2 import decoder_layers
+from lightrl.strategies.single import decoder_layers
 
 
 def best_fsdp2_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:

@@ -314,6 +314,7 @@ class RLModule(L.LightningModule):
             weight_decay=self.weight_decay,
             fused=True,
         )
+        optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip under any mixed precision
         if not self.warmup_iterations and self.lr_decay == "constant":
             return optimizer
         num_iterations = self.trainer.estimated_stepping_batches

@@ -25,6 +25,7 @@ from benchmarks import (
     packing,
     parallel,
     plan,
+    roofline,
     sync_faults,
     weight_sync,
 )
@@ -190,25 +191,36 @@ def test_parallel_sends_little_more_than_it_must(capfd):
 
 
 @pytest.mark.extra
-def test_gpu_update_has_the_same_gradients_on_both_sides(capsys):
+def test_gpu_update_has_the_same_gradients_on_both_sides():
     config = gpu_update.make_config("tiny")
-    contest = gpu_update.Contest(config, gpu_update.make_parts(256, 32, config.vocab_size), "cpu", plain_tokens=128)
-    assert len(contest.plain) > 1
-    contest._step = lambda: None
+    experience = gpu_update.make_parts(256, 32, config.vocab_size)
     gradients = []
-    for update in (contest.update_plain, contest.update_lightrl):
-        contest.model.zero_grad()
-        update()
-        gradients.append(torch.cat([value.grad.flatten() for value in contest.model.parameters()]))
+    for name in ("plain", "pure"):
+        model = gpu_update.make_model(config, torch.float32).cpu()
+        gpu_update.backward_of(name, model, experience.to("cpu"), plain_tokens=128)()
+        gradients.append(torch.cat([value.grad.flatten() for value in model.parameters()]))
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
 
 
-def test_gpu_update_prints_both_contenders(capsys):
-    gpu_update.main(["--quick"])
+def test_gpu_update_prints_each_contender(capsys):
+    gpu_update.main(["--quick", "--contenders", "plain,pure,mixed"])
     rows = [line for line in printed(capsys) if "contender" in line]
-    assert [(row["measurement"], row["contender"]) for row in rows] == [
-        ("update", "plain"), ("update", "lightrl"), ("logprobs", "plain"), ("logprobs", "lightrl"),
-    ]  # fmt: skip
+    assert [row["contender"] for row in rows] == ["plain", "pure", "mixed"]
+
+
+@pytest.mark.extra
+def test_gpu_update_times_the_update_phase_of_a_trainer(capsys):
+    gpu_update.main(["--quick", "--contenders", "trainer"])
+    (row,) = [line for line in printed(capsys) if "contender" in line]
+    assert row["tokens_per_s"] > 0
+
+
+def test_the_roofline_has_no_part_that_gets_slower_when_it_is_compiled(capsys):
+    for form in ([], ["--eager"]):
+        roofline.main(["--quick", *form])
+    fused, eager = [line for line in printed(capsys) if line.get("measurement") == "update"]
+    assert fused["tokens"] == eager["tokens"] == 256
+    assert all(fused[f"{part}_us"] <= eager[f"{part}_us"] for part in ("layers", "attention", "head", "optimizer"))
 
 
 @pytest.mark.extra

@@ -136,6 +136,7 @@ class SupervisedModule(L.LightningModule):
             betas=self.betas,
             fused=True,
         )
+        optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip under any mixed precision
         if not self.warmup_steps and self.lr_decay == "constant":
             return optimizer
         num_steps = self.trainer.estimated_stepping_batches

@@ -14,7 +14,7 @@ Reading order:
     kl.py           estimators of the KL divergence, its adaptive weight
     divergence.py   KL and Jensen-Shannon divergence over a teacher's likeliest tokens
     reduction.py    masking before and after the loss, and three ways to average it
-    device_copy.py  copies to a device that the host does not wait for
+    device_copy.py  copies to a device that the host does not wait for; compilation.py  whether it can compile
     rows.py         trajectories as rows of tensors, checked; packing.py  of unequal length, without their padding
     supports.py     what a truncated draw chose from: its code, and the softmax over it
 
@@ -25,6 +25,7 @@ beside it in tests/functional/ a value worked by hand and an independent slow im
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages
+from lightrl.functional.compilation import can_compile
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.divergence import Divergence, check_divergence, rest_mass, topk_divergence
 from lightrl.functional.importance import (
@@ -64,6 +65,7 @@ from lightrl.functional.values import ValueNormalizer, explained_variance, value
 __all__ = [
     "EVERY_TOKEN",
     "Supports",
+    "can_compile",
     "encode_supports",
     "joined_supports",
     "num_coded_tokens",

@@ -14,13 +14,15 @@ token it describes, so position 0, which nothing predicts, is 0. The model path 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lightrl.functional.compilation import can_compile
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.shapes import check_same_shape
 from lightrl.functional.supports import Supports, support_scores
@@ -28,8 +30,9 @@ from lightrl.functional.supports import Supports, support_scores
 # Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
 _KEPT_LOGITS = 2**24
 # Logits per chunk beyond that. Smaller chunks read the head more often: on a CPU, 512 tokens of a vocabulary of 50,000
-# took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs some hundred rows at a time.
-_CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
+# took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs some hundred rows at a time, and a fused
+# chunk has no float32 copies.
+_CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26, "fused": 2**28}
 
 
 def token_logprobs(
@@ -164,7 +167,8 @@ def hidden_logprobs(
 
     def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         part, ids, part_mask = hidden[rows], token_ids[rows], _mask_of(mask, rows)
-        if part.shape[0] <= chunk_tokens:
+        num = part.shape[0]
+        if num <= chunk_tokens and (are_few_logits(num, weight.shape[0]) or not can_compile(part.device.type)):
             return _logits_logprobs(linear(part, weight, bias), ids, temperature, part_mask, entropy_gradient)
         return _head_logprobs(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
 
@@ -247,14 +251,24 @@ def _prepared(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return hidden, weight, bias, chunk_tokens or tokens_per_chunk(hidden.shape[0], weight.shape[0], device)
+    form = "fused" if can_compile(device) else device
+    return hidden, weight, bias, chunk_tokens or tokens_per_chunk(hidden.shape[0], weight.shape[0], form)
 
 
-def tokens_per_chunk(num: int, vocabulary: int, device: str) -> int:
-    """How many of `num` positions get their logits at once; all of them if the logits are few enough to be kept."""
-    if num * vocabulary <= _KEPT_LOGITS:
+def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
+    """How many of `num` positions get their logits at once; all of them if the logits are few enough to be kept.
+
+    Args:
+        form: the type of the device, or `fused` where the head's functions are compiled.
+    """
+    if are_few_logits(num, vocabulary):
         return max(num, 1)
-    return max(_CHUNK_LOGITS.get(device, _KEPT_LOGITS) // vocabulary, 1)
+    return max(_CHUNK_LOGITS.get(form, _KEPT_LOGITS) // vocabulary, 1)
+
+
+def are_few_logits(num: int, vocabulary: int) -> bool:
+    """Whether the logits of `num` positions are kept for the backward pass."""
+    return num * vocabulary <= _KEPT_LOGITS
 
 
 # (masked_ids [K], masked_rows bool [N]), or None if every id could be sampled.
@@ -416,56 +430,141 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
+        read, _ = _passes(hidden.device.type)
         parts = []
         for chunk in _chunks(hidden.shape[0], chunk_tokens):
             logits = linear(hidden[chunk], weight, bias)
-            parts.append(_gather(*_distribution(logits, temperature, _mask_of(mask, chunk)), token_ids[chunk]))
-        logprobs, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
+            parts.append(read(logits, token_ids[chunk], temperature, _mask_of(mask, chunk)))
+        logprobs, *kept = (torch.cat(values) for values in zip(*parts, strict=True))
+        entropy = kept[0]
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(hidden, weight, bias, token_ids, entropy)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, *kept)
         ctx.temperature, ctx.mask, ctx.chunk_tokens = temperature, mask, chunk_tokens
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token_ids, entropy = ctx.saved_tensors
+        hidden, weight, bias, token_ids, *kept = ctx.saved_tensors
+        _, gradient_of = _passes(hidden.device.type)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed in float32 at least: a bfloat16 sum of hundreds of chunks would lose most of the small ones.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if ctx.needs_input_grad[2] else None
         for chunk in _chunks(hidden.shape[0], ctx.chunk_tokens):
-            mask = _mask_of(ctx.mask, chunk)
+            rows = (None if value is None else value[chunk] for value in (grad_logprobs, grad_entropy, *kept))
             logits = linear(hidden[chunk], weight, bias)
-            log_probabilities, probabilities = _distribution(logits, ctx.temperature, mask)
-            gradient = _logits_gradient(
-                log_probabilities,
-                probabilities,
-                token_ids[chunk],
-                entropy[chunk],
-                None if grad_logprobs is None else grad_logprobs[chunk],
-                None if grad_entropy is None else grad_entropy[chunk],
-                ctx.temperature,
-                mask,
-            )
+            gradient = gradient_of(logits, token_ids[chunk], ctx.temperature, _mask_of(ctx.mask, chunk), *rows)
             if grad_bias is not None:
-                grad_bias += gradient.sum(dim=0)
-            gradient = gradient.to(weight.dtype)
+                grad_bias += gradient.sum(dim=0, dtype=sum_dtype)
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[chunk])
-            if grad_weight is not None and sum_dtype == weight.dtype:
-                grad_weight.addmm_(gradient.T, hidden[chunk])
-            elif grad_weight is not None:
-                grad_weight += gradient.T @ hidden[chunk]
+            if grad_weight is not None:
+                _add_product(grad_weight, gradient.T, hidden[chunk])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 5,
         )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in the dtype of the total."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _read(logits: Tensor, token_ids: Tensor, temperature: float, mask: _Mask | None) -> tuple[Tensor, ...]:
+    """Logprobs and entropies of a chunk's logits [n, V]."""
+    return _gather(*_distribution(logits, temperature, mask), token_ids)
+
+
+def _gradient(
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: float,
+    mask: _Mask | None,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:
+    """The gradient of a chunk's logits, [n, V] in their dtype."""
+    scores = _distribution(logits, temperature, mask)
+    gradient = _logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, temperature, mask)
+    return gradient.to(logits.dtype)
+
+
+# The same for compilation: every [n, V] but the logits and their gradient stays within a kernel. The forward keeps the
+# largest score and the logarithm of the sum as well, so that the backward reads the logits once.
+
+
+def _fused_read(logits: Tensor, token_ids: Tensor, temperature: float, mask: _Mask | None) -> tuple[Tensor, ...]:
+    scores = _scores(logits, temperature, mask)
+    largest = scores.amax(1, keepdim=True)
+    shifted = scores - largest
+    powers = shifted.exp()
+    total = powers.sum(1)
+    normalizer = total.log()
+    logprobs = shifted.gather(1, _columns(token_ids)) - normalizer[:, None]
+    return logprobs.view(token_ids.shape), normalizer - (powers * shifted).sum(1) / total, largest[:, 0], normalizer
+
+
+def _fused_gradient(
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: float,
+    mask: _Mask | None,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    entropy: Tensor,
+    largest: Tensor,
+    normalizer: Tensor,
+) -> Tensor:
+    log_probabilities = _scores(logits, temperature, mask) - largest[:, None] - normalizer[:, None]
+    slope = torch.zeros_like(entropy)[:, None]
+    if grad_logprobs is not None:
+        slope = slope + _columns(grad_logprobs).sum(1, keepdim=True)
+    if grad_entropy is not None:
+        slope = slope + grad_entropy[:, None] * (entropy[:, None] + log_probabilities)
+    gradient = -log_probabilities.exp() * slope
+    if grad_logprobs is not None and token_ids.dim() == 1:
+        is_drawn = torch.arange(logits.shape[1], device=logits.device) == token_ids[:, None]
+        gradient = gradient + torch.where(is_drawn, grad_logprobs[:, None], 0.0)
+    elif grad_logprobs is not None:
+        gradient = gradient.scatter_add(1, token_ids, grad_logprobs)
+    gradient = gradient / temperature
+    return (gradient if mask is None else _masked(gradient, mask, 0.0)).to(logits.dtype)
+
+
+_Pass = Callable[..., Any]
+
+
+def _passes(device_type: str) -> tuple[_Pass, _Pass]:
+    """What reads a chunk's logits, and what gives their gradient."""
+    return (_compiled(_fused_read), _compiled(_fused_gradient)) if can_compile(device_type) else (_read, _gradient)
+
+
+@functools.cache
+def _compiled(function: _Pass) -> _Pass:
+    """The function as a kernel for any number of rows; the vocabulary is a constant of it."""
+    fused = torch.compile(function)
+
+    def call(logits: Tensor, token_ids: Tensor, temperature: float, mask: _Mask | None, *rows: Tensor | None) -> Any:
+        rows = tuple(None if value is None else value.detach().contiguous() for value in rows)
+        for value in (logits, token_ids, *rows, *(() if mask is None else mask[1:])):
+            if value is not None:
+                torch._dynamo.maybe_mark_dynamic(value, 0)
+        return fused(logits, token_ids, temperature, mask, *rows)
+
+    return call
 
 
 def _chunks(num: int, chunk_tokens: int) -> list[slice]:

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightrl.functional.logprobs import tokens_per_chunk
+from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
 from lightrl.strategies.spread_experience import TOKEN_DTYPES
 from lightrl.strategies.tensor_plans import (
     FAMILIES,
@@ -145,12 +145,11 @@ def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[floa
     weights = vocabulary * config.hidden_size
     kept = compute * config.hidden_size * tokens  # the states that predict
     kept += compute * weights if compute != work.parameter_bytes else 0  # the head's copy under autocast
-    rows = tokens_per_chunk(tokens, vocabulary, "cuda")
-    if rows >= tokens:  # few logits: their probabilities are kept
+    if are_few_logits(tokens, vocabulary):  # their probabilities are kept
         logits = tokens * vocabulary
         return float(kept + _FLOAT * logits), float((compute + 2 * _FLOAT) * logits)
-    # Logits and their gradient in the head's dtype; scores, log-probabilities, probabilities and gradient in float32.
-    chunk = rows * vocabulary * (2 * compute + 4 * _FLOAT)
+    # Logits and their gradient in the head's dtype; what lies between stays within a kernel.
+    chunk = min(tokens, tokens_per_chunk(tokens, vocabulary, "fused")) * vocabulary * 2 * compute
     return float(kept), float(chunk + _FLOAT * weights + compute * config.hidden_size * tokens)
 
 

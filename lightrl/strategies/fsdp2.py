@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.owner import own_mark
+from lightrl.functional import can_compile
 from lightrl.models import ParallelModel, RoleMesh
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
@@ -49,7 +50,7 @@ from lightrl.strategies.role_mesh import (
     role_meshes,
 )
 from lightrl.strategies.shared_folder import check_all_see
-from lightrl.strategies.single import LogprobSettings
+from lightrl.strategies.single import LogprobSettings, decoder_layers
 
 if TYPE_CHECKING:
     import lightning as L
@@ -75,7 +76,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         offload_to_cpu: keep shards, gradients and optimizer state in CPU memory.
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory,
             because no rank keeps whole gradients, and more communication.
-        compile_layers: `torch.compile` each decoder layer.
+        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs.
         hang_timeout_s: end the run if a rank waits this long for another; the error names the other. Before training,
             while models are read, it is 25 minutes unless this is longer.
         save_async: train on while a checkpoint is written, from a copy in CPU memory. The next save, or the end of the
@@ -90,7 +91,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         activation_checkpointing: bool = False,
         offload_to_cpu: bool = False,
         reduce_every_microbatch: bool = False,
-        compile_layers: bool = False,
+        compile_layers: bool | None = None,
         hang_timeout_s: float = 600.0,
         save_async: bool = False,
     ) -> None:
@@ -242,10 +243,17 @@ class FSDP2Strategy(ModelParallelStrategy):
         of_layers = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         if is_mixed:
             settings["mp_policy"] = of_layers
-        for layer in decoder_layers(model):
+        layers = decoder_layers(model)
+        if not layers and hasattr(model, "config"):
+            raise ValueError(
+                f"FSDP2Strategy needs models that name their decoder layers in _no_split_modules, which "
+                f"{type(model).__name__} does not."
+            )
+        is_compiled = can_compile(self.root_device.type) if self.compile_layers is None else self.compile_layers
+        for layer in layers:
             trains = any(parameter.requires_grad for parameter in layer.parameters())
-            if self.compile_layers:
-                layer.forward = torch.compile(layer.forward)
+            if is_compiled:
+                layer.forward = torch.compile(layer.forward, dynamic=True)
             if is_mixed:  # probes and scores run outside of the Trainer's autocast
                 layer.forward = torch.autocast(self.root_device.type, torch.bfloat16)(layer.forward)
             if self.activation_checkpointing and trains:
@@ -336,18 +344,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._writes.wait()
         assert self.model is not None
         return load_folder(Path(self.broadcast(str(checkpoint_path))), self.model, self.optimizers)
-
-
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated layers of a Hugging Face model, by `_no_split_modules`; none for other modules."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers and hasattr(model, "config"):
-        raise ValueError(
-            f"FSDP2Strategy needs models that name their decoder layers in _no_split_modules, which "
-            f"{type(model).__name__} does not."
-        )
-    return layers
 
 
 @functools.cache

@@ -122,8 +122,10 @@ class FSDP2Model(SingleModel):
         self._num_calls = 0  # for the current microbatch
         self._gather: PlannedGather | None = None
         add_run_inside(model)
-        with torch.no_grad():
-            self._root.run_inside(functools.partial(super().__init__, model, settings, value_head=value_head))
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
+            # The strategy has compiled the layers before it sharded them.
+            make = functools.partial(super().__init__, value_head=value_head, compile_layers=False)
+            self._root.run_inside(make, model, settings)
             device_type = self._root.run_inside(lambda: model.device.type)  # inside, it is where it computes
         reshard(self._root)
         self.layouts = {}  # the number of its calls depends on the rows

@@ -5,7 +5,7 @@ the attention is told where they start. `make_packable` registers an attention t
 forwards stay torch's SDPA. What runs is the first of these that works for the device, dtype and head size, which a
 trial on a few tokens finds:
 
-    flash   torch's variable-length flash attention (torch >= 2.10, bfloat16 or float16)
+    flash   torch's variable-length flash attention (torch >= 2.11, bfloat16 or float16), within a compiled layer too
     flex    torch's flex attention, compiled, over the blocks that a trajectory touches
     sdpa    SDPA on rectangles of trajectories of like length; always works, and is the CPU's
 
@@ -50,19 +50,16 @@ class PackedRows:
     Args:
         lengths: tokens of each trajectory, in the row's order; those without tokens do not count.
         device: of the row.
+        kernel: None takes the first that works.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, kernel: str | None = None) -> None:
         self.lengths = [length for length in lengths if length > 0]
-        self.device = device
+        self.device, self.kernel = device, kernel
         self.longest = max(self.lengths, default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
         self._block_masks: dict[int | None, Any] = {}  # by window
-
-    @functools.cached_property
-    def starts(self) -> Tensor:
-        """int32 [N + 1], on the device; the last is T."""
-        return to_device(self._starts.int(), self.device)
 
     @functools.cached_property
     def documents(self) -> Tensor:
@@ -155,7 +152,15 @@ def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
     if _is_flash(model.config._attn_implementation):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest}
+    if rows.kernel is None:  # found before the layers are compiled: a trial may compile by itself
+        config, device = model.config.get_text_config(), rows.device.type
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kernel_for(rows.device, _compute_dtype(device, model.dtype), size, size)
     return {"packed_rows": rows, "attention_mask": no_mask(rows.device)}
+
+
+def _compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 def no_mask(device: torch.device) -> Tensor:
@@ -195,18 +200,22 @@ def attend(
     return _attend(query, key, value, packed_rows, settings.get("scaling"), settings.get("sliding_window")), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # lists of numbers that differ in every microbatch would compile anew each time
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
     device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    dtype = _compute_dtype(device, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if window is not None and window >= rows.longest:
         window = None
-    kernel = kernel_for(query.device, dtype, query.shape[-1], value.shape[-1])
+    kernel = rows.kernel or _kernel_while_compiling(query.device, dtype, query.shape[-1], value.shape[-1])
     with torch.autocast(device, enabled=False):
         return KERNELS[kernel](query, key, value, rows, scale, window)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _kernel_while_compiling(device: torch.device, dtype: torch.dtype, head_size: int, value_size: int) -> str:
+    return kernel_for(device, dtype, head_size, value_size)
 
 
 @functools.cache
@@ -251,7 +260,7 @@ def _failure(
         try:
             output = function(*tensors, rows, None, None)
             results.append([output.detach(), *torch.autograd.grad(output.float().square().sum(), tensors)])
-        except (RuntimeError, ImportError, NotImplementedError, ValueError, AssertionError) as error:
+        except (RuntimeError, ImportError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
             return (str(error).strip() or type(error).__name__).splitlines()[0][:100]
     for actual, expected in zip(*results, strict=True):
         error_size = float((actual - expected).abs().max() / expected.abs().max())
@@ -265,26 +274,21 @@ def _flash(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found, unused-ignore]
 
-    takes = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {}
-    if "window_size" in takes:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is None:
-        options["is_causal"] = True  # torch 2.10
-    else:
-        raise NotImplementedError("torch 2.10's varlen_attn has no window")
-    if scale is not None and "scale" in takes:
-        options["scale"] = scale
-    elif scale is not None:
-        query = query * (scale * query.shape[-1] ** 0.5)
-    if query.shape[1] != key.shape[1] and "enable_gqa" in takes:
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+    if query.shape[1] != key.shape[1] and _names_groups():
         options["enable_gqa"] = True
-    elif query.shape[1] != key.shape[1]:
-        key, value = _repeated(query, key, value)
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     output: Any = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, **options)
     result: Tensor = output[None]
     return result
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _names_groups() -> bool:
+    """Whether fewer heads of keys than of queries must be announced (torch 2.12); torch 2.11 takes them as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @functools.cache
@@ -294,6 +298,7 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=True)  # type: ignore[no-any-return, unused-ignore]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # has a compilation of its own
 def _flex(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
@@ -302,11 +307,14 @@ def _flex(
     return output.transpose(1, 2)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # rectangles differ in every microbatch, and would compile anew each time
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
     parts, places = rows.rectangles
-    key, value = _repeated(query, key, value)
+    times = query.shape[1] // key.shape[1]
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     outputs = []
     for tokens in parts:
         num, width = tokens.shape
@@ -322,12 +330,6 @@ def _sdpa(
         output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         outputs.append(output.transpose(1, 2).reshape(num * width, *output.shape[1::2]))  # [tokens, heads, D]
     return torch.cat(outputs).index_select(0, places)[None]
-
-
-def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values once for each query head."""
-    times = query.shape[1] // key.shape[1]
-    return (key, value) if times == 1 else (key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))
 
 
 # In the order in which they are tried.

@@ -2,7 +2,8 @@
 
 Shapes: B trajectories, T tokens, N loss tokens, H hidden size. On the CPU, trajectories of similar length form
 right-padded rectangles, or share the states of their prompt if that is cheaper; on other devices a microbatch is one
-packed row with restarting positions. Logprobs come from the hidden states at the N positions, so no [B, T, V] exists.
+packed row with restarting positions, and on NVIDIA GPUs decoder layers are compiled. Logprobs come from the hidden
+states at the N positions, so no [B, T, V] exists.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lightrl.experience import Experience, row_codes
 from lightrl.functional import (
     Supports,
     aligned_to_tokens,
+    can_compile,
     hidden_logprobs,
     hidden_topk,
     on_host,
@@ -122,7 +124,7 @@ def can_pack(model: PreTrainedModel) -> bool:
         return False
     token_ids = _some_tokens(model, 6)
     position_ids = torch.arange(3, device=model.device).repeat(2)[None]
-    told = arguments(model, PackedRows((3, 3), model.device))
+    told = arguments(model, PackedRows((3, 3), model.device, kernel="sdpa"))
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **told)
     except (NotPackable, TypeError):  # TypeError: the model takes no further arguments
@@ -187,6 +189,8 @@ class SingleModel:
         settings: what the engine does to the logits.
         value_head: a critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
         form: how padding is removed; None picks, for each microbatch, the cheapest that is exact for this model.
+        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs. The first layer's code serves all
+            layers of like shapes, and microbatches of any lengths.
 
     Raises:
         ValueError: if `form` is not exact for the model, or the model cannot have a head on its body.
@@ -199,6 +203,7 @@ class SingleModel:
         *,
         value_head: torch.nn.Linear | None = None,
         form: Form | None = None,
+        compile_layers: bool | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -219,6 +224,9 @@ class SingleModel:
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
+        if can_compile(model.device.type) if compile_layers is None else compile_layers:
+            for layer in decoder_layers(model):
+                layer.compile(dynamic=True)
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
@@ -378,6 +386,12 @@ class SingleModel:
             parts.append((picked[rows], columns, *results))
         rows, columns, logprobs, entropy, ids = (torch.cat(values) for values in zip(*parts, strict=True))
         return rows, columns, as_outputs(logprobs, entropy, ids, more)
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated layers of a Hugging Face model, by `_no_split_modules`; none if it does not name them."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def ids_to_read(token_ids: Tensor, more: More, likeliest: Callable[[int], Tensor]) -> Tensor:

@@ -1,10 +1,14 @@
 """Logprobs and entropies against loops over tokens, against each other, and against finite differences."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from lightrl.functional import (
     aligned_to_tokens,
@@ -198,6 +202,63 @@ def test_logits_beyond_the_kept_size_are_cut_into_chunks(monkeypatch: pytest.Mon
     assert "Head" in type(logprobs.grad_fn).__name__
     assert logprobs_module.tokens_per_chunk(7, 11, "cpu") == 3
     assert logprobs_module.tokens_per_chunk(2, 11, "cpu") == 2
+
+
+def use_fused_head(monkeypatch: pytest.MonkeyPatch, form: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    monkeypatch.setattr(logprobs_module, "can_compile", lambda device: True)
+    monkeypatch.setattr(logprobs_module, "_KEPT_LOGITS", 0)
+    monkeypatch.setattr(logprobs_module, "_compiled", form)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_ids", [None, 3], ids=["one token", "several tokens"])
+@pytest.mark.parametrize("is_masked", [False, True], ids=["all ids", "masked ids"])
+@pytest.mark.parametrize("factors", [(1.0, 0.0), (0.0, 1.0), (1.0, 0.3)], ids=["logprobs", "entropy", "both"])
+def test_the_head_in_one_pass_gives_the_numbers_of_many(
+    dtype: torch.dtype,
+    num_ids: int | None,
+    is_masked: bool,
+    factors: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hidden, weight, bias, token_ids = head_case(60, 16, 90, dtype=dtype)
+    if num_ids is not None:
+        token_ids = torch.stack([token_ids, token_ids, (token_ids + 5) % 90], 1)
+    rows = torch.arange(60) % 2 == 0
+    token_ids = torch.where((token_ids == 3) | (token_ids == 7), 1, token_ids)
+    mask = {"masked_ids": torch.tensor([3, 7]), "masked_rows": rows} if is_masked else {}
+    weights = torch.linspace(-2, 3, token_ids.numel()).view(token_ids.shape)
+
+    def numbers() -> list[Tensor]:
+        logprobs, entropy = hidden_logprobs(hidden, weight, bias, token_ids, 0.7, chunk_tokens=16, **mask)
+        loss = sum(
+            factor * value
+            for factor, value in zip(factors, ((weights * logprobs).sum(), entropy.sum()), strict=True)
+            if factor
+        )
+        return [logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight, bias))]
+
+    expected = numbers()
+    use_fused_head(monkeypatch, lambda function: function)
+    for index, (actual, value) in enumerate(zip(numbers(), expected, strict=True)):
+        bound = 1e-6 if dtype == torch.float32 or index < 2 else 2**-8
+        assert (actual - value).abs().max() <= bound * value.abs().max()
+
+
+@pytest.mark.extra
+def test_the_fused_head_is_compiled_once_for_all_sizes_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # needs no compiler
+    use_fused_head(monkeypatch, functools.cache(logprobs_module._compiled.__wrapped__))
+    torch.compiler.reset()
+    counters.clear()
+    for num in (60, 50, 39):
+        hidden, weight, _, token_ids = head_case(num, 16, 90)
+        logprobs, _ = hidden_logprobs(hidden, weight, None, token_ids, 0.7, chunk_tokens=16)
+        logprobs.sum().backward()
+        expected = torch.log_softmax(hidden @ weight.T / 0.7, -1).gather(1, token_ids[:, None]).sum()
+        torch.testing.assert_close(hidden.grad, torch.autograd.grad(expected, hidden)[0], rtol=1e-5, atol=1e-6)
+    torch.compiler.reset()
+    assert counters["stats"]["unique_graphs"] == 2  # forward and backward
 
 
 def test_in_chunks_nothing_as_large_as_the_logits_is_kept_for_the_backward_pass() -> None:

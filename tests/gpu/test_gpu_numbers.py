@@ -8,9 +8,12 @@ from tiny import random_experience, tiny_model
 from torch import Tensor
 
 from lightrl.experience import Experience
+from lightrl.functional import hidden_logprobs
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.packed_attention import KERNELS, PackedRows, _sdpa, kernel_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 
 FAMILIES = ["llama", "qwen3", "mistral with a window", "gemma3 hybrid"]
 LENGTHS = [300, 1, 129, 40, 700, 64]
@@ -24,7 +27,8 @@ def numbers(
     """Logprobs [B, T], and the gradient of all parameters, on the CPU in float32."""
     model = tiny_model(family, dtype=dtype).to(device)
     model.load_state_dict(tiny_model(family).state_dict())  # torch 2.11 samples other weights in bfloat16
-    single = SingleModel(model, LogprobSettings(temperature=0.9), form=form)  # type: ignore[arg-type]
+    compiles = device.type == "cuda" and family == "qwen3" and form == "packed"  # the others would only take longer
+    single = SingleModel(model, LogprobSettings(temperature=0.9), form=form, compile_layers=compiles)  # type: ignore[arg-type]
     logprobs: list[Tensor] = []
 
     def loss(part: Experience, outputs: Outputs) -> Tensor:
@@ -63,6 +67,25 @@ def test_a_kernel_gives_what_sdpa_gives(device: torch.device, kernel: str, windo
         results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
     for actual, expected in zip(*results, strict=True):
         assert (actual - expected).abs().max() <= (2e-2 if kernel == "flash" else 1e-4) * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_head_in_one_pass_gives_the_numbers_of_the_cpu(
+    device: torch.device, dtype: torch.dtype, only_cuda: None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator) for shape in ((700, 64), (50_000, 64)))
+    ids = torch.randint(0, 50_000, (700,), generator=generator)
+    weights = torch.randn(700, generator=generator)
+    results = []
+    for place, kind in ((torch.device("cpu"), torch.float32), (device, dtype)):
+        inputs = [value.to(place, dtype).to(kind).requires_grad_() for value in (hidden, weight)]
+        logprobs, entropy = hidden_logprobs(*inputs, None, ids.to(place), 0.9, chunk_tokens=300)
+        loss = (logprobs * weights.to(place)).sum() + 0.1 * entropy.sum()
+        values = [logprobs, entropy, *torch.autograd.grad(loss, inputs)]
+        results.append([value.detach().float().cpu() for value in values])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert (actual - expected).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()
 
 
 def test_flash_attention_is_what_runs_in_bfloat16(device: torch.device, only_cuda: None) -> None:

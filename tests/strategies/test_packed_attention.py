@@ -1,5 +1,6 @@
 """Attention over packed rows: each trajectory alone, by every kernel, and nothing of size T × T."""
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from rank_scripts import ROUNDING, finished
 from tiny import LargestTensor, random_experience, tiny_model
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightrl.experience import Experience
@@ -20,10 +22,9 @@ from lightrl.strategies.packed_attention import PackedRows, arguments, attend, b
 CPU = torch.device("cpu")
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+def reference(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, window: int | None) -> Tensor:
     """[1, heads, T, D] -> [1, T, heads, D], by a dense mask."""
-    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    places = torch.arange(len(documents))
+    places = torch.arange(query.shape[2])
     seen = (documents[:, None] == documents) & (places[:, None] >= places)
     if window is not None:
         seen &= places[:, None] - places < window
@@ -40,30 +41,38 @@ def heads(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fake_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    """torch 2.11's, without grouped heads, in a loop."""
-    assert query.shape[1] == key.shape[1]
+    """torch 2.11's, by a dense mask."""
     assert cu_seq_q.dtype == torch.int32
-    lengths = cu_seq_q.diff().tolist()
-    assert max_q == max_k == max(lengths)
+    assert torch.compiler.is_compiling() or max_q == max_k == cu_seq_q.diff().max()
     assert window_size[1] == 0  # causal
     window = None if window_size[0] < 0 else window_size[0] + 1
+    documents = torch.searchsorted(cu_seq_q, torch.arange(len(query)), right=True)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     tensors = (tensor.transpose(0, 1)[None] for tensor in (query * (scale / 0.3), key, value))
-    return reference(*tensors, lengths, window)[0]
+    return reference(*tensors, documents, window)[0] + 0 * max_q
+
+
+def fake_grouped_varlen(*inputs, enable_gqa=False, **options):
+    """torch 2.13's."""
+    assert enable_gqa == (inputs[0].shape[1] != inputs[1].shape[1])
+    return fake_varlen(*inputs, **options)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("kernel", ["flash", "flex", "sdpa"])
+@pytest.mark.parametrize("kernel", ["flash", "flash of groups", "flex", "sdpa"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_each_kernel_keeps_trajectories_apart(kernel: str, window: int | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_varlen)
+    varlen = fake_grouped_varlen if kernel == "flash of groups" else fake_varlen
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr(packed_attention, "_compiled_flex", lambda: flex_attention)  # its reference; needs no compiler
     lengths = [100, 0, 1, 130, 30, 29, 31]
     inputs = heads(sum(lengths))
     if kernel == "flex":  # forward only: torch 2.13 has no backward of it on a CPU
         inputs = tuple(tensor.detach() for tensor in inputs)
     rows = PackedRows(lengths, CPU)
-    expected = reference(*inputs, [length for length in lengths if length], window)
-    actual = packed_attention.KERNELS[kernel](*inputs, rows, 0.3, window)
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    expected = reference(*inputs, documents, window)
+    actual = packed_attention.KERNELS[kernel.split()[0]](*inputs, rows, 0.3, window)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     if kernel == "flex":
         return
@@ -92,9 +101,11 @@ def test_the_blocks_of_flex_attention_are_those_of_a_dense_mask(window: int | No
             assert mine[0, 0, row, :count].tolist() == theirs[0, 0, row, :count].tolist()
 
 
-def outputs_and_gradient(form: Any, experience: Experience, **changes: Any) -> tuple[Tensor, Tensor]:
+def outputs_and_gradient(
+    form: Any, experience: Experience, *, compile_layers: bool | None = None, **changes: Any
+) -> tuple[Tensor, Tensor]:
     model = tiny_model(**changes)
-    single = SingleModel(model, LogprobSettings(), form=form)
+    single = SingleModel(model, LogprobSettings(), form=form, compile_layers=compile_layers)
     results: list[Tensor] = []
 
     def loss(part: Experience, outputs: Outputs) -> Tensor:
@@ -137,6 +148,29 @@ def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkey
     kernel_for.cache_clear()
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("attention of packed rows: sdpa, float32 on cpu (flash: needs a newer GPU; flex: differs")
+
+
+@pytest.mark.extra
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
+def test_one_graph_serves_all_layers_and_microbatches_of_any_lengths(monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_grouped_varlen)
+    monkeypatch.delitem(packed_attention.KERNELS, "flex")
+    monkeypatch.setattr(packed_attention, "_is_tried_on", lambda device: True)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # needs no compiler
+    torch.compiler.reset()
+    counters.clear()
+    kernel_for.cache_clear()
+    for num_groups, completion_tokens in ((2, (3, 9)), (5, (2, 30)), (3, (7, 7)), (1, (1, 4))):
+        experience = random_experience(num_groups=num_groups, completion_tokens=completion_tokens)
+        apart, compiled = (
+            outputs_and_gradient("packed", experience, compile_layers=compile_layers, num_hidden_layers=6)
+            for compile_layers in (False, True)
+        )
+        torch.testing.assert_close(compiled, apart, rtol=1e-5, atol=1e-6)
+    kernel_for.cache_clear()
+    torch.compiler.reset()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 @pytest.mark.extra
