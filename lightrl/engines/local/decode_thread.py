@@ -240,6 +240,8 @@ class DecodeThread(threading.Thread):
                 rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         if is_stale:
             batch.recompute(weight_version)
+        if rows:
+            batch.make_room(rows)
         if begun := [row for row in rows if row.written is not None]:
             batch.readmit(begun, weight_version)
         if new := [row for row in rows if row.written is None]:

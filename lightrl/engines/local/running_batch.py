@@ -99,19 +99,22 @@ class RunningBatch:
 
         A row counts with all tokens that it may get, so that no memory is missing later; one row always runs.
         """
-        size, longest = self.size, self._longest_end(self._rows)
+        size, longest = self.size, _longest_end(self._rows)
         for row in itertools.islice(waiting, self.max_rows - size):
-            longest = max(longest, self._longest_end([row]))
+            longest = max(longest, _longest_end([row]))
             if size and not self._decoder.fits(size + 1, longest):
                 return size
             size += 1
         return self.max_rows
 
+    def make_room(self, rows: Sequence[Row]) -> None:
+        """Reserves the memory of these rows' key-values beside the present ones', before `admit` and `readmit`."""
+        self._decoder.reserve(self.size + len(rows), _longest_end([*self._rows, *rows]))
+
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the prompts, equal ones once, and draws the first token of each row."""
         first, end = self.size, self.size + len(rows)
         prompts, owners, pictures = _distinct([row.prompt for row in rows], rows)
-        self._decoder.reserve(end, self._longest_end([*self._rows, *rows]))
         logits = self._decoder.append(prompts, owners, *pictures)
         for row in rows:
             row.version_changes = [(0, weight_version)]
@@ -158,7 +161,10 @@ class RunningBatch:
         return completions
 
     def read(self) -> None:
-        """Copies the tokens drawn since the last call to the host: the one wait for the device, at most one a step."""
+        """Copies the tokens drawn since the last call to the host: the one wait for the device in a step.
+
+        Draws from a truncated distribution wait too, for their supports.
+        """
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -195,7 +201,6 @@ class RunningBatch:
         sequences, owners, pictures = _distinct(
             [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, begun, strict=True)], rows
         )
-        self._decoder.reserve(first + len(rows), self._longest_end([*self._rows, *rows]))
         self._decoder.append(sequences, owners, *pictures)
         lengths = [len(part.token_ids) for part in begun]
         self._fill_rows(rows, lengths)
@@ -225,11 +230,6 @@ class RunningBatch:
     def _longest(self) -> int:
         """Tokens of the longest row, prompt included."""
         return int((self._prompt_lengths + self._lengths)[: self.size].max())
-
-    @staticmethod
-    def _longest_end(rows: Sequence[Row]) -> int:
-        """Tokens that the longest of these rows may get, prompt included."""
-        return max((len(row.prompt) + row.sampling.max_new_tokens for row in rows), default=0)
 
     def _draw(self, first: int, end: int, logits: Tensor) -> None:
         """Draws one token for the slots `first` to `end`; changes the logits."""
@@ -348,6 +348,11 @@ class RunningBatch:
         self._token_ids, self._logprobs = (
             np.pad(array, ((0, 0), (0, width - old))) for array in (self._token_ids, self._logprobs)
         )
+
+
+def _longest_end(rows: Sequence[Row]) -> int:
+    """Tokens that the longest of these rows may get, prompt included."""
+    return max((len(row.prompt) + row.sampling.max_new_tokens for row in rows), default=0)
 
 
 def _distinct(
