@@ -69,7 +69,7 @@ SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "local_engine": (
         "LocalEngine, 0.6 B",
-        ["-m", "benchmarks.local_engine", *"--models 0.6B --batches 256 --cap 1024 --alone --device cuda".split()],
+        ["-m", "benchmarks.local_engine", "--models=0.6B", "--batches=256", "--cap=1024", "--alone", "--device=cuda"],
         ["-m", "benchmarks.local_engine", "--quick"],
     ),
     "update_vs_sft": (
