@@ -169,9 +169,12 @@ class DecodeThread(threading.Thread):
             raise self._failure_error()
 
     def _failure_error(self) -> EngineError:
+        fix = "Fix the cause"
+        if isinstance(self._failure, torch.OutOfMemoryError):
+            fix = "Lower max_batch or prefill_tokens of LocalEngine, or the trainer's microbatch_tokens,"
         error = EngineError(
-            f"LocalEngine's decode thread failed with {type(self._failure).__name__}: {self._failure}. Fix the cause "
-            "and create a new engine."
+            f"LocalEngine's decode thread failed with {type(self._failure).__name__}: {self._failure}. {fix} and "
+            "create a new engine."
         )
         error.__cause__ = self._failure
         return error
