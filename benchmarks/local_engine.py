@@ -1,8 +1,8 @@
 """Tokens per second of LocalEngine against transformers' `model.generate`, with equal and with skewed lengths.
 
-    python -m benchmarks.local_engine [--quick] [--models 1M,27M,120M] [--batches 8,64,256]
+    python -m benchmarks.local_engine [--quick] [--models 1M,27M,120M,0.6B] [--batches 8,64,256] [--alone]
 
-Equal on both sides: the model and its weights, float32, threads, distinct prompts of 32 tokens (so sharing prefixes
+Equal on both sides: the model and its weights, dtype, threads, distinct prompts of 32 tokens (so sharing prefixes
 gains nothing), sampling at temperature 1 from the whole vocabulary, and a list of lengths, one per completion. Both ban
 the end token by a mask on the logits until a completion has its length; then `generate` is forced to draw the end token
 (its only way to end a row), while LocalEngine ends the row by `max_new_tokens`. Both draw exactly the same number of
@@ -40,13 +40,24 @@ MODELS: dict[str, dict[str, int]] = {  # by number of parameters
     "1M": {"hidden": 128, "intermediate": 512, "layers": 4, "heads": 4, "kv_heads": 2, "head": 32, "vocab": 1024},
     "27M": {"hidden": 512, "intermediate": 1408, "layers": 8, "heads": 8, "kv_heads": 4, "head": 64, "vocab": 8192},
     "120M": {"hidden": 768, "intermediate": 3072, "layers": 12, "heads": 12, "kv_heads": 4, "head": 64, "vocab": 24576},
+    "0.6B": {
+        "hidden": 1024,
+        "intermediate": 3072,
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "head": 128,
+        "vocab": 151936,
+    },
 }
 TARGETS = {("1M", 64, "skewed"): 3.0, ("27M", 64, "skewed"): 2.0}
 
 
-def make_model(name: str) -> PreTrainedModel:
+def make_model(name: str, device: str = "cpu") -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(make_config(name), dtype=torch.float32).eval()
+    with torch.device(device):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        return AutoModelForCausalLM.from_config(make_config(name), dtype=dtype).eval()
 
 
 def make_config(name: str) -> Qwen3Config:
@@ -123,9 +134,8 @@ def run_engine(engine: LocalEngine, prompts: list[list[int]], lengths: list[int]
 def measure(report: Report, name: str, batch: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Adds all rows of one model and batch size; returns the ratios."""
     cap: int = arguments.cap
-    dtype = "float32" if arguments.device == "cpu" else "bfloat16"
-    model = make_model(name).to(arguments.device, getattr(torch, dtype))
-    engine = LocalEngine(max_batch=batch, threads=arguments.threads, device=arguments.device, dtype=dtype)
+    model = make_model(name, arguments.device)
+    engine = LocalEngine(max_batch=batch, threads=arguments.threads, device=arguments.device)
     engine.start(model.config)
     engine.load_weights(bucketed(model.named_parameters(), 64 * 2**20), weight_version=0)
     ratios = {}
@@ -151,12 +161,15 @@ def measure(report: Report, name: str, batch: int, arguments: argparse.Namespace
             "generate": lambda p=prompts, n=lengths: remembered("generate", lambda: run_generate(model, p, n, batch)),
             "lightrl": lambda p=prompts, n=lengths: remembered("lightrl", lambda: run_engine(engine, p, n)),
         }
+        if arguments.alone:
+            del contenders["generate"]
         if workload == "skewed":
             contenders["no_removal"] = lambda p=prompts, n=lengths: remembered(
                 "no_removal", lambda: run_engine(engine, p, [cap] * len(n))
             )
         seconds = interleaved(contenders, repeats=arguments.repeats + 1)
         seconds = {side: times[1:] for side, times in seconds.items()}  # the first round warms up
+        base = seconds.get("generate", seconds["lightrl"])
         for side, times in seconds.items():
             report.add(
                 workload,
@@ -168,11 +181,11 @@ def measure(report: Report, name: str, batch: int, arguments: argparse.Namespace
                 engine=side,
                 tokens_per_s=round(sum(lengths) / statistics.median(times), 1),
                 seconds=round(statistics.median(times), 3),
-                **({} if side == "generate" else median_ratio(seconds["generate"], times)),
+                **({} if times is base else median_ratio(base, times)),
                 target=TARGETS.get((name, batch, workload)) if side == "lightrl" else None,
                 **memory[side],
             )
-        ratios[f"ratio_{name}_{batch}_{workload}"] = median_ratio(seconds["generate"], seconds["lightrl"])["ratio"]
+        ratios[f"ratio_{name}_{batch}_{workload}"] = median_ratio(base, seconds["lightrl"])["ratio"]
     engine.close()
     return ratios
 
@@ -185,13 +198,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cap", type=int, default=128, help="longest completion, in tokens")
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds; one more warms up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default="cpu", help="with cuda both decode in bfloat16; not run yet")
+    parser.add_argument("--device", default="cpu", help="with cuda both decode in bfloat16")
+    parser.add_argument("--alone", action="store_true", help="without `generate`")
     parser.add_argument("--quick", action="store_true", help="1M at batch 8 and 64, cap 64")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.models, arguments.batches, arguments.cap = "1M", "8,64", 64
     torch.set_num_threads(arguments.threads)
-    report = Report("local_engine", prompt_tokens=PROMPT_TOKENS, dtype="float32", threads=arguments.threads)
+    report = Report("local_engine", prompt_tokens=PROMPT_TOKENS, device=arguments.device, threads=arguments.threads)
     ratios: dict[str, float] = {}
     for name in arguments.models.split(","):
         for batch in arguments.batches.split(","):

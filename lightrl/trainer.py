@@ -44,6 +44,7 @@ from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
+from lightrl.loops.memory_error import out_of_memory
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
@@ -103,6 +104,19 @@ def _takes_several(flags: Mapping[str, Any]) -> bool:
     return not isinstance(_AcceleratorConnector(**given).strategy, SingleDeviceStrategy)
 
 
+def _set_device_defaults(flags: dict[str, Any]) -> None:
+    """On a CUDA GPU precision is bf16-mixed, unless the user says otherwise; MPS is left alone, as nobody tried it."""
+    accelerator = flags.get("accelerator") or "auto"
+    has_cuda = torch.cuda.is_available()
+    if accelerator == "auto" and not has_cuda and torch.backends.mps.is_available():
+        flags["accelerator"] = "cpu"
+    is_on_cuda = has_cuda and accelerator in ("auto", "gpu", "cuda")
+    if is_on_cuda and flags.get("precision") is None and not flags.get("plugins"):
+        flags["precision"] = "bf16-mixed"
+        torch.set_float32_matmul_precision("high")
+        log.info("precision is bf16-mixed on a GPU, with TF32 for products in float32; trainer.precision changes it.")
+
+
 class Trainer(RLTrainer):
     """Lightning's Trainer for RLModules: every flag keeps its meaning, one training batch is one iteration.
 
@@ -114,6 +128,7 @@ class Trainer(RLTrainer):
         engine: what generates; `LocalEngine()`, in this process, if None.
         callbacks: one or several, Lightning's and lightrl's.
         strategy: Lightning's, an object, or `FSDP2Strategy`, by name too, which is `auto` with several devices.
+        precision: Lightning's; None is `bf16-mixed` on a CUDA GPU, else Lightning's default.
         log_every_n_steps: as in Lightning; None is every iteration for an RLModule, Lightning's 50 for other modules.
         kwargs: Lightning's.
     """
@@ -132,6 +147,7 @@ class Trainer(RLTrainer):
                 f"accelerator=gpu needs a GPU, but torch {torch.__version__} sees none. Set accelerator to auto or "
                 "cpu, or install a torch that fits the driver (nvidia-smi shows whether there is one)."
             )
+        _set_device_defaults(kwargs)
         own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
@@ -147,6 +163,7 @@ class Trainer(RLTrainer):
         self._logger_connector = self._step_log = StepLog(self)
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
+        self.memory_estimate = "No memory was estimated; lightrl plan does it."  # of a rank, in words
         self.phase_seconds = {}
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
@@ -266,6 +283,8 @@ class Trainer(RLTrainer):
                 if isinstance(module, RLModule) and has_judge and vars(rank_zero_only)["rank"] == 0:
                     self._stage.start_judge(module)
                 yield
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory(error, self, self.rollout_loop, module) from error
             except RuntimeError as error:
                 if isinstance(module, RLModule) and str(error).startswith("Training with multiple optimizers"):
                     raise ValueError(ONE_OPTIMIZER.format(type(module).__name__)) from error

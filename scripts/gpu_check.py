@@ -56,8 +56,8 @@ SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
         ["-m", "benchmarks.gpu_update", "--quick"],
     ),
     "local_engine": (
-        "LocalEngine against `generate`",
-        ["-m", "benchmarks.local_engine", "--models", "27M", "--batches", "64", "--device", "cuda"],
+        "LocalEngine, 0.6 B",
+        ["-m", "benchmarks.local_engine", "--models=0.6B", "--batches=256", "--cap=1024", "--alone", "--device=cuda"],
         ["-m", "benchmarks.local_engine", "--quick"],
     ),
     "update_vs_sft": (

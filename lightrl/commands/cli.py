@@ -216,6 +216,16 @@ class LightRLCLI(LightningCLI):
 
     before_validate = before_test = before_predict = before_fit
 
+    def fit(self, **kwargs: Any) -> None:
+        """Trains, on a GPU with what its memory allows."""
+        device = self.trainer.strategy.root_device
+        if device.type == "cuda":
+            from lightrl.commands.memory_defaults import use_estimate  # it builds on this module
+
+            memory = float(torch.cuda.get_device_properties(device).total_memory)
+            use_estimate(self.model, self.trainer, self.datamodule, memory, self._written.origins)
+        self.trainer.fit(**kwargs)
+
     def after_fit(self) -> None:
         folder = run_folder(self.trainer)
         if folder is None:

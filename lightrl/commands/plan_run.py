@@ -68,7 +68,7 @@ class TrainerSettings:
             strategy=strategy,
             engine=section.get("engine"),
             callbacks=callbacks if isinstance(callbacks, list) else [callbacks],
-            precision=str(section.get("precision") or "32-true"),
+            precision=str(section.get("precision") or ("bf16-mixed" if is_gpu else "32-true")),
             num_devices=num,
             num_nodes=nodes,
             accumulate_grad_batches=int(section.get("accumulate_grad_batches") or 1),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STATE = ("weights", "gradients", "moments")
+_SERVER_FRACTION = 0.1  # of a GPU, for what a server has beside weights and key-values: CUDA graphs, activations
 _MAX_RANKS = 4096  # no more are tried
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
@@ -250,6 +251,38 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
     tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
     key_values = key_value_bytes(policy.config, engine.width) * tokens / engine.key_value_share(policy.config)
     return engine.width * policy.parameters / engine.tp, key_values
+
+
+def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cut: bool) -> PlannedRun:
+    """The run with activation checkpointing, then with smaller microbatches, if its ranks do not fit without.
+
+    Key-values on rank 0 count with at most a quarter of what is usable: more rows than that wait for each other.
+    """
+    room = USABLE_FRACTION * device_bytes
+
+    def fits(changed: PlannedRun) -> bool:
+        first, *others = rank_memories(changed)
+        cached = max(0.0, first.device.get("key-values", 0.0) - room / 4)
+        return max(first.total - cached, *(memory.total for memory in others), 0.0) <= room
+
+    if not fits(run) and may_checkpoint:
+        run = replace(run, checkpoint_activations=True)
+    if not fits(run) and may_cut and run.batches_per_update is None:
+        tokens = _largest(run.microbatch, lambda size: replace(run, microbatch_tokens=size), fits)
+        run = replace(run, microbatch_tokens=tokens or run.microbatch_tokens)
+    return run
+
+
+def key_value_room(run: PlannedRun, device_bytes: float) -> float:
+    """Bytes of rank 0's GPU that are left for an engine's key-values there."""
+    memory = rank_memories(run)[0]
+    return max(0.0, USABLE_FRACTION * device_bytes - memory.total + memory.device.get("key-values", 0.0))
+
+
+def served_fraction(run: PlannedRun, device_bytes: float) -> float:
+    """SGLang's `mem_fraction_static` on the ranks' GPUs, which keep weights and gradients while servers generate."""
+    kept = max(sum(memory.device.get(name, 0.0) for name in _STATE[:2]) for memory in rank_memories(run))
+    return max(0.1, math.floor(100 * (USABLE_FRACTION - _SERVER_FRACTION - kept / device_bytes)) / 100)
 
 
 def memory_line(run: PlannedRun) -> str:

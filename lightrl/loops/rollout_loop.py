@@ -97,6 +97,8 @@ class RolloutLoop(_AutomaticOptimization):
         self.gate = InterruptGate()
         self.guard = GradientGuard()
         self.resume = Resume(trainer, self.guard)
+        self.phase = "start"  # the present one, or the last
+        self.sizes = ""  # of this iteration's tensors, in words
 
     @property
     def ranks(self) -> Ranks:
@@ -106,6 +108,7 @@ class RolloutLoop(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
         module = self.trainer.lightning_module
         if not isinstance(module, RLModule):
+            self.phase = "training step"
             return super().run(optimizer, batch_idx, kwargs)
         if self.ranks.size == 1:  # else rank 0's next rollout tells all ranks together
             self.gate.check()
@@ -186,6 +189,8 @@ class RolloutLoop(_AutomaticOptimization):
             are_judged = not rollout.settings.judges_later
             experience = SpreadExperience.from_trajectories(trajectories, are_judged=are_judged)
             has_all = range(size)
+        longest = int(experience.lengths.max()) if len(experience) else 0
+        self.sizes = f"{len(experience)} trajectories of at most {longest} tokens"
         if size > 1:
             experience = spread(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
         return with_pictures(experience, trajectories, module.pictures, rows=experience.rows_here)
@@ -355,6 +360,7 @@ class RolloutLoop(_AutomaticOptimization):
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        self.phase = name
         with span(name, "phase") as measured, self.trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name):
             yield
         seconds = self.trainer.phase_seconds

@@ -227,12 +227,16 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_size: int, value_s
             break
         if not _is_tried_on(device):
             continue
-        why = _failure(kernel, device, dtype, head_size, value_size)
+        try:
+            why = _failure(kernel, device, dtype, head_size, value_size)
+        except Exception as error:  # noqa: BLE001  # Triton's, such as OutOfResources, have no base of Python's or torch's
+            why = f"{type(error).__name__}: {error}"[:100]
         if why is None:
             break
         skipped.append(f"{name}: {why}")
     reasons = f" ({'; '.join(skipped)})" if skipped else ""
-    log.debug("attention of packed rows: %s, %s on %s%s", name, str(dtype).removeprefix("torch."), device, reasons)
+    level = logging.WARNING if skipped else logging.DEBUG
+    log.log(level, "attention of packed rows: %s, %s on %s%s", name, str(dtype).removeprefix("torch."), device, reasons)
     return name
 
 

@@ -10,6 +10,7 @@ import engine_contract
 import pytest
 import torch
 from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
@@ -27,8 +28,9 @@ from transformers import (
 
 from lightrl.engines import Completion
 from lightrl.engines.local import fast_decoder
-from lightrl.engines.local.fast_decoder import find_family
+from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.local_engine import LocalEngine
+from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
@@ -261,6 +263,93 @@ def test_what_the_fast_path_does_not_compute_goes_to_the_fallback(config: Pretra
 def test_a_model_that_keeps_more_than_key_values_is_refused_at_the_start(config: PretrainedConfig) -> None:
     with pytest.raises(ValueError, match=f"layers of type '{config.model_type}' keep something else.*Use SGLangEngine"):
         LocalEngine().start(config)
+
+
+def completions_of(**changes: Any) -> list[Completion]:
+    """Of six prompts at once, some of which stop early."""
+    case = make_case(qwen3(), fast_path=True, dtype="float64")
+    for name, value in changes.items():
+        setattr(case.engine, name, value)
+    case.engine.close()
+    case.engine.start(case.models[0].config)
+    case.load(0)
+
+    async def wave() -> list[Completion]:
+        await case.engine.pause()
+        samplings = [Sampling(max_new_tokens=8 + 3 * i, stop_token_ids=tuple(range(2, 9)), seed=i) for i in range(6)]
+        calls = [case.engine.generate([3 + i] * (i + 1), sampling, session="s") for i, sampling in enumerate(samplings)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        await asyncio.sleep(0)
+        await case.engine.resume()
+        return [completion for (completion,) in await asyncio.gather(*tasks)]
+
+    completions = run(wave())
+    case.engine.close()
+    return completions
+
+
+def test_attention_in_four_dimensions_gives_the_same_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = completions_of()
+    monkeypatch.setattr(fast_decoder, "_GROUPED", ("cpu",))  # as on a GPU
+    for actual, wanted in zip(completions_of(), expected, strict=True):
+        assert list(actual.token_ids) == list(wanted.token_ids)
+        assert list(actual.logprobs) == pytest.approx(list(wanted.logprobs), abs=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0.5, 1, 2, 3])
+def test_rows_wait_for_the_memory_of_key_values_and_get_the_same_tokens(rows: float) -> None:
+    longest = 6 + 8 + 15  # of the last row, prompt included, which is rounded up to 32
+    bound = rows * 32 * 2 * 2 * 2 * 16 * 8  # keys and values of 2 layers, 2 heads of 16, float64
+    assert longest < 32
+    expected = completions_of()
+    for actual, wanted in zip(completions_of(key_value_bytes=bound), expected, strict=True):
+        assert list(actual.token_ids) == list(wanted.token_ids)
+        assert list(actual.logprobs) == pytest.approx(list(wanted.logprobs), abs=1e-6)
+
+
+def test_a_batch_has_room_for_the_rows_whose_last_tokens_fit() -> None:
+    decoder, batch = make_batch(max_rows=8)
+    rows = [Row((3,) * 8, Sampling(max_new_tokens=number), seed=0) for number in (8, 8, 8, 40)]
+    assert batch.capacity(rows) == 8  # without a bound
+    decoder.cache_bytes = 3 * 16 * decoder.token_bytes
+    assert batch.capacity(rows) == 3  # of 16 tokens each; a fourth needs 48
+    assert batch.capacity(rows[::-1]) == 1  # which alone may exceed the bound
+    with torch.inference_mode():
+        batch.make_room(rows[:2])
+        batch.admit(rows[:2], 0)
+    assert batch.capacity([rows[2]]) == 2  # keys, or values, would be there twice while they are copied
+    decoder.cache_bytes = 4 * 16 * decoder.token_bytes
+    assert batch.capacity([rows[2]]) == 8
+
+
+def test_a_step_reads_no_number_from_the_device() -> None:
+    """But the tokens, all at once and only if a row may have ended."""
+    _, batch = make_batch(max_rows=4)
+    reads: list[str] = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero"):
+                reads.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    rows = [Row((3, 4), Sampling(max_new_tokens=3 + i, stop_token_ids=(2,), seed=i), seed=i) for i in range(4)]
+    with torch.inference_mode(), Reads():
+        batch.admit(rows, 0)
+        finished = [batch.retire()]
+        while batch.size:
+            batch.step()
+            finished.append(batch.retire())
+    assert sum(map(len, finished)) == 4
+    assert not reads
+
+
+def make_batch(max_rows: int) -> tuple[LlamaDecoder, RunningBatch]:
+    config, cpu = qwen3(), torch.device("cpu")
+    family = find_family(config)
+    assert family is not None
+    decoder = LlamaDecoder(config, family, dtype=torch.float32, device=cpu)
+    return decoder, RunningBatch(decoder, max_rows=max_rows, vocab_size=config.vocab_size, device=cpu)
 
 
 def test_bfloat16_weights_serve() -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 from weight_cases import buckets, parameters, read_shared
 
 from lightrl.engines import LocalEngine
+from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
+from lightrl.engines.local.running_batch import Row, RunningBatch
+from lightrl.trajectory import Sampling
 from lightrl.weights import ServerForm, SharedBucket
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -40,6 +43,24 @@ def test_loaded_weights_are_the_trainers_bit_for_bit(case: EngineCase, device: t
     assert read
     assert all(torch.equal(read[name], value) for name, value in model.named_parameters() if name in read)
     model.to("cpu")
+
+
+def test_a_step_never_waits_for_the_device(device: torch.device, only_cuda: None) -> None:
+    config = CASES["fast Qwen3"][0]()
+    family = find_family(config)
+    assert family is not None
+    decoder = LlamaDecoder(config, family, dtype=torch.bfloat16, device=device)
+    batch = RunningBatch(decoder, max_rows=4, vocab_size=config.vocab_size, device=device)
+    rows = [Row((3, 4), Sampling(max_new_tokens=40 + i, stop_token_ids=(1,)), seed=i) for i in range(4)]
+    with torch.inference_mode():
+        batch.admit(rows, 0)  # the kernel's trial waits
+        batch.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            batch.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        batch.read()
 
 
 def test_another_process_reads_a_bucket(device: torch.device) -> None:

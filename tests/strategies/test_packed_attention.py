@@ -136,10 +136,16 @@ def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkey
     def broken(*args: Any) -> Tensor:
         raise RuntimeError("needs a newer GPU\nand more lines")
 
+    class OutOfResources(Exception):
+        """As Triton's, which is no RuntimeError."""
+
+    def too_large(*args: Any) -> Tensor:
+        raise OutOfResources("shared memory, required: 270336")
+
     def wrong(query: Tensor, *args: Any) -> Tensor:
         return query.transpose(1, 2) + sum(tensor.sum() for tensor in args[:2])
 
-    kernels = {"flash": broken, "flex": wrong, "sdpa": packed_attention._sdpa}
+    kernels = {"flash": broken, "flash 2": too_large, "flex": wrong, "sdpa": packed_attention._sdpa}
     monkeypatch.setattr(packed_attention, "KERNELS", kernels)
     monkeypatch.setattr(packed_attention, "_is_tried_on", lambda device: True)
     kernel_for.cache_clear()
@@ -147,7 +153,9 @@ def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkey
         assert [kernel_for(CPU, torch.float32, 8, 8) for _ in range(2)] == ["sdpa", "sdpa"]
     kernel_for.cache_clear()
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("attention of packed rows: sdpa, float32 on cpu (flash: needs a newer GPU; flex: differs")
+    assert line.startswith("attention of packed rows: sdpa, float32 on cpu (flash: needs a newer GPU; flash 2: OutOf")
+    assert "OutOfResources: shared memory, required: 270336; flex: differs" in line
+    assert caplog.records[0].levelname == "WARNING"
 
 
 @pytest.mark.extra

@@ -108,6 +108,27 @@ def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_watch, "GRACE_S", 0.1)
 
 
+@pytest.mark.usefixtures("_quick_watch")
+def test_a_collective_that_timed_out_is_named_with_the_rank_that_is_behind() -> None:
+    store = torch.distributed.HashStore()
+    watches = [RankWatch(store, rank, 2, end_process=lambda: None) for rank in range(2)]
+    error = torch.distributed.DistBackendError(
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=4096, "
+        "NumelOut=4096, Timeout(ms)=600000) ran for 600061 milliseconds before timing out."
+    )
+    try:
+        watches[0].enter("update")
+        watches[0].fail(error, timeout_s=10)
+        watches[1].fail(RuntimeError("stopped"), timeout_s=10)
+        assert watches[1].failed_before is not None
+        assert "Rank 0 failed in 'update'" in watches[1].failed_before
+        assert "It waited 600 s in collective 12, ALLREDUCE of 4096 numbers" in watches[1].failed_before
+        assert watches[1].failed_before.endswith("The furthest behind: rank 1.")
+    finally:
+        for watch in watches:
+            watch.close()
+
+
 def test_of_two_ranks_that_fail_at_once_the_second_knows_of_the_first() -> None:
     store = torch.distributed.HashStore()
     first, second = (RankWatch(store, rank, 2, end_process=lambda: None) for rank in range(2))

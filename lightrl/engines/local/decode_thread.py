@@ -15,6 +15,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -35,6 +36,8 @@ class DecodeThread(threading.Thread):
     def __init__(self, batch: RunningBatch, *, threads: int, boundary_timeout_s: float = 120.0) -> None:
         super().__init__(name="lightrl-local-engine", daemon=True)
         self._batch = batch
+        # Short work of a token goes before an update's long kernels.
+        self._stream = torch.cuda.Stream(batch.device, priority=-1) if batch.device.type == "cuda" else None
         self._threads = threads
         self._boundary_timeout_s = boundary_timeout_s
         self._hold_lock = threading.Lock()  # one `held` at a time
@@ -114,11 +117,25 @@ class DecodeThread(threading.Thread):
                     if not self._condition.wait_for(lambda: self._is_at_boundary, self._boundary_timeout_s):
                         raise self._overdue(caller)
                     self.check_alive()
-                yield
+                with self._in_order():
+                    yield
             finally:
                 with self._condition:
                     self._is_held = False
                     self._condition.notify_all()
+
+    @contextlib.contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """The device does the caller's work after the tokens before it, and the next token after that work."""
+        if self._stream is None:
+            yield
+            return
+        of_caller = torch.cuda.current_stream(self._batch.device)
+        of_caller.wait_stream(self._stream)
+        try:
+            yield
+        finally:
+            self._stream.wait_stream(of_caller)
 
     def unfinished(self) -> dict[int, Completion]:
         """Inside a pause: what is written so far, by seed, in the order of the slots.
@@ -152,9 +169,12 @@ class DecodeThread(threading.Thread):
             raise self._failure_error()
 
     def _failure_error(self) -> EngineError:
+        fix = "Fix the cause"
+        if isinstance(self._failure, torch.OutOfMemoryError):
+            fix = "Lower max_batch or prefill_tokens of LocalEngine, or the trainer's microbatch_tokens,"
         error = EngineError(
-            f"LocalEngine's decode thread failed with {type(self._failure).__name__}: {self._failure}. Fix the cause "
-            "and create a new engine."
+            f"LocalEngine's decode thread failed with {type(self._failure).__name__}: {self._failure}. {fix} and "
+            "create a new engine."
         )
         error.__cause__ = self._failure
         return error
@@ -170,13 +190,16 @@ class DecodeThread(threading.Thread):
         """One token for every row, again and again, until `close` or an error."""
         torch.set_num_threads(self._threads)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._own_stream():
                 while self._next_token_is_due():
                     self._advance()
         except BaseException as error:  # noqa: BLE001  # this thread ends here; all waiting callers get the error
             with self._condition:
                 self._failure = error
         self._fail_requests()
+
+    def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _next_token_is_due(self) -> bool:
         """Waits until there is a token to draw; False when the engine is closed. This is the token boundary."""
@@ -193,6 +216,7 @@ class DecodeThread(threading.Thread):
                 if not (self._is_paused or self._is_held) and (self._batch.size or self._waiting):
                     self._is_at_boundary = False
                     return True
+                self._batch.read()
                 self._reach_boundary()
                 self._condition.wait()
 
@@ -211,13 +235,16 @@ class DecodeThread(threading.Thread):
         with self._condition:
             weight_version = self.weight_version  # it changes only at a boundary
             is_stale, self._is_stale = self._is_stale, False
-            free = batch.max_rows - batch.size
-            num_needed = min(len(self._waiting), max(1, batch.max_rows // _ADMIT_FRACTION))
+            capacity = batch.capacity(self._waiting)
+            free = capacity - batch.size
+            num_needed = min(len(self._waiting), max(1, capacity // _ADMIT_FRACTION))
             rows: list[Row] = []
             if self._waiting and (free >= num_needed or not batch.size):
                 rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         if is_stale:
             batch.recompute(weight_version)
+        if rows:
+            batch.make_room(rows)
         if begun := [row for row in rows if row.written is not None]:
             batch.readmit(begun, weight_version)
         if new := [row for row in rows if row.written is None]:
@@ -237,6 +264,8 @@ class DecodeThread(threading.Thread):
         wake_ups.send()
 
     def _fail_requests(self) -> None:
+        if self._stream is not None and self._failure is None:
+            self._stream.synchronize()  # it may still use memory that is freed below
         with self._condition:
             futures = list(self._awaited)
             self._waiting.clear()

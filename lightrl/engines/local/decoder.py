@@ -55,6 +55,14 @@ class Decoder(Protocol):
         """
         ...
 
+    def fits(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether the key-values of so many rows, each of so many tokens, fit into the memory that it may use."""
+        ...
+
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Makes room for what `fits`, before rows are added."""
+        ...
+
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of one sequence, [T, V] float32; does not change rows or their key-values."""
         ...
@@ -98,11 +106,16 @@ def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int) -> Iterato
         yield chunk
 
 
+def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of numbers that the host has; nobody waits for the copy."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids [b, T], zeros on the right, and the lengths [b]."""
     longest = max(len(sequence) for sequence in sequences)
-    token_ids = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences], device=device)
-    return token_ids, torch.tensor([len(sequence) for sequence in sequences], device=device)
+    token_ids = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
+    return on_device(token_ids, device), on_device([len(sequence) for sequence in sequences], device)
 
 
 class HuggingFaceDecoder:
@@ -216,6 +229,12 @@ class HuggingFaceDecoder:
             layers.append((both[0], both[1]))
         self._cache = _cache_of(layers)
         return torch.stack([row for row in logits if row is not None])
+
+    def fits(self, num_rows: int, num_tokens: int) -> bool:
+        return True  # it grows with every token, without a bound
+
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Does nothing: each token makes its own room."""
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         outputs = self._model(input_ids=torch.tensor([[*token_ids]], device=self._device), use_cache=False)

@@ -11,6 +11,8 @@ Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocab
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,12 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrl.engines.local.decoder import like_lengths, padded
+from lightrl.engines.local.decoder import like_lengths, on_device, padded
 from lightrl.engines.local.kernels import HEAD_SIZES, CacheOfKernel, LayerOfKernel, ModelOfKernel, address, kernels
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 from lightrl.engines.local.kernels import Kernels, LinearOfKernel
+
+log = logging.getLogger(__name__)
 
 _LEAST_MOVED = 2**18  # elements; a smaller weight keeps its plain form beside the packed one: no load restores it
 
@@ -96,6 +100,7 @@ class Family:
 
 
 FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": Family(has_qk_norm=True)}
+_GROUPED = ("cuda",)  # devices
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others change with the length of the text
 
 
@@ -115,6 +120,33 @@ def find_family(config: PretrainedConfig) -> Family | None:
         and getattr(config, "quantization_config", None) is None
     )
     return family if is_plain else None
+
+
+def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """[n, K, H / K, D] of queries of that shape, keys and values [n, K, T, D] and a mask [n, 1, 1, T] that is added."""
+    mask = mask.expand(*queries.shape[:-1], keys.shape[2])
+    if queries.is_cuda and _takes_efficient(queries.device, queries.dtype, queries.shape[-1]):
+        # F.scaled_dot_product_attention may choose cuDNN's, which plans each new length anew
+        mixed: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(queries, keys, values, mask, False)[0]
+        return mixed
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+
+
+@functools.cache
+def _takes_efficient(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether torch's memory-efficient attention runs here, found by a trial."""
+    one = torch.zeros(1, 1, 2, size, dtype=dtype, device=device)
+    many = torch.zeros(1, 1, _TIME_STEP, size, dtype=dtype, device=device)
+    mask = torch.zeros(1, 1, 2, _TIME_STEP, dtype=dtype, device=device)
+    try:
+        torch.ops.aten._scaled_dot_product_efficient_attention(one, many, many, mask, False)
+    except RuntimeError as error:
+        log.warning(
+            "LocalEngine decodes with the attention that torch chooses: its memory-efficient kernel does not run for "
+            "%s with heads of %d on %s (%s).", dtype, size, device, str(error).strip().partition("\n")[0],
+        )  # fmt: skip
+        return False
+    return True
 
 
 class _Layer:
@@ -143,14 +175,18 @@ class LlamaDecoder:
     """The fast form of `Decoder` for the families in `FAMILIES`.
 
     Memory: the weights once (where kernels are, twice of small ones and of a head that is tied to the embedding), and
-    key-values that grow with the rows and tokens in use; they are kept for reuse and never shrink. A load writes in
-    place.
+    key-values. Without `cache_bytes` these grow by copies with the rows and tokens in use, and are kept for reuse. With
+    it, `reserve` makes room for all tokens that the rows may get, so that they are not copied while rows decode. A load
+    writes in place.
 
     Args:
         config: of a family that `find_family` knows.
         family: its result.
         dtype, device: of weights and key-values.
         prefill_tokens: most tokens, with padding, in one forward over prompts.
+
+    `cache_bytes` is the most memory of the key-values, which only a row alone may exceed; None, the default, is no
+    bound.
     """
 
     def __init__(
@@ -164,6 +200,7 @@ class LlamaDecoder:
     ) -> None:
         from transformers import AutoModelForCausalLM
 
+        self.cache_bytes: float | None = None
         settings: Any = config
         self._num_heads: int = settings.num_attention_heads
         self._num_kv_heads: int = settings.num_key_value_heads
@@ -239,16 +276,32 @@ class LlamaDecoder:
         for chunk in like_lengths(sequences, self._prefill_tokens):
             token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
             rows = self._index([row for index in chunk for row in rows_of[index]])
-            sources = torch.tensor([p for p, index in enumerate(chunk) for _ in rows_of[index]], device=self._device)
-            logits[torch.tensor(chunk, device=self._device)] = self._prefill(token_ids, lengths, rows, sources)
+            sources = on_device([p for p, index in enumerate(chunk) for _ in rows_of[index]], self._device)
+            logits[on_device(chunk, self._device)] = self._prefill(token_ids, lengths, rows, sources)
         return logits
+
+    def fits(self, num_rows: int, num_tokens: int) -> bool:
+        if self.cache_bytes is None or self._has_room(num_rows, num_tokens):
+            return True
+        rows, times = self._grown(num_rows, num_tokens)
+        moved = self._keys.nbytes if self._num_rows else 0  # the old keys or values are there until they are copied
+        return rows * times * self.token_bytes + moved <= self.cache_bytes
+
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        if self.cache_bytes is not None and not self._has_room(num_rows, num_tokens):
+            self._allocate(*self._grown(num_rows, num_tokens))
+
+    @property
+    def token_bytes(self) -> int:
+        """Key-values of one token."""
+        return 2 * len(self._layers) * self._num_kv_heads * self._head_size * self._dtype.itemsize
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         self._pack()
         nowhere = torch.empty(0, dtype=torch.int64, device=self._device)  # no row gets the key-values
-        self._reserve(self._num_rows, len(token_ids))
+        self._make_rotations(len(token_ids))
         of_one = torch.tensor([[*token_ids]], device=self._device)
-        return self._logits(self._forward(of_one, slice(0), nowhere)[0])
+        return self._logits(self._forward(of_one, None, nowhere)[0])
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._reserve(len(token_ids), longest)
@@ -265,8 +318,9 @@ class LlamaDecoder:
             self._make_views(n, num_times)
         positions_by_head = positions.repeat_interleave(kv_heads)
         places = self._slot_starts[: n * kv_heads] + positions_by_head
-        mask = torch.zeros(n * kv_heads, 1, num_times, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(self._times[:num_times] > positions_by_head[:, None, None], float("-inf"))
+        masked = positions[:, None, None, None] if self._is_grouped else positions_by_head[:, None, None]
+        mask = torch.zeros(*masked.shape[:-1], num_times, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(self._times[:num_times] > masked, float("-inf"))
         rotations = self._rotations[positions][:, None]
         flat_keys = self._keys.view(len(self._layers), -1, size)
         flat_values = self._values.view(len(self._layers), -1, size)
@@ -279,22 +333,23 @@ class LlamaDecoder:
             qk = self._rotate(qkv[:, : heads + kv_heads], layer.qk_norm, rotations)
             flat_keys[depth].index_copy_(0, places, qk[:, heads:].reshape(n * kv_heads, size))
             flat_values[depth].index_copy_(0, places, qkv[:, heads + kv_heads :].reshape(n * kv_heads, size))
-            queries = qk[:, :heads].reshape(n * kv_heads, group, size)
             keys, values = self._views[depth]
-            if self._is_plain_attention:
+            queries = qk[:, :heads].reshape(*keys.shape[:-2], group, size)
+            if self._is_grouped:
+                mixed = _grouped_attention(queries, keys, values, mask)
+            elif self._is_plain_attention:
                 scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
                 mixed = torch.bmm(torch.softmax(scores, -1), values)
             else:
                 mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-            hidden = layer.output(mixed.view(n, heads * size), hidden)
+            hidden = layer.output(mixed.reshape(n, heads * size), hidden)
             hidden = self._mlp(hidden, layer)
         return self._logits(hidden)
 
     def keep(self, order: Sequence[int], longest: int) -> None:
         moved = [(slot, source) for slot, source in enumerate(order) if slot != source]
         if moved:
-            slots = torch.tensor([slot for slot, _ in moved], device=self._device)
-            sources = torch.tensor([source for _, source in moved], device=self._device)
+            slots, sources = on_device(list(zip(*moved, strict=True)), self._device)
             for cache in (self._keys, self._values):
                 cache[:, slots, :, :longest] = cache[:, sources, :, :longest]
         self._num_rows = len(order)
@@ -307,18 +362,23 @@ class LlamaDecoder:
         """Three plain products are fastest on a CPU in float32; elsewhere fused attention is."""
         return self._dtype == torch.float32 and self._device.type == "cpu"
 
+    @property
+    def _is_grouped(self) -> bool:
+        """Four dimensions: of three, torch's fused kernels for GPUs take none."""
+        return self._device.type in _GROUPED
+
     def _index(self, rows: list[int]) -> Tensor | slice:
         """These rows of a tensor; as a slice if they follow one another, since it is written faster."""
         first, end = rows[0], rows[-1] + 1
-        return slice(first, end) if rows == [*range(first, end)] else torch.tensor(rows, device=self._device)
+        return slice(first, end) if rows == [*range(first, end)] else on_device(rows, self._device)
 
     def _prefill(self, token_ids: Tensor, lengths: Tensor, rows: Tensor | slice, sources: Tensor) -> Tensor:
         """Writes key-values of the padded sequences into the rows; returns logits after each last token."""
         hidden = self._forward(token_ids, rows, sources)
         return self._logits(hidden[torch.arange(len(hidden), device=self._device), lengths - 1])
 
-    def _forward(self, token_ids: Tensor, rows: Tensor | slice, sources: Tensor) -> Tensor:
-        """Writes key-values of the padded sequences into the rows; returns hidden states [b, T, hidden]."""
+    def _forward(self, token_ids: Tensor, rows: Tensor | slice | None, sources: Tensor) -> Tensor:
+        """Writes key-values of the padded sequences into the rows, if any; returns hidden states [b, T, hidden]."""
         b, num_times = token_ids.shape
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
         rotations = self._rotations[:num_times][None, :, None]
@@ -328,8 +388,9 @@ class LlamaDecoder:
             qkv = layer.qkv(normed).view(b, num_times, heads + 2 * kv_heads, size)
             qk = self._rotate(qkv[:, :, : heads + kv_heads], layer.qk_norm, rotations).transpose(1, 2)
             keys, values = qk[:, heads:], qkv[:, :, heads + kv_heads :].transpose(1, 2)
-            self._keys[depth][rows, :, :num_times] = keys.index_select(0, sources)
-            self._values[depth][rows, :, :num_times] = values.index_select(0, sources)
+            if rows is not None:
+                self._keys[depth][rows, :, :num_times] = keys.index_select(0, sources)
+                self._values[depth][rows, :, :num_times] = values.index_select(0, sources)
             mixed = F.scaled_dot_product_attention(qk[:, :heads], keys, values, is_causal=True, enable_gqa=True)
             mixed = mixed.transpose(1, 2).reshape(b * num_times, heads * size)
             flat = layer.output(mixed, hidden.view(b * num_times, -1))
@@ -375,33 +436,52 @@ class LlamaDecoder:
         return ModelOfKernel(*sizes, self._intermediate, *addresses, array, self._eps)
 
     def _make_views(self, num_rows: int, num_times: int) -> None:
-        kv_heads, size = self._num_kv_heads, self._head_size
-        capacity = self._keys.shape[3]
-        keys = self._keys.view(len(self._layers), -1, capacity, size)[:, : num_rows * kv_heads, :num_times]
-        values = self._values.view(len(self._layers), -1, capacity, size)[:, : num_rows * kv_heads, :num_times]
+        keys, values = (cache[:, :num_rows, :, :num_times] for cache in (self._keys, self._values))
+        if not self._is_grouped:
+            keys, values = keys.flatten(1, 2), values.flatten(1, 2)
         self._views = list(zip(keys.unbind(), values.unbind(), strict=True))
         self._views_of = (num_rows, num_times)
 
     def _reserve(self, num_rows: int, num_times: int) -> None:
         """Makes room for these rows and tokens; both axes grow in large steps."""
-        old_rows, old_times = self._keys.shape[1], self._keys.shape[3]
-        if num_rows <= old_rows and num_times <= old_times:
+        if self._has_room(num_rows, num_times):
             return
+        old_rows, old_times = self._keys.shape[1], self._keys.shape[3]
         if num_rows > old_rows:
             num_rows = max(num_rows, min(2 * old_rows, old_rows + 64))
         if num_times > old_times:
             num_times = max(num_times + _TIME_GROWTH, old_times * 5 // 4)
             num_times = -(-num_times // _TIME_STEP) * _TIME_STEP
-        rows, times = max(num_rows, old_rows), max(num_times, old_times)
+        self._allocate(max(num_rows, old_rows), max(num_times, old_times))
+
+    def _has_room(self, num_rows: int, num_times: int) -> bool:
+        return num_rows <= self._keys.shape[1] and num_times <= self._keys.shape[3]
+
+    def _grown(self, num_rows: int, num_times: int) -> tuple[int, int]:
+        """Rows and tokens of key-values with room for these and for what is there."""
+        times = -(-num_times // _TIME_STEP) * _TIME_STEP
+        if not self._num_rows:
+            return num_rows, times
+        return max(num_rows, self._keys.shape[1]), max(times, self._keys.shape[3])
+
+    def _allocate(self, rows: int, times: int) -> None:
+        if not self._num_rows:  # nothing to copy: the old memory is free first
+            self._views, self._views_of = [], (-1, -1)
+            self._keys = self._values = self._keys[:, :0].clone()
+        old_times = self._keys.shape[3]
         shape = (len(self._layers), rows, self._num_kv_heads, times, self._head_size)
         for name in ("_keys", "_values"):
             old = getattr(self, name)
             new = torch.zeros(shape, dtype=self._dtype, device=self._device)  # zeros: a masked NaN would still spread
-            new[:, : self._num_rows, :, :old_times] = old[:, : self._num_rows]
+            if self._num_rows:
+                new[:, : self._num_rows, :, :old_times] = old[:, : self._num_rows]
             setattr(self, name, new)
         self._times = torch.arange(times, device=self._device)
         self._slot_starts = torch.arange(rows * self._num_kv_heads, device=self._device) * times
         self._views_of = (-1, -1)
+        self._make_rotations(times)
+
+    def _make_rotations(self, times: int) -> None:
         if times > len(self._rotations):
             cosines, sines = self._rotary(torch.zeros(1), torch.arange(times)[None])
             half = self._head_size // 2

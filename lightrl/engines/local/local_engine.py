@@ -118,7 +118,7 @@ class LocalEngine(
     engine returns at once. A load holds decoding by itself and does not change the flag.
 
     Memory: the weights once; during a load also the old ones, to undo a bad bucket; key-values for the largest number
-    of rows and tokens so far.
+    of rows and tokens so far, on a GPU of the fast path at most `key_value_bytes`: rows that might need more wait.
 
     Args:
         max_batch: slots, the most completions that decode together; None takes 512 for a model below 10 M parameters,
@@ -127,7 +127,7 @@ class LocalEngine(
             kernels are, each decodes a part of the rows. Elsewhere they share an operation, which a second one slows
             down below 10 M parameters: there None takes 1.
         max_context: most tokens of prompt and completion together; None is the model's context.
-        dtype: of the engine's weights, such as `bfloat16`; `auto` is float32 on the CPU, elsewhere the config's.
+        dtype: of the engine's weights, such as `bfloat16`; `auto` is float32 on the CPU, bfloat16 on a GPU.
         device: where to decode; None is the trainer's CUDA device, or the CPU.
         fast_path: False runs Hugging Face's code for every model.
         prefill_tokens: most prompt tokens, with padding, in one forward; bounds the memory of a wave's prefill.
@@ -167,6 +167,8 @@ class LocalEngine(
         self.prefill_tokens = prefill_tokens
         self.boundary_timeout_s = boundary_timeout_s
 
+        self.key_value_bytes: float | None = None  # set before `start`; None: on a GPU half of what is then free
+
         self._decoder: Decoder | None = None
         self._dtype = torch.float32  # that of `dtype` and the config, after `start`
         self._thread: DecodeThread | None = None
@@ -195,6 +197,11 @@ class LocalEngine(
         if kernels is not None:
             kernels.threads = self.threads
         max_rows = self.max_batch or (512 if is_small else 256)
+        if self.device.type == "cuda" and not is_small:
+            log.warning(
+                "LocalEngine decodes on %s, without CUDA graphs and paged key-values. A model of this size generates "
+                "faster on SGLangEngine: set trainer.engine to it.", self.device,
+            )  # fmt: skip
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
         threads = 1 if is_small and kernels is not None else self.threads  # of an operation of torch
         self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
@@ -322,11 +329,20 @@ class LocalEngine(
         elif self.device.type == "cpu":
             dtype = torch.float32
         else:
-            dtype = getattr(config, "dtype", None) or torch.float32
+            dtype = torch.bfloat16
         self._dtype = dtype
-        if family is not None:
-            return LlamaDecoder(config, family, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
-        return HuggingFaceDecoder(config, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
+        if family is None:
+            return HuggingFaceDecoder(config, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
+        decoder = LlamaDecoder(config, family, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
+        decoder.cache_bytes = self.key_value_bytes
+        if self.device.type == "cuda" and decoder.cache_bytes is None:
+            decoder.cache_bytes = torch.cuda.mem_get_info(self.device)[0] / 2
+        if decoder.cache_bytes is not None:
+            tokens = int(decoder.cache_bytes // decoder.token_bytes)
+            log.info(
+                "Key-values may take %.1f GB, %d tokens; requests beyond it wait.", decoder.cache_bytes / 1e9, tokens
+            )
+        return decoder
 
     def _pixel_values(self, images: tuple[str, ...], token_ids: list[int]) -> Tensor:
         if self._pictures is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightrl.engines.engine import Completion
-from lightrl.engines.local.decoder import Decoder
+from lightrl.engines.local.decoder import Decoder, on_device
 from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
 from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
@@ -65,34 +65,51 @@ class RunningBatch:
         self.max_rows = max_rows
         self._decoder = decoder
         self._vocab_size = vocab_size
-        self._device = device
+        self.device = device
         self._rows: list[Row] = []
         self._draws: list[tuple[list[Row], Any, Any]] = []  # rows, supports [M, 2], tokens [n]: not yet encoded
+        # On the host, so that deciding who is finished reads nothing from the device but the drawn tokens.
+        self._prompt_lengths = np.zeros(max_rows, np.int64)
+        self._lengths = np.zeros(max_rows, np.int64)  # tokens drawn so far
+        self._limits = np.zeros(max_rows, np.int64)  # max_new_tokens
+        self._minimums = np.zeros(max_rows, np.int64)  # min_new_tokens
+        self._stop_ids = np.full((max_rows, 1), -1)  # [S, K], -1 for none
+        self._token_ids = np.zeros((max_rows, 0), np.int32)  # [S, W]
+        self._logprobs = np.zeros((max_rows, 0), np.float32)  # [S, W]
+        self._unread: list[tuple[Any, Any, Tensor]] = []  # slots [n], their lengths [n], tokens and logprobs [2, n]
+        # On the device.
         self._counters = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
         self._positions, self._generated = self._counters  # [S] of the last token; [S] tokens drawn so far
         self._current = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [S] the last token
-        self._limits = torch.zeros_like(self._current)  # [S] max_new_tokens
-        self._minima = torch.zeros_like(self._current)  # [S] min_new_tokens
         self._seeds = torch.zeros_like(self._current)
         self._top_k = torch.zeros_like(self._current)
         self._top_p = torch.ones(max_rows, device=device)
         self._temperature = torch.ones(max_rows, device=device)
         self._is_greedy = torch.zeros(max_rows, dtype=torch.bool, device=device)
-        self._stops = torch.zeros(max_rows, 0, dtype=torch.int64, device=device)  # [S, K], -1 is no token
-        self._token_ids = torch.zeros(max_rows, 0, dtype=torch.int64, device=device)  # [S, W]
-        self._logprobs = torch.zeros(max_rows, 0, device=device)  # [S, W]
         self._uniforms = torch.zeros(max_rows, 0, dtype=torch.float64, device=device)  # [S, W], draw the tokens
         self._slots = torch.arange(max_rows, device=device)
-        self._has_temperature = self._has_truncation = self._has_greedy = self._has_stops = False
-        # copies of tensor values, so that most steps read no tensor
-        self._longest = 0  # greatest position + 1
-        self._most_generated = 0
-        self._steps_to_limit = 0  # until the first row reaches its max_new_tokens
-        self._steps_with_ban = 0  # until every row has its min_new_tokens
+        self._has_temperature = self._has_truncation = self._has_greedy = False
 
     @property
     def size(self) -> int:
         return len(self._rows)
+
+    def capacity(self, waiting: Iterable[Row]) -> int:
+        """How many rows may run at once if the first of these enter: `max_rows`, or fewer if memory is short.
+
+        A row counts with all tokens that it may get, so that no memory is missing later; one row always runs.
+        """
+        size, longest = self.size, _longest_end(self._rows)
+        for row in itertools.islice(waiting, self.max_rows - size):
+            longest = max(longest, _longest_end([row]))
+            if size and not self._decoder.fits(size + 1, longest):
+                return size
+            size += 1
+        return self.max_rows
+
+    def make_room(self, rows: Sequence[Row]) -> None:
+        """Reserves the memory of these rows' key-values beside the present ones', before `admit` and `readmit`."""
+        self._decoder.reserve(self.size + len(rows), _longest_end([*self._rows, *rows]))
 
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the prompts, equal ones once, and draws the first token of each row."""
@@ -104,54 +121,57 @@ class RunningBatch:
         self._fill_rows(rows, [0] * len(rows))
         self._widen(1)
         self._fill_uniforms(first)
-
-        self._steps_with_ban = 1
-        self._draw(first, end, logits[torch.tensor(owners, device=self._device)])
-        self._count()
+        self._draw(first, end, logits[on_device(owners, self.device)])
 
     def step(self) -> None:
         """Draws one token in every row."""
         n = self.size
-        if self._most_generated >= self._token_ids.shape[1]:
-            self._widen(self._most_generated + 1)
-        logits = self._decoder.step(self._current[:n], self._positions[:n], self._longest)
-        self._draw(0, n, logits)
-        self._longest += 1
-        self._most_generated += 1
-        self._steps_to_limit -= 1
-        self._steps_with_ban -= 1
+        self._widen(int(self._lengths[:n].max()) + 1)
+        self._draw(0, n, self._decoder.step(self._current[:n], self._positions[:n], self._longest()))
 
     def retire(self) -> list[tuple[Row, Completion]]:
         """Removes finished rows; returns them with their completions, in slot order."""
         n = self.size
-        if n == 0 or not (self._steps_to_limit <= 0 or self._has_stops):
+        lengths = self._lengths[:n]
+        is_limited = lengths >= self._limits[:n]
+        may_stop = (lengths > self._minimums[:n]) & (self._stop_ids[:n, 0] >= 0)
+        if not (is_limited | may_stop).any():
             return []
-        is_stop = self._current[:n, None] == self._stops[:n]
-        if self._steps_to_limit > 0 and not bool(is_stop.any()):
+        self.read()
+        last = self._token_ids[np.arange(n), lengths - 1]
+        is_stopped = (last[:, None] == self._stop_ids[:n]).any(1)
+        finished = np.flatnonzero(is_stopped | is_limited).tolist()
+        if not finished:
             return []
-        is_stopped = is_stop.any(1)
-        is_finished = is_stopped | (self._generated[:n] >= self._limits[:n])
-        slots = is_finished.nonzero()[:, 0]
-        finished = slots.tolist()
-        lengths = self._generated[slots].tolist()
-        reasons: list[FinishReason] = ["stop" if stopped else "length" for stopped in is_stopped[slots].tolist()]
-        longest = max(lengths)
-        token_ids = self._token_ids[slots, :longest].int().cpu().numpy()
-        logprobs = self._logprobs[slots, :longest].cpu().numpy()
-        if not np.isfinite(logprobs).all():
-            raise FloatingPointError("the logits of a token are not finite")
         self._encode_supports()
         completions = []
         versions_of: dict[tuple[Any, ...], TokenArray[int]] = {}  # rows of a wave have the same
-        for place, slot in enumerate(finished):
-            row, length = self._rows[slot], lengths[place]
+        for slot in finished:
+            row, length = self._rows[slot], int(lengths[slot])
+            logprobs = self._logprobs[slot, :length]
+            if not np.isfinite(logprobs).all():
+                raise FloatingPointError("the logits of a token are not finite")
             key = length, *row.version_changes
             versions = versions_of.get(key) or versions_of.setdefault(key, _versions(row.version_changes, length))
-            ids = TokenArray[int].of_stored(token_ids[place, :length].tobytes(), b"", "i")
-            of_ids = TokenArray[float].of_stored(logprobs[place, :length].tobytes(), b"", "f")
-            completions.append((row, Completion(ids, of_ids, versions, reasons[place], row.codes())))
+            ids = TokenArray[int].of_stored(self._token_ids[slot, :length].tobytes(), b"", "i")
+            of_ids = TokenArray[float].of_stored(logprobs.tobytes(), b"", "f")
+            reason: FinishReason = "stop" if is_stopped[slot] else "length"
+            completions.append((row, Completion(ids, of_ids, versions, reason, row.codes())))
         self._drop(set(finished))
         return completions
+
+    def read(self) -> None:
+        """Copies the tokens drawn since the last call to the host: the one wait for the device in a step.
+
+        Draws from a truncated distribution wait too, for their supports.
+        """
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        values = torch.cat([drawn for _, _, drawn in unread], dim=1).cpu().numpy()
+        slots, lengths = (np.concatenate(parts) for parts in list(zip(*unread, strict=True))[:2])
+        self._token_ids[slots, lengths] = values[0]
+        self._logprobs[slots, lengths] = values[1].astype(np.int32).view(np.float32)
 
     def remove(self, is_unwanted: Callable[[Row], bool]) -> None:
         """Removes rows without a completion."""
@@ -161,8 +181,8 @@ class RunningBatch:
 
     def unfinished(self) -> dict[int, Completion]:
         """What is written of each row so far, by seed, in slot order."""
+        self.read()
         self._encode_supports()
-        lengths = self._generated[: self.size].tolist()
         return {
             row.seed: Completion(
                 self._token_ids[slot, :length].tolist(),
@@ -171,12 +191,12 @@ class RunningBatch:
                 "abort",
                 row.codes(),
             )
-            for slot, (row, length) in enumerate(zip(self._rows, lengths, strict=True))
+            for slot, (row, length) in enumerate(zip(self._rows, self._lengths[: self.size].tolist(), strict=True))
         }
 
     def readmit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the key-values of rows that were `written` in part; draws no token."""
-        first, most = self.size, self._most_generated
+        first = self.size
         begun = [row.written for row in rows if row.written is not None]
         sequences, owners, pictures = _distinct(
             [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, begun, strict=True)], rows
@@ -184,36 +204,41 @@ class RunningBatch:
         self._decoder.append(sequences, owners, *pictures)
         lengths = [len(part.token_ids) for part in begun]
         self._fill_rows(rows, lengths)
-        self._widen(max(most, *lengths) + 1)
+        self._widen(max(lengths) + 1)
         self._fill_uniforms(first)
+        self._fill(self._current, first, [part.token_ids[-1] for part in begun])
         for slot, (row, part) in enumerate(zip(rows, begun, strict=True), start=first):
             length = len(part.token_ids)
-            self._fill(self._token_ids[slot], 0, part.token_ids)
-            self._fill(self._logprobs[slot], 0, part.logprobs)
-            self._current[slot] = part.token_ids[-1]
+            self._token_ids[slot, :length] = part.token_ids
+            self._logprobs[slot, :length] = part.logprobs
             row.supports = [bytes(part.supports or ())]
             row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
-        self._count()
 
     def recompute(self, weight_version: int) -> None:
         """Recomputes the key-values of all rows with the decoder's current weights; draws no token."""
         self._decoder.clear()
         if not self._rows:
             return
-        generated = self._generated[: self.size].tolist()
-        written = self._token_ids[: self.size, : max(generated)].tolist()
+        self.read()
         every = []
-        for row, length, token_ids in zip(self._rows, generated, written, strict=True):
-            every.append((*row.prompt, *token_ids[: length - 1]))
+        for slot, (row, length) in enumerate(zip(self._rows, self._lengths[: self.size].tolist(), strict=True)):
+            every.append((*row.prompt, *self._token_ids[slot, : length - 1].tolist()))
             row.version_changes.append((length, weight_version))
         sequences, owners, pictures = _distinct(every, self._rows)
         self._decoder.append(sequences, owners, *pictures)
 
+    def _longest(self) -> int:
+        """Tokens of the longest row, prompt included."""
+        return int((self._prompt_lengths + self._lengths)[: self.size].max())
+
     def _draw(self, first: int, end: int, logits: Tensor) -> None:
         """Draws one token for the slots `first` to `end`; changes the logits."""
         rows, generated = self._slots[first:end], self._generated[first:end]
-        if self._steps_with_ban > 0 and self._has_stops:
-            ban_stop_tokens(logits, generated < self._minima[first:end], self._stops[first:end])
+        lengths = self._lengths[first:end]
+        is_banned = (lengths < self._minimums[first:end]) & (self._stop_ids[first:end, 0] >= 0)
+        if is_banned.any():
+            stops = on_device(self._stop_ids[first:end], self.device)
+            ban_stop_tokens(logits, on_device(is_banned, self.device), stops)
         token_ids, logprobs, supports = draw_tokens(
             logits,
             self._uniforms[rows, generated],
@@ -222,10 +247,11 @@ class RunningBatch:
             top_p=self._top_p[first:end] if self._has_truncation else None,
             is_greedy=self._is_greedy[first:end] if self._has_greedy else None,
         )
-        self._token_ids[rows, generated] = token_ids
-        self._logprobs[rows, generated] = logprobs
+        drawn = torch.stack((token_ids, logprobs.view(torch.int32)))
+        self._unread.append((np.arange(first, end), lengths.copy(), drawn))
         self._current[first:end] = token_ids
         self._counters[:, first:end] += 1
+        lengths += 1
         if supports is not None:
             self._draws.append((self._rows[first:end], supports.nonzero().cpu().numpy(), token_ids.cpu().numpy()))
             if len(self._draws) == _MAX_DRAWS:
@@ -244,81 +270,72 @@ class RunningBatch:
 
     def _drop(self, leaving: set[int]) -> None:
         """Removes the rows of these slots; the last rows take their places."""
+        self.read()
         old_size, new_size = self.size, self.size - len(leaving)
         holes = [slot for slot in sorted(leaving) if slot < new_size]
         movers = [slot for slot in range(new_size, old_size) if slot not in leaving]
         order = list(range(new_size))
         for hole, mover in zip(holes, movers, strict=True):
             order[hole] = mover
-        self._decoder.keep(order, self._longest)
+        self._decoder.keep(order, self._longest())
         self._rows = [self._rows[source] for source in order]
         if holes:
-            targets, sources = torch.tensor([holes, movers], device=self._device)
+            targets, sources = on_device([holes, movers], self.device)
             self._counters[:, targets] = self._counters[:, sources]
             for tensor in (
-                *(self._current, self._limits, self._minima, self._seeds, self._top_k, self._top_p, self._temperature),
-                *(self._is_greedy, self._stops, self._token_ids, self._logprobs, self._uniforms),
+                *(self._current, self._seeds, self._top_k, self._top_p, self._temperature, self._is_greedy),
+                self._uniforms,
             ):
                 tensor[targets] = tensor[sources]
-        self._count()
-
-    def _count(self) -> None:
-        """Updates the copies of tensor values."""
-        n = self.size
-        if n == 0:
-            self._longest = self._most_generated = self._steps_to_limit = self._steps_with_ban = 0
-            return
-        generated = self._generated[:n]
-        self._longest = int(self._positions[:n].max()) + 1
-        self._most_generated = int(generated.max())
-        self._steps_to_limit = int((self._limits[:n] - generated).min())
-        self._steps_with_ban = int((self._minima[:n] - generated).max())
+            for array in (
+                *(self._prompt_lengths, self._lengths, self._limits, self._minimums, self._stop_ids),
+                *(self._token_ids, self._logprobs),
+            ):
+                array[holes] = array[movers]
 
     def _fill_rows(self, rows: Sequence[Row], generated: Sequence[int]) -> None:
         """Sets what a step needs of new rows, which have drawn so many tokens each."""
         first = self.size
         self._rows.extend(rows)
-
-        positions = [len(row.prompt) + num - 1 for row, num in zip(rows, generated, strict=True)]
-        self._fill(self._positions, first, positions)
+        new = slice(first, self.size)
+        self._prompt_lengths[new] = [len(row.prompt) for row in rows]
+        self._lengths[new] = generated
+        self._fill(self._positions, first, (self._prompt_lengths + self._lengths)[new] - 1)
         self._fill(self._generated, first, generated)
         self._fill(self._seeds, first, [row.seed for row in rows])
         kinds = {_kind(row.sampling): row.sampling for row in self._rows}  # few, with hundreds of rows
         places = {kind: place for place, kind in enumerate(kinds)}
-        which = torch.tensor([places[_kind(row.sampling)] for row in rows], device=self._device)
+        which = [places[_kind(row.sampling)] for row in rows]
         every = list(kinds.values())
         kept = [sampling if sampling.is_truncated else Sampling() for sampling in every]  # greedy is not
+        self._limits[new] = np.array([sampling.max_new_tokens for sampling in every])[which]
+        self._minimums[new] = np.array([sampling.min_new_tokens for sampling in every])[which]
+        self._set_stops([sampling.stop_token_ids for sampling in every], first, which)
         for tensor, values in (
-            (self._limits, [sampling.max_new_tokens for sampling in every]),
-            (self._minima, [s.min_new_tokens if s.stop_token_ids else 0 for s in every]),
             (self._top_k, [s.max_support if s.is_truncated else self._vocab_size for s in kept]),
             (self._top_p, [sampling.top_p for sampling in kept]),
             (self._temperature, [sampling.temperature or 1.0 for sampling in every]),
             (self._is_greedy, [sampling.temperature == 0 for sampling in every]),
-            self._stops_of([sampling.stop_token_ids for sampling in every]),
         ):
-            of_kinds = torch.tensor(values, dtype=tensor.dtype, device=self._device)
-            tensor[first : self.size] = of_kinds[which]
+            self._fill(tensor, first, np.array(values)[which])
         self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in every)
         self._has_truncation = any(sampling.is_truncated for sampling in every)
         self._has_greedy = any(sampling.temperature == 0 for sampling in every)
-        self._has_stops = any(sampling.stop_token_ids for sampling in every)
 
     def _fill_uniforms(self, first: int) -> None:
         """The numbers that draw the tokens of the rows from this slot on."""
         self._uniforms[first : self.size] = uniforms(self._seeds[first : self.size], 0, self._uniforms.shape[1])
 
-    def _fill(self, tensor: Tensor, first: int, values: Sequence[int | float | bool]) -> None:
-        tensor[first : first + len(values)] = torch.tensor(values, dtype=tensor.dtype, device=self._device)
+    def _fill(self, tensor: Tensor, first: int, values: Any) -> None:
+        tensor[first : first + len(values)] = on_device(values, self.device, tensor.dtype)
 
-    def _stops_of(self, stops: Sequence[tuple[int, ...]]) -> tuple[Tensor, list[list[int]]]:
-        """The rows' stop tokens, with room for these, and these as they stand there."""
-        width = max(self._stops.shape[1], *(len(ids) for ids in stops), 1)
-        if width > self._stops.shape[1]:
-            wider = torch.full((self.max_rows, width), -1, device=self._device)
-            wider[:, : self._stops.shape[1]] = self._stops
-            self._stops = wider
-        return self._stops, [[*ids, *[-1] * (width - len(ids))] for ids in stops]
+    def _set_stops(self, stops: Sequence[tuple[int, ...]], first: int, which: Sequence[int]) -> None:
+        """The stop tokens of the rows from `first` on; `which` of `stops` each has."""
+        width = max(self._stop_ids.shape[1], *(len(ids) for ids in stops))
+        missing = width - self._stop_ids.shape[1]
+        self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        rows = np.array([[*ids, *[-1] * (width - len(ids))] for ids in stops])
+        self._stop_ids[first : first + len(which)] = rows[which]
 
     def _widen(self, num_tokens: int) -> None:
         """Makes room for at least `num_tokens` in every row."""
@@ -328,8 +345,14 @@ class RunningBatch:
         width = max(num_tokens, 2 * old, _FIRST_WIDTH)
         more = uniforms(self._seeds, old, width - old)
         self._uniforms = torch.cat([self._uniforms, more], dim=1)
-        self._token_ids = torch.nn.functional.pad(self._token_ids, (0, width - old))
-        self._logprobs = torch.nn.functional.pad(self._logprobs, (0, width - old))
+        self._token_ids, self._logprobs = (
+            np.pad(array, ((0, 0), (0, width - old))) for array in (self._token_ids, self._logprobs)
+        )
+
+
+def _longest_end(rows: Sequence[Row]) -> int:
+    """Tokens that the longest of these rows may get, prompt included."""
+    return max((len(row.prompt) + row.sampling.max_new_tokens for row in rows), default=0)
 
 
 def _distinct(
