@@ -3,8 +3,8 @@
     python -m benchmarks.roofline [--quick] [--models qwen3-0.6b,qwen3-1.7b] [--tokens 16384] [--eager]
 
 SingleModel runs as gpu_update's `pure` does, in bfloat16; a dispatch mode adds up what its operations read, write and
-multiply. A product takes the longer of its bytes over `--tb-per-s` and its FLOPs over what its shape reaches of 700
-TFLOP/s. As compiled, the operations between two products are one kernel: it reads what others made and writes what
+multiply. On an H100 a product takes the longer of its bytes over 2.7 TB/s and its FLOPs over what its shape reaches of
+700 TFLOP/s. As compiled, the operations between two products are one kernel: it reads what others made and writes what
 others read, and a backward makes what it needs of the forward again. With --eager each operation is a kernel.
 """
 
@@ -30,6 +30,8 @@ from benchmarks.report import Report
 from lightrl.functional import logprobs as head
 from lightrl.strategies import LogprobSettings, SingleModel, packed_attention, single
 
+BYTES_PER_S = 2.7e12  # of an H100's memory, as a copy reaches it
+FLOPS_PER_S = 989e12  # that MFU is the share of
 GAP_S = 2e-6  # between kernels
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}
 FLASH = {"_varlen_attn": (1.0, 350e12), "_varlen_attn_backward": (2.5, 280e12)}  # forwards, FLOP/s
@@ -42,9 +44,9 @@ VIEWS = {
 class Meter(TorchDispatchMode):
     """Seconds of each part."""
 
-    def __init__(self, bytes_per_s: float, attention_flops: float, *, is_fused: bool) -> None:
+    def __init__(self, attention_flops: float, *, is_fused: bool) -> None:
         super().__init__()
-        self.bytes_per_s, self.attention_flops, self.is_fused = bytes_per_s, attention_flops, is_fused
+        self.attention_flops, self.is_fused = attention_flops, is_fused
         self.seconds: dict[str, float] = defaultdict(float)
         self.part, self.kernel, self.first_of_backward = "layers", 0, 2**62
         self.made: dict[StorageWeakRef, int] = {}  # storage → the fused kernel that made it
@@ -68,12 +70,12 @@ class Meter(TorchDispatchMode):
         elif self.is_fused:
             size = sum(map(self.bytes_to_read, inputs))
             self.made |= {StorageWeakRef(value.untyped_storage()): self.kernel for value in results}
-            self.seconds[part] += size / self.bytes_per_s
+            self.seconds[part] += size / BYTES_PER_S
             return outputs
         if self.is_fused:  # the kernel before it ends, and writes what this one reads
-            self.seconds[self.part] += sum(map(self.bytes_to_write, inputs)) / self.bytes_per_s + GAP_S
+            self.seconds[self.part] += sum(map(self.bytes_to_write, inputs)) / BYTES_PER_S + GAP_S
             self.kernel += 1
-        self.seconds[part] += max(size / self.bytes_per_s, compute_s) + GAP_S
+        self.seconds[part] += max(size / BYTES_PER_S, compute_s) + GAP_S
         return outputs
 
     def bytes_to_read(self, value: Tensor) -> int:
@@ -115,7 +117,7 @@ def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
     experience = make_parts(given.tokens, given.longest, config.vocab_size)
     lengths, is_fused = experience.lengths.tolist(), not given.eager
     attention = 2.0 * config.num_attention_heads * config.head_dim * sum(length * length for length in lengths)
-    meter = Meter(given.tb_per_s * 1e12, attention, is_fused=is_fused)
+    meter = Meter(attention, is_fused=is_fused)
     read, backward = head.hidden_logprobs, head._HeadLogprobs.backward
 
     def read_head(*args: Any, **options: Any) -> Any:
@@ -147,11 +149,11 @@ def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
             loss = lambda part, outputs: weighted_sum(part, outputs.logprobs)  # noqa: E731
             parallel.forward_backward([experience], loss, Tensor.backward)
         num_parameters = sum(value.numel() for value in model.parameters())
-    meter.seconds["optimizer"] = num_parameters * 2 * 7 / meter.bytes_per_s  # reads 4 numbers of each, writes 3
+    meter.seconds["optimizer"] = num_parameters * 2 * 7 / BYTES_PER_S  # reads 4 numbers of each, writes 3
     seconds = sum(meter.seconds.values())
     work = flops(config, lengths, experience.num_loss_tokens, has_backward=True)
     parts = {f"{part}_us": round(value * 1e6) for part, value in meter.seconds.items()}
-    mfu = round(work / seconds / (given.tflops * 1e12), 3)
+    mfu = round(work / seconds / FLOPS_PER_S, 3)
     total = {"ms": round(seconds * 1e3, 1), "mfu": mfu}
     return {"model": name, "tokens": sum(lengths), "fused": is_fused, **total, **parts}
 
@@ -161,14 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", default="qwen3-0.6b,qwen3-1.7b")
     parser.add_argument("--tokens", type=int, default=16384, help="of a microbatch")
     parser.add_argument("--longest", type=int, default=1024, help="completion, in tokens")
-    parser.add_argument("--tflops", type=float, default=989.0, help="of the GPU in bfloat16, dense")
-    parser.add_argument("--tb-per-s", type=float, default=2.7, help="of the GPU's memory, as a copy reaches it")
     parser.add_argument("--eager", action="store_true", help="neither layers nor head compiled")
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     given = parser.parse_args(arguments)
     if given.quick:
         given.models, given.tokens, given.longest = "tiny", 256, 32
-    report = Report("roofline", tflops=given.tflops, tb_per_s=given.tb_per_s)
+    report = Report("roofline")
     for name in given.models.split(","):
         report.add("update", **predict(name, given))
     report.finish()

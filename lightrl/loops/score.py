@@ -145,10 +145,11 @@ def _infer(module: RLModule, call: ModelCall, experience: SpreadExperience, rank
             if values is None:
                 raise ValueError(f"Model call {call.name!r} needs {key!r}, but the model of {role!r} has no values.")
             # The dtype is explicit because half precision changes the default, and bfloat16 would round the logprobs.
-            numbers[key].append(values.float().cpu())
+            numbers[key].append(values.float())
             if output.teacher_topk_ids is not None and output.teacher_topk is not None:
-                numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long().cpu())
-                numbers["teacher_topk_logprobs"].append(output.teacher_topk.float().cpu())
+                numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long())
+                numbers["teacher_topk_logprobs"].append(output.teacher_topk.float())
+        numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # waits after the last only
     result: dict[str, Any] = {
         name: _per_token(parts, rows, lengths) for name, parts in numbers.items() if parts and not scores_ends
     }

@@ -201,7 +201,8 @@ def test_gradients_are_clipped(algorithm: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_every_precision_trains_validates_and_predicts(precision: Any, tmp_path: Path) -> None:
     module, before = TinyGRPO(), None
-    trainer = make_trainer(tmp_path, precision=precision, limit_val_batches=1.0, limit_predict_batches=1)
+    flags: dict[str, Any] = {"limit_val_batches": 1.0, "limit_predict_batches": 1, "gradient_clip_val": 1.0}
+    trainer = make_trainer(tmp_path, precision=precision, **flags)
     module.configure_model()
     before = weights(module)
     trainer.fit(module, datamodule=Digits())

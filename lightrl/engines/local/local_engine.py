@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +52,7 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
         for bucket in buckets:
             for name, tensor in bucket.tensors.items():
                 _check_parameter(decoder, name, tensor, written)
+            _check_values(bucket.tensors)
             for name, tensor in bucket.tensors.items():
                 written.add(name)
                 if can_undo:
@@ -80,9 +81,17 @@ def _check_parameter(decoder: Decoder, name: str, tensor: Tensor, written: set[s
             f"Parameter {name!r} has shape {tuple(tensor.shape)}, but the engine's model needs {tuple(shape)}. Export "
             "the model that the engine was started with; the engine keeps its old weights."
         )
-    if tensor.is_floating_point() and tensor.numel():
-        low, high = torch.aminmax(tensor.detach())
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+
+
+def _check_values(tensors: Mapping[str, Tensor]) -> None:
+    """One read from the device for all of them."""
+    finite = {
+        name: torch.stack(torch.aminmax(tensor.detach())).isfinite().all()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.numel()
+    }
+    for name, is_finite in zip(finite, torch.stack(list(finite.values())).tolist() if finite else (), strict=True):
+        if not is_finite:
             raise WeightSyncError(
                 f"Parameter {name!r} has values that are not finite. Find the update that produced them; the engine "
                 "keeps its old weights."
