@@ -8,8 +8,7 @@ import pytest
 from tiny import tiny_spec
 
 from lightrl import GRPO, FSDP2Strategy, LocalEngine, SGLangEngine, Trainer
-from lightrl.commands.memory_defaults import use_estimate
-from lightrl.commands.plan_run import planned_run
+from lightrl.commands.plan_run import planned_run, use_estimate
 from lightrl.launch.memory import RankMemory, rank_memories
 from lightrl.strategies.costs import USABLE_FRACTION
 from lightrl.testing.tiny_model import TINY_CONFIG
