@@ -193,7 +193,7 @@ def header_of(name: str) -> list[str]:
 def command_of(name: str) -> str:
     """What is typed to run it: the command at the top of the example, with the options of a variant."""
     path = example_file(name).relative_to(ROOT)
-    found = re.search(rf"lightrl fit (--config \S+ )*--config {path}$", "\n".join(header_of(name)), re.MULTILINE)
+    found = re.search(rf"lightrl \w+ (--config \S+ )*--config {path}$", "\n".join(header_of(name)), re.MULTILINE)
     if found is None:
         raise ValueError(f"{path} must have a line at its top that ends in `lightrl fit … --config {path}`.")
     return " ".join([found[0], *VARIANTS.get(name, ())[1:]])

@@ -44,7 +44,6 @@ from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
-from lightrl.loops.memory_error import out_of_memory
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
@@ -104,14 +103,12 @@ def _takes_several(flags: Mapping[str, Any]) -> bool:
     return not isinstance(_AcceleratorConnector(**given).strategy, SingleDeviceStrategy)
 
 
-def _set_device_defaults(flags: dict[str, Any]) -> None:
+def set_device_defaults(flags: dict[str, Any]) -> None:
     """On a CUDA GPU precision is bf16-mixed, unless the user says otherwise; MPS is left alone, as nobody tried it."""
     accelerator = flags.get("accelerator") or "auto"
-    has_cuda = torch.cuda.is_available()
-    if accelerator == "auto" and not has_cuda and torch.backends.mps.is_available():
-        flags["accelerator"] = "cpu"
-    is_on_cuda = has_cuda and accelerator in ("auto", "gpu", "cuda")
-    if is_on_cuda and flags.get("precision") is None and not flags.get("plugins"):
+    if not torch.cuda.is_available():
+        flags["accelerator"] = "cpu" if accelerator == "auto" and torch.backends.mps.is_available() else accelerator
+    elif accelerator in ("auto", "gpu", "cuda") and flags.get("precision") is None and not flags.get("plugins"):
         flags["precision"] = "bf16-mixed"
         torch.set_float32_matmul_precision("high")
         log.info("precision is bf16-mixed on a GPU, with TF32 for products in float32; trainer.precision changes it.")
@@ -147,7 +144,7 @@ class Trainer(RLTrainer):
                 f"accelerator=gpu needs a GPU, but torch {torch.__version__} sees none. Set accelerator to auto or "
                 "cpu, or install a torch that fits the driver (nvidia-smi shows whether there is one)."
             )
-        _set_device_defaults(kwargs)
+        set_device_defaults(kwargs)
         own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
@@ -284,7 +281,7 @@ class Trainer(RLTrainer):
                     self._stage.start_judge(module)
                 yield
             except torch.OutOfMemoryError as error:
-                raise out_of_memory(error, self, self.rollout_loop, module) from error
+                raise self.rollout_loop.out_of_memory(error, module) from error
             except RuntimeError as error:
                 if isinstance(module, RLModule) and str(error).startswith("Training with multiple optimizers"):
                     raise ValueError(ONE_OPTIMIZER.format(type(module).__name__)) from error

@@ -218,11 +218,10 @@ class LightRLCLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Trains, on a GPU with what its memory allows."""
-        device = self.trainer.strategy.root_device
-        if device.type == "cuda":
-            from lightrl.commands.memory_defaults import use_estimate  # it builds on this module
+        if (device := self.trainer.strategy.root_device).type == "cuda":
+            from lightrl.commands.plan_run import use_estimate  # it builds on this module
 
-            memory = float(torch.cuda.get_device_properties(device).total_memory)
+            memory = torch.cuda.get_device_properties(device).total_memory
             use_estimate(self.model, self.trainer, self.datamodule, memory, self._written.origins)
         self.trainer.fit(**kwargs)
 

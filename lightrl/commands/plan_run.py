@@ -1,10 +1,12 @@
 """Builds a run without a trainer, and reads a PlannedRun from it or from a Trainer; `plan`, `launch` and `doctor` do.
 
-Models are built without memory to count their parameters, and no device is asked for anything.
+`fit` takes from it what a GPU's memory decides. Models are built without memory to count their parameters, and no
+device is asked for anything.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from lightrl.data import PairBatch, TrajectoryDataModule
 from lightrl.engines import LocalEngine, RolloutEngine, SGLangEngine
 from lightrl.engines.local.local_engine import SMALL_MODEL_PARAMETERS
 from lightrl.engines.placing import choose_devices
+from lightrl.launch import memory
 from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun, UnknownMemory
 from lightrl.launch.run_facts import num_devices
 from lightrl.models import Role
@@ -28,6 +31,8 @@ from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.costs import SERVED_BYTES
 from lightrl.strategies.empty_model import empty_model
+
+log = logging.getLogger(__name__)
 
 _ASSUMED_TOKENS = 1024  # where the data has no bound
 _SIZES = (  # fields of a config
@@ -101,6 +106,36 @@ def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
     if isinstance(module, RLModule):
         return planned_run(module, trainer, data)
     return planned_training(module, trainer, data) if isinstance(module, SupervisedModule) else None
+
+
+def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, given: Collection[str]) -> None:
+    """Sets what a GPU's memory decides, unless it is among the paths that the user has `given`, and prints it."""
+    strategy, engine = trainer.strategy, trainer.engine
+    names, chosen = {path.rpartition(".")[2] for path in given}, []
+    may_checkpoint = isinstance(strategy, FSDP2Strategy) and "activation_checkpointing" not in names
+    may_cut = hasattr(module, "microbatch_tokens") and "microbatch_tokens" not in names
+    try:
+        run = planned(module, trainer, data)
+    except ValueError as error:  # a model whose sizes are not known
+        log.info("%s", error)
+        return
+    if run is None:
+        return
+    run = memory.suited(run, device_bytes, may_checkpoint=may_checkpoint, may_cut=may_cut)
+    trainer.memory_estimate = memory.memory_line(run)
+    if isinstance(strategy, FSDP2Strategy) and run.checkpoint_activations != strategy.activation_checkpointing:
+        strategy.activation_checkpointing = run.checkpoint_activations
+        chosen.append("trainer.strategy's activation_checkpointing is true")
+    if may_cut and run.microbatch_tokens != module.microbatch_tokens:
+        module.microbatch_tokens = run.microbatch_tokens
+        chosen.append(f"model.microbatch_tokens is {run.microbatch_tokens}")
+    if run.engine is not None and run.engine.place == "rank 0":
+        engine = trainer.engine = engine or LocalEngine()
+        vars(engine)["key_value_bytes"] = memory.key_value_room(run, device_bytes)
+    if isinstance(engine, SGLangEngine) and engine.num_servers and engine.placement == "colocated":
+        fraction = engine.server_args.setdefault("mem_fraction_static", memory.served_fraction(run, device_bytes))
+        chosen.append(f"trainer.engine's mem_fraction_static is {fraction}")
+    log.info("%s", " ".join([trainer.memory_estimate, *(f"{setting}." for setting in chosen)]))
 
 
 def planned_run(module: RLModule, trainer: Any, data: Any) -> PlannedRun:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightrl.data import prompts_of
 from lightrl.dataflow import ModelCall
+from lightrl.errors import TrainingError
 from lightrl.loops.interrupt import InterruptGate
 from lightrl.loops.metrics import IterationMetrics, values_of
 from lightrl.loops.resume import Resume
@@ -39,6 +40,13 @@ from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Microbatches, Ranks, SpreadExperience, ranks_of
 from lightrl.trace import in_microbatch_spans, span
 from lightrl.trajectory import Group, Trajectory, sampling_seed
+
+_ENGINE = "trainer.engine's max_batch or prefill_tokens (SGLang: mem_fraction_static)"
+_ADVICE = {
+    "rollout": f"Lower {_ENGINE}, or model.microbatch_tokens, which leaves the engine more.",
+    "sync": f"Lower {_ENGINE}, or bucket_mib of WeightSync.",
+    "start": "Use more devices with trainer.strategy: FSDP2Strategy, or a smaller model.",
+}
 
 
 class JudgedGroups(list[Group]):
@@ -190,7 +198,7 @@ class RolloutLoop(_AutomaticOptimization):
             experience = SpreadExperience.from_trajectories(trajectories, are_judged=are_judged)
             has_all = range(size)
         longest = int(experience.lengths.max()) if len(experience) else 0
-        self.sizes = f"{len(experience)} trajectories of at most {longest} tokens"
+        self.sizes = f", with {len(experience)} trajectories of at most {longest} tokens"
         if size > 1:
             experience = spread(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
         return with_pictures(experience, trajectories, module.pictures, rows=experience.rows_here)
@@ -357,6 +365,17 @@ class RolloutLoop(_AutomaticOptimization):
         """Reports the trajectories dropped since the last time to callbacks and the module."""
         for drop in self.trainer.rollout.drain_drops():
             self.trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
+
+    def out_of_memory(self, error: torch.OutOfMemoryError, module: Any) -> TrainingError:
+        """What to raise instead: the phase, its sizes, what was estimated, and what to set."""
+        tokens = getattr(module, "microbatch_tokens", None)
+        smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"
+        other = f"Lower {smaller}, or set activation_checkpointing of trainer.strategy (FSDP2Strategy) to true."
+        text = " ".join(str(error).split()).partition(" If reserved but")[0]
+        return TrainingError(
+            f"Rank {self.trainer.global_rank} ran out of GPU memory in {self.phase!r}{self.sizes}. "
+            f"{_ADVICE.get(self.phase, other)} {self.trainer.memory_estimate} Torch says: {text}"
+        )
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -40,6 +40,7 @@ START = "start"  # the phase before training
 _FAILURE = "failure"
 # The rank that failed, or -1 if none raised it and all report it; the text; its last line; ranks that are gone.
 Failure = tuple[int, str, str, list[int]]
+_TIMED_OUT = re.compile(r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+).*?Timeout\(ms\)=(\d+)")  # NCCL's watchdog
 _STORE_IS_GONE = (RuntimeError, OSError)  # what the store's methods raise if rank 0 is gone
 _GONE = "was killed, or its machine or network failed; its own output may say more"
 
@@ -85,18 +86,6 @@ def find_behind(states: Mapping[int, RankState]) -> list[int]:
     """The ranks that the others wait for: those with the fewest phases, then the fewest steps."""
     least = min((state.num_phases, state.num_steps) for state in states.values())
     return [rank for rank, state in sorted(states.items()) if (state.num_phases, state.num_steps) == least]
-
-
-def collective_text(error: str) -> str:
-    """Which collective an error of NCCL's watchdog names, as a sentence; empty for any other error."""
-    found = re.search(r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+).*?Timeout\(ms\)=(\d+)", error)
-    if found is None:
-        return ""
-    number, name, size, limit = found.groups()
-    seconds = int(limit) / 1000
-    return (
-        f" It waited {seconds:g} s in collective {number}, {name} of {size} numbers, which another rank did not enter."
-    )
 
 
 def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float) -> str:
@@ -341,10 +330,12 @@ class RankWatch:
         """What to tell of this rank's error. One of a broken connection is another's: None until it is clear whose."""
         where = f"failed in {self._phases[-1][0]!r}"
         what = "".join(traceback.format_exception_only(error)).strip()
-        if collective := collective_text(what):
+        if found := _TIMED_OUT.search(what):
+            number, name, size, limit = found.groups()
             states = {rank: state for rank, (state, _) in self._heard.items() if state is not None}
-            behind = find_behind({**states, self._rank: self.state()})
-            what += f"{collective} The furthest behind: rank {', '.join(map(str, behind))}."
+            behind = ", ".join(map(str, find_behind({**states, self._rank: self.state()})))
+            what += f" It waited {int(limit) / 1000:g} s in collective {number}, {name} of {size} numbers, which"
+            what += f" another rank did not enter. The furthest behind: rank {behind}."
         if _may_be_a_broken_connection(error):
             if self._roll_call_s is None:
                 self._roll_call_s = self._now_s

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("as_a_command")
 def configs_of(name: str) -> list[str]:
     """The `--config` options of the command at the top of an example; others below it may name other files."""
     header = re.match(r"(#.*\n)*", (ROOT / name).read_text())
-    commands = re.findall(r"lightrl (fit(?: --config [\w/.-]+)+)", header[0] if header else "")
+    commands = re.findall(r"lightrl ((?:fit|launch)(?: --config [\w/.-]+)+)", header[0] if header else "")
     (command, *_) = [command for command in commands if command.endswith(name)]
     return [word if word == "--config" else str(ROOT / word) for word in str(command).split()[1:]]
 

@@ -16,6 +16,7 @@ from tiny_run import GROUP_SIZE, CountValidations, Digits, Logged, TinyGRPO, are
 
 import lightrl
 from lightrl.errors import LightRLError
+from lightrl.trainer import set_device_defaults
 
 
 @dataclass
@@ -364,3 +365,34 @@ def test_these_flags_are_refused_before_anything_starts(flags: Any, sentence: st
         make_trainer(tmp_path, **flags()).fit(module, datamodule=Digits())
     assert str(error.value) == sentence
     assert not hasattr(module, "policy")
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision"),
+    [
+        ({}, "bf16-mixed"),
+        ({"accelerator": "gpu", "precision": None}, "bf16-mixed"),
+        ({"precision": "32-true"}, "32-true"),
+        ({"accelerator": "cpu"}, None),
+        ({"plugins": ["its own precision"]}, None),
+    ],
+)
+def test_a_run_on_a_cuda_gpu_is_bf16_mixed_unless_the_user_says_otherwise(
+    flags: dict[str, Any], precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.get_float32_matmul_precision()
+    set_device_defaults(flags)
+    has_tf32 = torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision(before)
+    assert flags.get("precision") == precision
+    assert has_tf32 is (precision == "bf16-mixed")
+
+
+def test_mps_counts_as_a_cpu_unless_the_user_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for given, expected in ((None, "cpu"), ("auto", "cpu"), ("mps", "mps"), ("cpu", "cpu")):
+        flags: dict[str, Any] = {"accelerator": given}
+        set_device_defaults(flags)
+        assert flags["accelerator"] == expected

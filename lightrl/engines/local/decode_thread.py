@@ -37,7 +37,8 @@ class DecodeThread(threading.Thread):
         super().__init__(name="lightrl-local-engine", daemon=True)
         self._batch = batch
         # Short work of a token goes before an update's long kernels.
-        self._stream = torch.cuda.Stream(batch.device, priority=-1) if batch.device.type == "cuda" else None
+        make_stream: Any = torch.cuda.Stream
+        self._stream = make_stream(batch.device, priority=-1) if batch.device.type == "cuda" else None
         self._threads = threads
         self._boundary_timeout_s = boundary_timeout_s
         self._hold_lock = threading.Lock()  # one `held` at a time
@@ -117,25 +118,15 @@ class DecodeThread(threading.Thread):
                     if not self._condition.wait_for(lambda: self._is_at_boundary, self._boundary_timeout_s):
                         raise self._overdue(caller)
                     self.check_alive()
-                with self._in_order():
-                    yield
+                if self._stream is not None:  # the device, too, does the caller's work between two tokens
+                    torch.cuda.current_stream(self._batch.device).wait_stream(self._stream)
+                yield
             finally:
+                if self._stream is not None:
+                    self._stream.wait_stream(torch.cuda.current_stream(self._batch.device))
                 with self._condition:
                     self._is_held = False
                     self._condition.notify_all()
-
-    @contextlib.contextmanager
-    def _in_order(self) -> Iterator[None]:
-        """The device does the caller's work after the tokens before it, and the next token after that work."""
-        if self._stream is None:
-            yield
-            return
-        of_caller = torch.cuda.current_stream(self._batch.device)
-        of_caller.wait_stream(self._stream)
-        try:
-            yield
-        finally:
-            self._stream.wait_stream(of_caller)
 
     def unfinished(self) -> dict[int, Completion]:
         """Inside a pause: what is written so far, by seed, in the order of the slots.
@@ -190,16 +181,15 @@ class DecodeThread(threading.Thread):
         """One token for every row, again and again, until `close` or an error."""
         torch.set_num_threads(self._threads)
         try:
-            with torch.inference_mode(), self._own_stream():
+            with torch.inference_mode(), contextlib.ExitStack() as own:
+                if self._stream is not None:
+                    own.enter_context(torch.cuda.stream(self._stream))
                 while self._next_token_is_due():
                     self._advance()
         except BaseException as error:  # noqa: BLE001  # this thread ends here; all waiting callers get the error
             with self._condition:
                 self._failure = error
         self._fail_requests()
-
-    def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _next_token_is_due(self) -> bool:
         """Waits until there is a token to draw; False when the engine is closed. This is the token boundary."""

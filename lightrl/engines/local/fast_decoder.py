@@ -11,8 +11,6 @@ Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocab
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,8 +25,6 @@ from lightrl.engines.local.kernels import HEAD_SIZES, CacheOfKernel, LayerOfKern
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 from lightrl.engines.local.kernels import Kernels, LinearOfKernel
-
-log = logging.getLogger(__name__)
 
 _LEAST_MOVED = 2**18  # elements; a smaller weight keeps its plain form beside the packed one: no load restores it
 
@@ -100,7 +96,7 @@ class Family:
 
 
 FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": Family(has_qk_norm=True)}
-_GROUPED = ("cuda",)  # devices
+_GROUPED = ("cuda",)  # devices whose fused kernels take attention of four dimensions alone
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others change with the length of the text
 
 
@@ -125,28 +121,14 @@ def find_family(config: PretrainedConfig) -> Family | None:
 def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """[n, K, H / K, D] of queries of that shape, keys and values [n, K, T, D] and a mask [n, 1, 1, T] that is added."""
     mask = mask.expand(*queries.shape[:-1], keys.shape[2])
-    if queries.is_cuda and _takes_efficient(queries.device, queries.dtype, queries.shape[-1]):
-        # F.scaled_dot_product_attention may choose cuDNN's, which plans each new length anew
+    if queries.is_cuda and queries.shape[-1] % 8 == 0:  # torch's own choice may be cuDNN, which plans each new length
         mixed: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(queries, keys, values, mask, False)[0]
         return mixed
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
 
-@functools.cache
-def _takes_efficient(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether torch's memory-efficient attention runs here, found by a trial."""
-    one = torch.zeros(1, 1, 2, size, dtype=dtype, device=device)
-    many = torch.zeros(1, 1, _TIME_STEP, size, dtype=dtype, device=device)
-    mask = torch.zeros(1, 1, 2, _TIME_STEP, dtype=dtype, device=device)
-    try:
-        torch.ops.aten._scaled_dot_product_efficient_attention(one, many, many, mask, False)
-    except RuntimeError as error:
-        log.warning(
-            "LocalEngine decodes with the attention that torch chooses: its memory-efficient kernel does not run for "
-            "%s with heads of %d on %s (%s).", dtype, size, device, str(error).strip().partition("\n")[0],
-        )  # fmt: skip
-        return False
-    return True
+def _stepped(num_times: int) -> int:
+    return -(-num_times // _TIME_STEP) * _TIME_STEP
 
 
 class _Layer:
@@ -175,18 +157,14 @@ class LlamaDecoder:
     """The fast form of `Decoder` for the families in `FAMILIES`.
 
     Memory: the weights once (where kernels are, twice of small ones and of a head that is tied to the embedding), and
-    key-values. Without `cache_bytes` these grow by copies with the rows and tokens in use, and are kept for reuse. With
-    it, `reserve` makes room for all tokens that the rows may get, so that they are not copied while rows decode. A load
-    writes in place.
+    key-values that grow by copies; they are kept for reuse. With `cache_bytes`, the most that they may take, `reserve`
+    makes room for all tokens that the rows may get; a row alone may exceed it. A load writes in place.
 
     Args:
         config: of a family that `find_family` knows.
         family: its result.
         dtype, device: of weights and key-values.
         prefill_tokens: most tokens, with padding, in one forward over prompts.
-
-    `cache_bytes` is the most memory of the key-values, which only a row alone may exceed; None, the default, is no
-    bound.
     """
 
     def __init__(
@@ -206,7 +184,7 @@ class LlamaDecoder:
         self._num_kv_heads: int = settings.num_key_value_heads
         self._head_size: int = getattr(settings, "head_dim", None) or settings.hidden_size // self._num_heads
         self._eps: float = settings.rms_norm_eps
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._is_grouped = dtype, device, device.type in _GROUPED
         self._prefill_tokens = prefill_tokens
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
@@ -283,13 +261,12 @@ class LlamaDecoder:
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         if self.cache_bytes is None or self._has_room(num_rows, num_tokens):
             return True
-        rows, times = self._grown(num_rows, num_tokens)
         moved = self._keys.nbytes if self._num_rows else 0  # the old keys or values are there until they are copied
-        return rows * times * self.token_bytes + moved <= self.cache_bytes
+        return num_rows * _stepped(num_tokens) * self.token_bytes + moved <= self.cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
         if self.cache_bytes is not None and not self._has_room(num_rows, num_tokens):
-            self._allocate(*self._grown(num_rows, num_tokens))
+            self._allocate(num_rows, _stepped(num_tokens))
 
     @property
     def token_bytes(self) -> int:
@@ -313,7 +290,7 @@ class LlamaDecoder:
 
     def _step_with_torch(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         n, heads, kv_heads, size = len(token_ids), self._num_heads, self._num_kv_heads, self._head_size
-        group, num_times = heads // kv_heads, min(-(-longest // _TIME_STEP) * _TIME_STEP, self._keys.shape[3])
+        group, num_times = heads // kv_heads, min(_stepped(longest), self._keys.shape[3])
         if self._views_of != (n, num_times):
             self._make_views(n, num_times)
         positions_by_head = positions.repeat_interleave(kv_heads)
@@ -361,11 +338,6 @@ class LlamaDecoder:
     def _is_plain_attention(self) -> bool:
         """Three plain products are fastest on a CPU in float32; elsewhere fused attention is."""
         return self._dtype == torch.float32 and self._device.type == "cpu"
-
-    @property
-    def _is_grouped(self) -> bool:
-        """Four dimensions: of three, torch's fused kernels for GPUs take none."""
-        return self._device.type in _GROUPED
 
     def _index(self, rows: list[int]) -> Tensor | slice:
         """These rows of a tensor; as a slice if they follow one another, since it is written faster."""
@@ -451,30 +423,22 @@ class LlamaDecoder:
             num_rows = max(num_rows, min(2 * old_rows, old_rows + 64))
         if num_times > old_times:
             num_times = max(num_times + _TIME_GROWTH, old_times * 5 // 4)
-            num_times = -(-num_times // _TIME_STEP) * _TIME_STEP
+            num_times = _stepped(num_times)
         self._allocate(max(num_rows, old_rows), max(num_times, old_times))
 
     def _has_room(self, num_rows: int, num_times: int) -> bool:
         return num_rows <= self._keys.shape[1] and num_times <= self._keys.shape[3]
 
-    def _grown(self, num_rows: int, num_times: int) -> tuple[int, int]:
-        """Rows and tokens of key-values with room for these and for what is there."""
-        times = -(-num_times // _TIME_STEP) * _TIME_STEP
-        if not self._num_rows:
-            return num_rows, times
-        return max(num_rows, self._keys.shape[1]), max(times, self._keys.shape[3])
-
     def _allocate(self, rows: int, times: int) -> None:
         if not self._num_rows:  # nothing to copy: the old memory is free first
             self._views, self._views_of = [], (-1, -1)
             self._keys = self._values = self._keys[:, :0].clone()
-        old_times = self._keys.shape[3]
+        kept = slice(min(times, self._keys.shape[3]))
         shape = (len(self._layers), rows, self._num_kv_heads, times, self._head_size)
         for name in ("_keys", "_values"):
             old = getattr(self, name)
             new = torch.zeros(shape, dtype=self._dtype, device=self._device)  # zeros: a masked NaN would still spread
-            if self._num_rows:
-                new[:, : self._num_rows, :, :old_times] = old[:, : self._num_rows]
+            new[:, : self._num_rows, :, kept] = old[:, : self._num_rows, :, kept]
             setattr(self, name, new)
         self._times = torch.arange(times, device=self._device)
         self._slot_starts = torch.arange(rows * self._num_kv_heads, device=self._device) * times

@@ -207,10 +207,7 @@ class LocalEngine(
             kernels.threads = self.threads
         max_rows = self.max_batch or (512 if is_small else 256)
         if self.device.type == "cuda" and not is_small:
-            log.warning(
-                "LocalEngine decodes on %s, without CUDA graphs and paged key-values. A model of this size generates "
-                "faster on SGLangEngine: set trainer.engine to it.", self.device,
-            )  # fmt: skip
+            log.warning("LocalEngine decodes on %s; SGLangEngine is faster for models of this size.", self.device)
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
         threads = 1 if is_small and kernels is not None else self.threads  # of an operation of torch
         self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
@@ -347,10 +344,7 @@ class LocalEngine(
         if self.device.type == "cuda" and decoder.cache_bytes is None:
             decoder.cache_bytes = torch.cuda.mem_get_info(self.device)[0] / 2
         if decoder.cache_bytes is not None:
-            tokens = int(decoder.cache_bytes // decoder.token_bytes)
-            log.info(
-                "Key-values may take %.1f GB, %d tokens; requests beyond it wait.", decoder.cache_bytes / 1e9, tokens
-            )
+            log.info("Key-values may take %d tokens; others wait.", decoder.cache_bytes // decoder.token_bytes)
         return decoder
 
     def _pixel_values(self, images: tuple[str, ...], token_ids: list[int]) -> Tensor:

@@ -95,10 +95,7 @@ class RunningBatch:
         return len(self._rows)
 
     def capacity(self, waiting: Iterable[Row]) -> int:
-        """How many rows may run at once if the first of these enter: `max_rows`, or fewer if memory is short.
-
-        A row counts with all tokens that it may get, so that no memory is missing later; one row always runs.
-        """
+        """Rows that may run at once, with all tokens that they may get, if the first of these enter; at least one."""
         size, longest = self.size, _longest_end(self._rows)
         for row in itertools.islice(waiting, self.max_rows - size):
             longest = max(longest, _longest_end([row]))
@@ -161,10 +158,7 @@ class RunningBatch:
         return completions
 
     def read(self) -> None:
-        """Copies the tokens drawn since the last call to the host: the one wait for the device in a step.
-
-        Draws from a truncated distribution wait too, for their supports.
-        """
+        """Copies what was drawn to the host: a step's one wait for the device, beside that for truncated supports."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -345,9 +339,8 @@ class RunningBatch:
         width = max(num_tokens, 2 * old, _FIRST_WIDTH)
         more = uniforms(self._seeds, old, width - old)
         self._uniforms = torch.cat([self._uniforms, more], dim=1)
-        self._token_ids, self._logprobs = (
-            np.pad(array, ((0, 0), (0, width - old))) for array in (self._token_ids, self._logprobs)
-        )
+        more_columns = ((0, 0), (0, width - old))
+        self._token_ids, self._logprobs = np.pad(self._token_ids, more_columns), np.pad(self._logprobs, more_columns)
 
 
 def _longest_end(rows: Sequence[Row]) -> int:
