@@ -11,8 +11,8 @@ from typing import Any
 
 from lightrl.inspect.index import TrajectoryIndex
 from lightrl.inspect.run_folder import Run
-from lightrl.inspect.timeline import Timeline, complaints, lost_servers
-from lightrl.inspect.trajectory import TokenTexts, as_shown, picture
+from lightrl.inspect.timeline import Timeline, lost_servers, problems
+from lightrl.inspect.trajectory import TokenTexts, as_shown, image
 
 MAX_POINTS = 600  # of a curve: more than its columns on a screen
 
@@ -135,6 +135,8 @@ class Answers:
         """
         if question == "runs":
             return [self._summary(number) for number in range(len(self.runs))]
+        if question == "settings":
+            return [one.run.settings() for one in self.runs]
         one = self._run(values)
         if question == "table":
             offset, limit = int(values.get("offset", "0")), int(values.get("limit", "100"))
@@ -147,8 +149,8 @@ class Answers:
                 limit=limit,
             )
             return {**page, "missing_files": one.index.num_missing}
-        if question == "complaints":
-            return [*lost_servers(one.run.status()), *complaints(one.run.folder)]
+        if question == "problems":
+            return [*lost_servers(one.run.status()), *problems(one.run.folder)]
         with one.lock:
             if question == "curves":
                 return one.curves.to_json()
@@ -162,9 +164,9 @@ class Answers:
                 return {**as_shown(record, one.texts), "group_rows": group}
         raise LookupError(f"There is no question {question!r}.")
 
-    def picture(self, values: Mapping[str, str]) -> tuple[str, bytes]:
-        """Content type and bytes of a picture of a trajectory's prompt."""
-        return picture(self._run(values).index.line(int(values["id"])), int(values["number"]))
+    def image(self, values: Mapping[str, str]) -> tuple[str, bytes]:
+        """Return content type and bytes of an image of a trajectory's prompt."""
+        return image(self._run(values).index.line(int(values["id"])), int(values["number"]))
 
     def _run(self, values: Mapping[str, str]) -> _OpenRun:
         number = int(values.get("run", "0"))

@@ -1,4 +1,4 @@
-"""The events of one iteration from the trace of all ranks, and what servers, rewards and ranks complained about."""
+"""The events of one iteration from the trace of all ranks, and the problems of servers, rewards and ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from lightrl.trace import trace_files
 
 MAX_EVENTS = 20_000  # of an iteration, the longest ones
-MAX_COMPLAINTS = 5_000  # the last ones
+MAX_PROBLEMS = 5_000  # the last ones
 
 _MARK = re.compile(rb'^\{"name":"iteration (\d+)","ph":"i"', re.M)
 _CHUNK = 2**22
@@ -110,10 +110,10 @@ class Timeline:
         return {(one["pid"], one["tid"]): one["args"]["name"] for one in named}
 
 
-def complaints(folder: Path) -> list[dict[str, Any]]:
-    """The newest first: warnings, errors and drops of all ranks, servers that are lost, the traceback."""
+def problems(folder: Path) -> list[dict[str, Any]]:
+    """Read the newest first: warnings, errors and drops of all ranks, servers that are lost, the traceback."""
     found: list[dict[str, Any]] = []
-    for path in sorted((folder / "complaints").glob("rank-*.jsonl")):
+    for path in sorted((folder / "problems").glob("rank-*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 found.append(json.loads(line))
@@ -124,11 +124,11 @@ def complaints(folder: Path) -> list[dict[str, Any]]:
         text = traceback.read_text(encoding="utf-8", errors="replace")
         stamp = {"at": traceback.stat().st_mtime, "rank": 0}
         found.append({**stamp, "source": "trainer", "kind": "traceback", "message": text[-8_000:]})
-    return sorted(found, key=lambda one: -one.get("at", 0.0))[:MAX_COMPLAINTS]
+    return sorted(found, key=lambda one: -one.get("at", 0.0))[:MAX_PROBLEMS]
 
 
 def lost_servers(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """A complaint for each server that is not routable now."""
+    """Return a problem for each server that is not routable now."""
     servers = [one for one in status.get("servers", ()) if one.get("state") != "routable"]
     return [
         {
