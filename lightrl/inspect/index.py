@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import mmap
 import os
 import re
@@ -25,7 +26,6 @@ from typing import Any
 _NUMBERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness")
 _TEXTS = ("prompt", "prompt_text", "excerpt")  # that are searched
 COLUMNS = (*_NUMBERS, "finish", *_TEXTS)
-_HEAD_BYTES = 2**15  # what is before the trajectory is shorter
 _SCHEMA_VERSION = 2
 _CREATE = """
 CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, size INTEGER, time INTEGER, id INTEGER);
@@ -165,7 +165,7 @@ def condition(query: str) -> tuple[str, list[Any], list[str]]:
     notes: list[str] = []
     for word in query.split():
         name, sign, text = match.groups() if (match := _CONDITION.match(word)) else ("", "", "")
-        number = _number(text)
+        number = finite_number(text)
         if name in _NUMBERS and number is not None:
             clauses.append(f'"{name}" {sign} ?')
             values.append(number)
@@ -179,11 +179,12 @@ def condition(query: str) -> tuple[str, list[Any], list[str]]:
     return ("WHERE " + " AND ".join(clauses) if clauses else ""), values, notes
 
 
-def _number(text: str) -> float | None:
+def finite_number(text: str) -> float | None:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return None
+    return value if math.isfinite(value) else None
 
 
 def _note(word: str, name: str, text: str) -> str:
@@ -242,30 +243,14 @@ def _storable(value: Any) -> Any:
 
 
 def _columns(content: mmap.mmap, start: int, end: int) -> dict[str, Any] | None:
-    """Read the columns of a line from its beginning, or from all of it if an earlier release wrote it."""
-    cut = content.find(b', "trajectory": ', start, min(end, start + _HEAD_BYTES))
-    head = content[start:cut] if cut > 0 else b""
+    """Read the columns of a trajectory from the beginning of its line, or those of one that was dropped."""
+    cut = content.find(b', "trajectory": ', start, end)
     try:
-        if b'"excerpt": ' in head:
-            record: dict[str, Any] = json.loads(head + b"}")
+        record: dict[str, Any] = json.loads(content[start:end] if cut < 0 else content[start:cut] + b"}")
+        if cut >= 0:
             return record
-        record = json.loads(content[start:end])
-        if "kind" in record:  # a problem; those of dropped trajectories are rows too
-            is_drop = record["kind"].startswith("dropped: ")
-            dropped = {"iteration": record["iteration"], "finish": record["kind"], "excerpt": record["message"][:120]}
-            return dropped if is_drop else None
-        trajectory = record.pop("trajectory")
-        versions = [version for version in trajectory["weight_versions"] if version >= 0]
-        return {
-            "reward": trajectory["reward"],
-            "length": sum(trajectory["loss_mask"]),
-            "staleness": record["weight_version"] - min(versions) if versions else None,
-            "group": trajectory["group_id"],
-            "sample": trajectory["sample"],
-            "prompt": trajectory["prompt"]["id"],
-            "finish": trajectory["finish_reason"],
-            "excerpt": trajectory["completion"],
-            **record,
-        }
+        is_drop = record["kind"].startswith("dropped: ")
+        dropped = {"iteration": record["iteration"], "finish": record["kind"], "excerpt": record["message"]}
+        return dropped if is_drop else None
     except (KeyError, TypeError, ValueError):
         return None  # not a line of ours

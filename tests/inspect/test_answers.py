@@ -140,19 +140,6 @@ def test_the_index_follows_a_run_that_goes_on_and_repeats(folder: Path, tmp_path
     assert again.page()["total"] == index.page()["total"]  # before it has read anything
 
 
-def test_a_log_of_an_earlier_release_is_read_whole(tmp_path: Path) -> None:
-    record = head_and_trajectory(0, 5, 1, "old")
-    old = {name: record[name] for name in ("iteration", "weight_version", "advantage", "trajectory")}
-    write_iteration(
-        tmp_path, 0, [{**old, "trajectory": {**record["trajectory"], "weight_versions": [-1] * 4 + [0] * 3}}]
-    )
-    index = TrajectoryIndex(tmp_path, tmp_path / "cache")
-    index.update()
-    (row,) = index.page()["rows"]
-    assert {name: row[name] for name in ("group", "length", "staleness", "excerpt")} == {
-        "group": 5, "length": 3, "staleness": 0, "excerpt": "old"}  # fmt: skip
-
-
 def sampled(folder: Path, cache: Path, num: int) -> list[tuple[int, int, int]]:
     index = TrajectoryIndex(folder, cache)
     index.update()

@@ -67,12 +67,14 @@ function savedTable({ run, query = "", sort, order, offset = 0, limit = 100 }) {
   const notes = [];
   const columns = COLUMNS.map(([name]) => name).slice(0, -2);
   const terms = query.split(/\s+/).filter(Boolean).map((word) => {
-    const match = /^([a-z_]+)(<=|>=|!=|=|<|>)(.+)$/i.exec(word);
+    const match = /^([a-z_]+)(<=|>=|!=|=|<|>)(.*)$/i.exec(word);
     if (word === "dropped") return (row) => row.finish.startsWith("dropped");
     if (match && !columns.includes(match[1])) notes.push(`${word} is searched as text. There is no column ${match[1]}. Columns: ${columns.join(", ")}.`);
     if (!columns.includes(match?.[1])) return (row) => `${row.prompt}\n${row.prompt_text}\n${row.excerpt}`.toLowerCase().includes(word.toLowerCase());
     const [, name, sign, text] = match;
-    const wanted = name === "finish" ? text : Number(text);
+    if (!text) return () => true; // is still being typed
+    if (name === "finish") return (row) => row.finish.startsWith(text) === (sign === "=");
+    const wanted = Number(text);
     const tests = { "<": (a) => a < wanted, ">": (a) => a > wanted, "<=": (a) => a <= wanted, ">=": (a) => a >= wanted,
       "=": (a) => a === wanted, "!=": (a) => a !== wanted };
     return (row) => row[name] !== null && tests[sign](row[name]);
@@ -122,7 +124,8 @@ function header(view) {
   }, name)));
   const many = ["curves", "settings"].includes(view); // shown beside each other there; elsewhere one at a time
   const runs = document.getElementById("runs");
-  runs.dataset.shown = many ? "many" : "one";
+  runs.dataset.shown = state.runs.length < 2 ? "single" : many ? "many" : "one";
+  if (state.runs.length < 2) document.getElementById("views").after(runs);
   const isAnyHidden = state.hidden.size > 0;
   const all = h("button", { type: "button", class: "chip", onclick: () => { state.hidden = new Set(isAnyHidden ? [] : state.runs.map((run) => run.number)); show(); } }, isAnyHidden ? "show all" : "hide all");
   runs.replaceChildren(state.runs.length > 1 ? h("span", { class: "soft" }, many ? "runs:" : "of run:") : "", many && state.runs.length > NAMED_VALUES ? all : "", ...state.runs.map((run) => {
