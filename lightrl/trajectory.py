@@ -14,7 +14,7 @@ import math
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -45,6 +45,15 @@ class Prompt:
         if self.messages is None and self.token_ids is None:
             raise ValueError(f"Prompt {self.id!r} needs messages or token_ids.")
         object.__setattr__(self, "images", tuple(self.images))  # JSON gives lists
+
+    def text(self, decode: Callable[[list[int]], str] | None) -> str:
+        """Return the text of the last message, or of the token ids; their numbers if `decode` is None."""
+        if not self.messages:
+            token_ids = self.token_ids or []
+            return " ".join(map(str, token_ids)) if decode is None else decode(token_ids)
+        content = self.messages[-1].get("content", "")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        return " ".join(str(part.get("text", f"<{part.get('type')}>")) for part in parts)
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)

@@ -154,6 +154,21 @@ def test_a_number_that_does_not_fit_is_refused_by_the_name_of_its_field(name: st
         setattr(trajectory, name, values)
 
 
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 x 7?"}]}, "6 x 7?"),
+        ({"messages": [{"content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}]}, "<image> How many?"),
+        ({"token_ids": [1, 3]}, "AC"),
+    ],
+    ids=["message", "parts", "token ids"],
+)
+def test_the_text_of_a_prompt_is_its_last_message_or_its_tokens(asked: dict[str, Any], text: str) -> None:
+    prompt = Prompt("a", **asked)
+    assert prompt.text(lambda token_ids: "".join(chr(64 + id_) for id_ in token_ids)) == text
+    assert prompt.text(None) == (text if prompt.messages else "1 3")
+
+
 @pytest.mark.parametrize("as_runs", [False, True])
 @pytest.mark.parametrize(("last", "is_end"), [([7, 9], False), ([9, 9], True), ([7] + [9] * 20, True), ([], False)])
 def test_the_last_turn_is_a_view_if_it_ends_the_trajectory(last: list[int], is_end: bool, as_runs: bool) -> None:

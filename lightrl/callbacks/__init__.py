@@ -10,7 +10,7 @@ Reading order:
     curriculum.py       which prompts are played, by past success
     rollout_metrics.py  what is logged of each iteration; monitors.py  who waits for a metric that nobody logs
     progress.py         the two-line progress bar, and a line per iteration; model_lines.py  what is trained
-    status_file.py      what the run does now, for `lightrl status`; complaints.py  warnings, errors and drops
+    status_file.py      what the run does now, for `lightrl status`; problems.py  warnings, errors and drops
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
     learning_curve.py   the run's curve as a picture; run_files.py  what the files of a run are

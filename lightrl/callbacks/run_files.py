@@ -26,7 +26,7 @@ KINDS = {
     "predictions.jsonl": "trajectories of lightrl predict, a line each",
     "checkpoints": "fit --ckpt_path checkpoints/last.ckpt continues",
     "trace": "where the time went: summary.json, trace.json",
-    "complaints": "warnings, errors and drops, a file per rank",
+    "problems": "warnings, errors and drops, a file per rank",
     "logs": "log lines, a file per rank; set levels by logging:",
     "failed_rewards.jsonl": "whose reward failed; lightrl doctor replay",
     "journal-*.jsonl": "turns of agents, from which a resumed run continues",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import shutil
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WIDTH_WITHOUT_TERMINAL = 120  # characters
-_EXCERPT = 120  # characters of a completion in the table of `lightrl inspect`
+_SEARCHED = 2000  # characters of a text that `lightrl inspect` searches; a longer one loses its middle
+_SEARCHED_OF_TURN = 100  # at least, however many turns there are
 _CELL = 4000  # characters of a prompt or completion in a logger's table
 _ROWS_AT_ONCE = 256  # rows of a per-token field that the ranks join at once
 
@@ -127,15 +129,17 @@ class TrajectoryLog(RLCallback):
                 per_token = [row.tolist() for row in _rows_of_all(experience, "advantages", num)]
         if not trainer.is_global_zero:
             return
+        tokenizer = getattr(module, "tokenizer", None)
         if is_due and self._folder is not None:
             stamp = {"iteration": iteration, "weight_version": trainer.weight_version}
             records = [
                 {**stamp, **record}
-                for record in _records(trajectories[:num], advantages[:num], per_token, scores, trainer.weight_version)
+                for record in _records(
+                    trajectories[:num], advantages[:num], per_token, scores, trainer.weight_version, tokenizer
+                )
             ]
-            self._write(iteration, records, getattr(module, "tokenizer", None))
+            self._write(iteration, records, tokenizer)
         if prints:
-            tokenizer = getattr(module, "tokenizer", None)
             rows = pick_rows(trajectories, advantages, self.table_rows)
             width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
             module.print(printable_on_stdout(f"iteration {iteration}\n{format_table(rows, tokenizer, width)}"))
@@ -238,16 +242,22 @@ def _records(
     per_token: Sequence[Sequence[float]],
     trainer_logprobs: Sequence[Sequence[float]],
     weight_version: int,
+    tokenizer: _Tokenizer | None,
 ) -> Iterator[dict[str, Any]]:
     """A record for each trajectory: the columns of a table first, the trajectory, and what is known of each token."""
+    prompt_texts: dict[str, str] = {}  # prompt id → text
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
+        prompt = trajectory.prompt
+        if prompt.id not in prompt_texts:
+            prompt_texts[prompt.id] = _without_middle(_prompt_text(trajectory, tokenizer))
         record: dict[str, Any] = {
             **_numbers(trajectory, advantage, weight_version),
             "group": trajectory.group_id,
             "sample": trajectory.sample,
-            "prompt": trajectory.prompt.id,
+            "prompt": prompt.id,
             "finish": trajectory.finish_reason,
-            "excerpt": trajectory.completion[:_EXCERPT],
+            "prompt_text": prompt_texts[prompt.id],
+            "excerpt": _text_of_turns(trajectory, tokenizer),
             "trajectory": trajectory,
         }
         num = len(trajectory.token_ids)
@@ -374,11 +384,21 @@ def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
 
 
 def _prompt_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
-    prompt = trajectory.prompt
-    if prompt.messages:
-        return str(prompt.messages[-1].get("content", ""))
-    token_ids = prompt.token_ids or []
-    return tokenizer.decode(token_ids) if tokenizer is not None else " ".join(map(str, token_ids))
+    return trajectory.prompt.text(None if tokenizer is None else tokenizer.decode)
+
+
+def _text_of_turns(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
+    """Return what the policy generated and its environment said, a line for each."""
+    if tokenizer is None or len(trajectory.turns) < 2:
+        return _without_middle(trajectory.completion)
+    bounds = [bound for turn in trajectory.turns for bound in (turn.start, turn.end)]
+    num = max(_SEARCHED_OF_TURN, _SEARCHED // len(bounds))
+    parts = [list(trajectory.token_ids[start:end]) for start, end in itertools.pairwise(bounds)]
+    return "\n".join(_without_middle(tokenizer.decode(ids[:num] + ids[num:][-num:]), num) for ids in parts)
+
+
+def _without_middle(text: str, num: int = _SEARCHED) -> str:
+    return text if len(text) <= num else f"{text[: num // 2]} … {text[-num // 2 :]}"
 
 
 def _completion_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:

@@ -31,8 +31,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
-from lightrl.callbacks.complaints import ComplaintLog
 from lightrl.callbacks.loggers import log_settings
+from lightrl.callbacks.problems import ProblemLog
 from lightrl.callbacks.run_files import RunFiles, contents
 from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import check_empty_sections, explain
@@ -82,7 +82,7 @@ class LightRLCLI(LightningCLI):
         }
         super().__init__(
             trainer_class=Trainer,
-            trainer_defaults={"callbacks": [*callbacks, RunFiles(), StatusFile(), ComplaintLog()]},
+            trainer_defaults={"callbacks": [*callbacks, RunFiles(), StatusFile(), ProblemLog()]},
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,

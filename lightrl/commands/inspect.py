@@ -15,9 +15,9 @@ from lightrl.inspect.run_folder import find_runs
 from lightrl.inspect.server import PageServer
 
 _DESCRIPTION = """\
-Shows runs on a page of this machine: curves, trajectories token by token, time lines, complaints. It works while a run
-goes on and sends nothing anywhere. RUN is a run's folder, or one with runs in it, such as trainer.default_root_dir.
-From another machine: ssh -L PORT:127.0.0.1:PORT that-machine, and --port PORT here.
+Shows runs on a page of this machine: curves, trajectories token by token, timelines, problems, settings. It works while
+a run goes on and sends nothing anywhere. RUN is a run's folder, or one with runs in it, such as
+trainer.default_root_dir. From another machine: ssh -L PORT:127.0.0.1:PORT that-machine, and --port PORT here.
 """
 
 
@@ -35,10 +35,9 @@ def run(args: Sequence[str]) -> int:
     try:
         answers = Answers(find_runs(options.runs))
         if options.export is not None:
-            export(answers, options.export)
-            sys.stdout.write(
-                f"{options.export}: {options.export.stat().st_size / 2**20:.1f} MiB, opens in any browser\n"
-            )
+            num, total = export(answers, options.export)
+            size = f"{options.export.stat().st_size / 2**20:.1f} MiB"
+            sys.stdout.write(f"{options.export}: {size}, {num:,} of {total:,} trajectories, opens in any browser\n")
             return 0
         answers.start()
         server = PageServer(answers, port=options.port)

@@ -22,7 +22,7 @@ COMMANDS = {
     "doctor": "check a run before it starts, or its failures: doctor run, doctor data, doctor reward, doctor replay",
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
     "status": "show what a run and its launch do: phase, iteration, servers, last error",
-    "inspect": "show runs in the browser: curves, trajectories token by token, time lines, complaints",
+    "inspect": "show runs in the browser: curves, trajectories token by token, timelines, problems, settings",
     "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
 

@@ -1,10 +1,10 @@
-"""Inspect: a run as a page in a browser: curves, trajectories token by token, time lines, complaints.
+"""Inspect: a run as a page in a browser: curves, trajectories token by token, timelines, problems, settings.
 
 Reading order:
-    run_folder.py  which folders are runs, and what each has
+    run_folder.py  which folders are runs, their status and settings
     index.py       the table of trajectories: SQLite in the user's cache, built from the first bytes of each line
-    trajectory.py  one trajectory with all that is known of each token; its pictures
-    timeline.py    the events of an iteration from the trace; complaints
+    trajectory.py  one trajectory with all that is known of each token; its images
+    timeline.py    the events of an iteration from the trace; problems
     answers.py     the page's questions and their answers as JSON
     server.py      the page on the loopback, with a token in its address
     export.py      the page and its answers in one file

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.inspect.index import TrajectoryIndex
+from lightrl.inspect.index import TrajectoryIndex, finite_number
 from lightrl.inspect.run_folder import Run
-from lightrl.inspect.timeline import Timeline, complaints, lost_servers
-from lightrl.inspect.trajectory import TokenTexts, as_shown, picture
+from lightrl.inspect.timeline import Timeline, problems
+from lightrl.inspect.trajectory import TokenTexts, as_shown, image
 
 MAX_POINTS = 600  # of a curve: more than its columns on a screen
 
@@ -62,18 +62,10 @@ class Curves:
         for row in csv.reader(text[:end].splitlines()):
             for index, (steps, values) in columns:
                 if index < len(row) and row[index]:
-                    value = _number(row[index])
+                    value = finite_number(row[index])
                     if value is not None:
                         steps.append(float(row[step]))
                         values.append(value)
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def _shortened(steps: list[float], values: list[float]) -> dict[str, list[float]]:
@@ -135,20 +127,20 @@ class Answers:
         """
         if question == "runs":
             return [self._summary(number) for number in range(len(self.runs))]
+        if question == "settings":
+            return [one.run.settings() for one in self.runs]
         one = self._run(values)
         if question == "table":
-            offset, limit = int(values.get("offset", "0")), int(values.get("limit", "100"))
-            descending = values.get("order", "desc") == "desc"
             page = one.index.page(
                 values.get("query", ""),
                 values.get("sort", "iteration"),
-                descending=descending,
-                offset=offset,
-                limit=limit,
+                descending=values.get("order", "desc") == "desc",
+                offset=int(values.get("offset", "0")),
+                limit=int(values.get("limit", "100")),
             )
             return {**page, "missing_files": one.index.num_missing}
-        if question == "complaints":
-            return [*lost_servers(one.run.status()), *complaints(one.run.folder)]
+        if question == "problems":
+            return problems(one.run)
         with one.lock:
             if question == "curves":
                 return one.curves.to_json()
@@ -162,9 +154,9 @@ class Answers:
                 return {**as_shown(record, one.texts), "group_rows": group}
         raise LookupError(f"There is no question {question!r}.")
 
-    def picture(self, values: Mapping[str, str]) -> tuple[str, bytes]:
-        """Content type and bytes of a picture of a trajectory's prompt."""
-        return picture(self._run(values).index.line(int(values["id"])), int(values["number"]))
+    def image(self, values: Mapping[str, str]) -> tuple[str, bytes]:
+        """Return content type and bytes of an image of a trajectory's prompt."""
+        return image(self._run(values).index.line(int(values["id"])), int(values["number"]))
 
     def _run(self, values: Mapping[str, str]) -> _OpenRun:
         number = int(values.get("run", "0"))

@@ -12,16 +12,21 @@ from typing import Any
 from lightrl.inspect.answers import Answers
 from lightrl.inspect.server import PAGE
 
-NUM_TRAJECTORIES = 200  # of each run, evenly over its iterations
+NUM_TRAJECTORIES = 200  # of each run, as many of each iteration
 NUM_ITERATIONS = 5  # of each run's trace, the last ones
 MAX_BYTES = 64 * 2**20  # of the trajectories of a run
 
 
-def export(answers: Answers, path: Path) -> None:
-    """Writes the page with the curves, complaints, and some trajectories and time lines of all runs."""
+def export(answers: Answers, path: Path) -> tuple[int, int]:
+    """Write the page with the curves, settings, problems, and some trajectories and timelines of all runs.
+
+    Returns:
+        How many trajectories the file has, and how many the runs have.
+    """
     script, style = ((PAGE / name).read_text(encoding="utf-8") for name in ("inspect.js", "inspect.css"))
     # `<` would end the element early: a completion may have `</script>`.
-    data = json.dumps(dict(_answers(answers))).replace("<", "\\u003c")
+    saved = dict(_answers(answers))
+    data = json.dumps(saved).replace("<", "\\u003c")
     policy = (
         f"default-src 'none'; script-src 'sha256-{_digest(script)}'; style-src 'sha256-{_digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -38,6 +43,8 @@ def export(answers: Answers, path: Path) -> None:
         page = page.replace(old, new)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
+    tables = [table for question, table in saved.items() if question.startswith("table?")]
+    return sum(len(table["rows"]) for table in tables), sum(table["sampled_from"] for table in tables)
 
 
 def _answers(answers: Answers) -> Iterator[tuple[str, Any]]:
@@ -47,49 +54,34 @@ def _answers(answers: Answers) -> Iterator[tuple[str, Any]]:
         one.index.update()
         runs[number]["traced"] = runs[number]["traced"][-NUM_ITERATIONS:]
         values = {"run": str(number)}
-        for question in ("curves", "complaints"):
+        for question in ("curves", "problems"):
             yield f"{question}?run={number}", answers.answer(question, values)
         for iteration in runs[number]["traced"]:
             yield (
                 f"timeline?run={number}&iteration={iteration}",
                 answers.answer("timeline", {**values, "iteration": str(iteration)}),
             )
-        rows, size = [], 0
-        for row in _spread(answers, number):
-            if row["group"] is None:
-                rows.append(row)
-                continue
-            shown = answers.answer("trajectory", {**values, "id": str(row["id"])})
-            shown["pictures"] = [_picture(answers, values, row["id"], index) for index in range(shown["num_pictures"])]
-            size += len(json.dumps(shown))
-            if size > MAX_BYTES:
-                break
+        rows, trajectories, size = [], {}, 0
+        for row in one.index.sample(NUM_TRAJECTORIES):
+            if row["group"] is not None:
+                shown = answers.answer("trajectory", {**values, "id": str(row["id"])})
+                shown["images"] = [_image(answers, values, row["id"], index) for index in range(shown["num_images"])]
+                size += len(json.dumps(shown))
+                if size > MAX_BYTES:
+                    break
+                trajectories[row["id"]] = shown
             rows.append(row)
-            yield f"trajectory?run={number}&id={row['id']}", shown
-        yield f"table?run={number}", {"total": len(rows), "rows": rows, "missing_files": 0}
-    yield "runs", runs
+        for row_id, shown in trajectories.items():
+            shown["group_rows"] = [other for other in shown["group_rows"] if other["id"] in trajectories]
+            yield f"trajectory?run={number}&id={row_id}", shown
+        sampled_from = one.index.page(limit=1)["total"]
+        yield f"table?run={number}", {"rows": rows, "missing_files": 0, "sampled_from": sampled_from}
+    yield from (("runs", runs), ("settings", answers.answer("settings", {})))
 
 
-def _spread(answers: Answers, number: int) -> list[dict[str, Any]]:
-    """Rows evenly over the run, whole groups as far as they go."""
-    index = answers.runs[number].index
-    total = index.page(limit=1)["total"]
-    if total <= NUM_TRAJECTORIES:
-        return list(index.page(limit=NUM_TRAJECTORIES)["rows"])
-    rows: dict[int, dict[str, Any]] = {}
-    for part in range(20):
-        start = part * (total - 1) // 19
-        near = index.page(offset=min(start, total - 1), limit=1)["rows"]
-        for row in index.group_of(near[0]["iteration"], near[0]["group"]) if near[0]["group"] is not None else near:
-            rows[row["id"]] = row
-        if len(rows) >= NUM_TRAJECTORIES:
-            break
-    return list(rows.values())[:NUM_TRAJECTORIES]
-
-
-def _picture(answers: Answers, values: dict[str, str], row_id: int, number: int) -> str | None:
+def _image(answers: Answers, values: dict[str, str], row_id: int, number: int) -> str | None:
     try:
-        kind, content = answers.picture({**values, "id": str(row_id), "number": str(number)})
+        kind, content = answers.image({**values, "id": str(row_id), "number": str(number)})
     except LookupError:
         return None
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

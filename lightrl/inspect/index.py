@@ -1,6 +1,6 @@
 """The table of a run's trajectories: an SQLite file in the user's cache, built from the first bytes of each line.
 
-Dropped trajectories are rows too, from the complaints: with the reason as how they finished, and without tokens.
+Dropped trajectories are rows too, from the problems: with the reason as how they finished, and without tokens.
 
 TrajectoryLog writes the table's columns before the trajectory, so a line of 30,000 tokens costs as much as a short one.
 The index knows each file's size and time: a run that is written to, or that repeats iterations, is read on, the newest
@@ -9,34 +9,37 @@ files first. It grows in a thread, and the table can be read meanwhile.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import math
 import mmap
 import os
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("iteration", "group", "sample", "prompt", "reward", "advantage", "length", "staleness", "finish", "excerpt")
-_HEAD_BYTES = 4096  # what is before the trajectory is shorter
-_SCHEMA_VERSION = 1
+_NUMBERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness")
+_TEXTS = ("prompt", "prompt_text", "excerpt")  # that are searched
+COLUMNS = (*_NUMBERS, "finish", *_TEXTS)
+_SCHEMA_VERSION = 2
 _CREATE = """
 CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, size INTEGER, time INTEGER, id INTEGER);
 CREATE TABLE IF NOT EXISTS rows (file INTEGER, start INTEGER, size INTEGER, iteration INTEGER, "group" INTEGER,
-    sample INTEGER, prompt TEXT, reward REAL, advantage REAL, length INTEGER, staleness INTEGER, finish TEXT,
-    excerpt TEXT);
+    sample INTEGER, reward REAL, advantage REAL, length INTEGER, staleness INTEGER, finish TEXT, prompt TEXT,
+    prompt_text TEXT, excerpt TEXT);
 CREATE INDEX IF NOT EXISTS rows_of_file ON rows (file);
 CREATE INDEX IF NOT EXISTS rows_of_iteration ON rows (iteration, "group");
 CREATE INDEX IF NOT EXISTS rows_by_reward ON rows (reward);
 CREATE INDEX IF NOT EXISTS rows_by_advantage ON rows (advantage);
 CREATE INDEX IF NOT EXISTS rows_by_length ON rows (length);
 """
-_TERM = re.compile(r"^(iteration|group|sample|reward|advantage|length|staleness)(<=|>=|!=|=|<|>)(-?[\d.]+(?:e-?\d+)?)$")
-_FINISH = re.compile(r"^(dropped|finish=(\w+))$")
+_CONDITION = re.compile(r"^([A-Za-z_]+)(<=|>=|!=|=|<|>)(.*)$")
+_COLUMNS = ", ".join(f'"{name}"' for name in COLUMNS)
 
 
 class TrajectoryIndex:
@@ -87,22 +90,41 @@ class TrajectoryIndex:
         """Rows of the table, and how many there are.
 
         Args:
-            query: words, which the prompt's id or the completion's beginning must have, and conditions: `reward<0.5`.
+            query: words, which the prompt or the completion must have, and conditions: `reward<0.5`.
+
+        Returns:
+            `total`, `rows`, and `notes` on what in the query looks like a condition and is none.
         """
         if sort not in COLUMNS:
             raise ValueError(f"sort must be one of {', '.join(COLUMNS)}, got {sort!r}.")
-        where, values = condition(query)
+        where, values, notes = condition(query)
         direction = "DESC" if descending else "ASC"
         tie = "ASC" if sort == "iteration" else direction  # an iteration in its order; else the whole order of an index
-        columns = ", ".join(f'"{name}"' for name in COLUMNS)
         with closing(self._connect()) as database:
             (total,) = database.execute(f"SELECT count(*) FROM rows {where}", values).fetchone()
-            rows = database.execute(
-                f'SELECT rowid, {columns} FROM rows {where} ORDER BY "{sort}" {direction}, rowid {tie} '
+            found = database.execute(
+                f'SELECT rowid, {_COLUMNS} FROM rows {where} ORDER BY "{sort}" {direction}, rowid {tie} '
                 "LIMIT ? OFFSET ?",
                 [*values, min(limit, 1000), offset],
-            ).fetchall()
-        return {"total": total, "rows": [dict(zip(("id", *COLUMNS), row, strict=True)) for row in rows]}
+            )
+            return {"total": total, "rows": _dicts(found), "notes": notes}
+
+    def sample(self, num: int) -> list[dict[str, Any]]:
+        """Return at most `num` rows: as many of each iteration, whole groups where there is room for one."""
+        with closing(self._connect()) as database:
+            total, iterations, size = database.execute(
+                "SELECT count(*), count(DISTINCT iteration), max(sample) + 1 FROM rows"
+            ).fetchone()
+            each = num if total <= num else max(1, num // iterations)
+            each -= each % size if size and each > size else 0
+            order = 'PARTITION BY iteration ORDER BY "group" IS NULL, "group", sample'
+            found = database.execute(
+                f"SELECT id, {_COLUMNS} FROM (SELECT rowid AS id, *, row_number() OVER ({order}) AS place FROM rows) "
+                "WHERE place <= ? ORDER BY place, iteration",
+                [each],
+            )
+            rows = _dicts(found)
+        return rows if len(rows) <= num else [rows[place * (len(rows) - 1) // (num - 1)] for place in range(num)]
 
     def line(self, row_id: int) -> dict[str, Any]:
         """The record of a row as TrajectoryLog wrote it; raises LookupError if there is none, or none any more."""
@@ -132,27 +154,56 @@ class TrajectoryIndex:
         return database
 
 
-def condition(query: str) -> tuple[str, list[Any]]:
-    """A query as SQL, with its values apart."""
+def _dicts(rows: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(("id", *COLUMNS), row, strict=True)) for row in rows]
+
+
+def condition(query: str) -> tuple[str, list[Any], list[str]]:
+    """Return a query as SQL, its values, and notes on words that look like a condition but are searched as text."""
     clauses: list[str] = []
     values: list[Any] = []
+    notes: list[str] = []
     for word in query.split():
-        if match := _TERM.match(word):
-            clauses.append(f'"{match[1]}" {match[2]} ?')
-            values.append(float(match[3]))
-        elif match := _FINISH.match(word):
-            clauses.append("finish LIKE ?")
-            values.append(f"{match[2] or 'dropped'}%")
-        else:
-            clauses.append("(instr(lower(prompt), ?) OR instr(lower(excerpt), ?))")
-            values += [word.lower()] * 2
-    return ("WHERE " + " AND ".join(clauses) if clauses else ""), values
+        name, sign, text = match.groups() if (match := _CONDITION.match(word)) else ("", "", "")
+        number = finite_number(text)
+        if name in _NUMBERS and number is not None:
+            clauses.append(f'"{name}" {sign} ?')
+            values.append(number)
+        elif word == "dropped" or (name == "finish" and sign in ("=", "!=")):
+            clauses.append(f"finish {'NOT ' if sign == '!=' else ''}LIKE ?")
+            values.append(f"{text if match else word}%")
+        elif name not in _NUMBERS or text:  # a number that is still being typed is no word
+            clauses.append(f"({' OR '.join(f'instr(lower({column}), ?)' for column in _TEXTS)})")
+            values += [word.encode().lower().decode()] * len(_TEXTS)  # ASCII only, like SQLite's lower
+            notes += [_note(word, name, text)] if match else []
+    return ("WHERE " + " AND ".join(clauses) if clauses else ""), values, notes
+
+
+def finite_number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _note(word: str, name: str, text: str) -> str:
+    names = (*_NUMBERS, "finish")
+    if name == "finish":
+        reason = "finish takes = or !=."
+    elif name in names:
+        reason = f"{text} is not a number."
+    elif near := difflib.get_close_matches(name.lower(), names, 1):
+        reason = f"There is no column {name}. Did you mean {near[0]}?"
+    else:
+        reason = f"There is no column {name}. Columns: {', '.join(names)}."
+    return f"{word} is searched as text. {reason}"
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    for room, start in (("trajectories", "iteration-"), ("complaints", "rank-")):
-        if (folder / room).is_dir():
-            with os.scandir(folder / room) as entries:
+    for name, start in (("trajectories", "iteration-"), ("problems", "rank-")):
+        if (folder / name).is_dir():
+            with os.scandir(folder / name) as entries:
                 yield from (one for one in entries if one.name.startswith(start) and one.name.endswith(".jsonl"))
 
 
@@ -180,7 +231,7 @@ def _rows(path: Path, number: int) -> Iterator[Sequence[Any]]:
             end = content.find(b"\n", start)
             if end < 0:
                 return
-            record = _head(content[start : min(end, start + _HEAD_BYTES)], lambda: content[start:end])  # noqa: B023
+            record = _columns(content, start, end)
             if record is not None:
                 yield (number, start, end - start, *(_storable(record.get(name)) for name in COLUMNS))
             start = end + 1
@@ -191,29 +242,15 @@ def _storable(value: Any) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-def _head(text: bytes, whole: Any) -> dict[str, Any] | None:
-    """The columns of a line, from its beginning, or from all of it if an earlier release wrote it."""
-    cut = text.find(b', "trajectory": ')
+def _columns(content: mmap.mmap, start: int, end: int) -> dict[str, Any] | None:
+    """Read the columns of a trajectory from the beginning of its line, or those of one that was dropped."""
+    cut = content.find(b', "trajectory": ', start, end)
     try:
-        if cut > 0 and b'"excerpt": ' in text[:cut]:
-            record: dict[str, Any] = json.loads(text[:cut] + b"}")
+        record: dict[str, Any] = json.loads(content[start:end] if cut < 0 else content[start:cut] + b"}")
+        if cut >= 0:
             return record
-        record = json.loads(whole())
-        if "kind" in record:  # a complaint; those of dropped trajectories are rows too
-            is_drop = record["kind"].startswith("dropped: ")
-            dropped = {"iteration": record["iteration"], "finish": record["kind"], "excerpt": record["message"][:120]}
-            return dropped if is_drop else None
-        trajectory = record.pop("trajectory")
-        versions = [version for version in trajectory["weight_versions"] if version >= 0]
-        return record | {
-            "reward": trajectory["reward"],
-            "length": sum(trajectory["loss_mask"]),
-            "staleness": record["weight_version"] - min(versions) if versions else None,
-            "group": trajectory["group_id"],
-            "sample": trajectory["sample"],
-            "prompt": trajectory["prompt"]["id"],
-            "finish": trajectory["finish_reason"],
-            "excerpt": trajectory["completion"][:120],
-        }
+        is_drop = record["kind"].startswith("dropped: ")
+        dropped = {"iteration": record["iteration"], "finish": record["kind"], "excerpt": record["message"]}
+        return dropped if is_drop else None
     except (KeyError, TypeError, ValueError):
         return None  # not a line of ours

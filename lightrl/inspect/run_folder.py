@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "complaints")
+import yaml
+
+_SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
 _DEPTH = 3  # of runs below a folder that is named: <root>/lightning_logs/version_0
 
 
@@ -26,6 +28,29 @@ class Run:
         except (OSError, ValueError):
             return {}
         return status
+
+    def settings(self) -> dict[str, str]:
+        """Return each setting of its `config.yaml` by the name that the command line has for it; empty without one."""
+        try:
+            config = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        settings: dict[str, str] = {}
+        for name, text in _flat(config, ""):
+            settings[name] = f"{settings[name]}, {text}" if name in settings else text  # two callbacks of a class
+        return settings
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            if inner or key != "init_args":
+                yield from _flat(inner, name if key in ("class_path", "init_args") else f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list) and value and all(isinstance(one, dict) and "class_path" in one for one in value):
+        for one in value:
+            yield from _flat(one, f"{name}.{one['class_path'].rpartition('.')[2]}")
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:

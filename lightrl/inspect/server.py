@@ -1,7 +1,7 @@
 """The page on the loopback: a token in its address, no other host's name, and nothing that the browser may run.
 
 A stranger's page in the same browser can send requests to the loopback, but does not know the token, and by another
-name (DNS rebinding) its `Host` is refused. What a run has written is data: answers are JSON, pictures are pictures, and
+name (DNS rebinding) its `Host` is refused. What a run has written is data: answers are JSON, images are images, and
 the policy below lets the browser run nothing but the package's own script.
 """
 
@@ -92,8 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, question: str, values: dict[str, str]) -> None:
         answers = self.server.page.answers
-        if question == "picture":
-            kind, content = answers.picture(values)
+        if question == "image":
+            kind, content = answers.image(values)
             self._send(HTTPStatus.OK, kind, content)
         else:
             self._say(HTTPStatus.OK, answers.answer(question, values))

@@ -1,4 +1,4 @@
-"""The events of one iteration from the trace of all ranks, and what servers, rewards and ranks complained about."""
+"""The events of one iteration from the trace of all ranks, and the problems of servers, rewards and ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightrl.inspect.run_folder import Run
 from lightrl.trace import trace_files
 
 MAX_EVENTS = 20_000  # of an iteration, the longest ones
-MAX_COMPLAINTS = 5_000  # the last ones
+MAX_PROBLEMS = 5_000  # the last ones
 
 _MARK = re.compile(rb'^\{"name":"iteration (\d+)","ph":"i"', re.M)
 _CHUNK = 2**22
@@ -110,33 +111,25 @@ class Timeline:
         return {(one["pid"], one["tid"]): one["args"]["name"] for one in named}
 
 
-def complaints(folder: Path) -> list[dict[str, Any]]:
-    """The newest first: warnings, errors and drops of all ranks, servers that are lost, the traceback."""
+def problems(run: Run) -> list[dict[str, Any]]:
+    """List lost servers, then warnings, errors and drops of all ranks and the traceback, the newest first."""
+    status = run.status()
+    stamp = {"at": status.get("at", 0.0), "iteration": status.get("iteration"), "source": "server"}
+    lost = [
+        {**stamp, "kind": str(one.get("state")), "message": f"{one.get('url')}: {one.get('reason') or 'not routable'}"}
+        for one in status.get("servers", ())
+        if one.get("state") != "routable"
+    ]
     found: list[dict[str, Any]] = []
-    for path in sorted((folder / "complaints").glob("rank-*.jsonl")):
+    for path in sorted((run.folder / "problems").glob("rank-*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 found.append(json.loads(line))
             except ValueError:
                 continue  # in the making
-    traceback = folder / "traceback.txt"
+    traceback = run.folder / "traceback.txt"
     if traceback.exists():
         text = traceback.read_text(encoding="utf-8", errors="replace")
-        stamp = {"at": traceback.stat().st_mtime, "rank": 0}
-        found.append({**stamp, "source": "trainer", "kind": "traceback", "message": text[-8_000:]})
-    return sorted(found, key=lambda one: -one.get("at", 0.0))[:MAX_COMPLAINTS]
-
-
-def lost_servers(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """A complaint for each server that is not routable now."""
-    servers = [one for one in status.get("servers", ()) if one.get("state") != "routable"]
-    return [
-        {
-            "at": status.get("at", 0.0),
-            "iteration": status.get("iteration"),
-            "source": "server",
-            "kind": str(one.get("state")),
-            "message": f"{one.get('url')}: {one.get('reason') or 'not routable'}",
-        }
-        for one in servers
-    ]
+        stamp = {"at": traceback.stat().st_mtime, "rank": 0, "source": "trainer"}
+        found.append({**stamp, "kind": "traceback", "message": text[-8_000:]})
+    return [*lost, *sorted(found, key=lambda one: -one.get("at", 0.0))[:MAX_PROBLEMS]]

@@ -1,4 +1,4 @@
-"""One trajectory with all that is known of each token, and the pictures of its prompt."""
+"""One trajectory with all that is known of each token, and the images of its prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_TOKENS = 100_000  # shown of a trajectory
-_MAX_PICTURE_BYTES = 32 * 2**20
+_MAX_IMAGE_BYTES = 32 * 2**20
 _KINDS = {b"\x89PNG\r\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
 
@@ -56,7 +56,7 @@ def as_shown(record: Mapping[str, Any], texts: TokenTexts) -> dict[str, Any]:
         "finish": trajectory["finish_reason"],
         "truncated": trajectory["is_truncated"],
         "prompt": {"id": prompt["id"], "messages": prompt.get("messages"), "fields": prompt.get("fields") or {}},
-        "num_pictures": len(prompt.get("images") or ()),
+        "num_images": len(prompt.get("images") or ()),
         "completion": trajectory["completion"],
         "metrics": trajectory["metrics"],
         "turns": trajectory["turns"],
@@ -74,8 +74,8 @@ def as_shown(record: Mapping[str, Any], texts: TokenTexts) -> dict[str, Any]:
     }
 
 
-def picture(record: Mapping[str, Any], number: int) -> tuple[str, bytes]:
-    """Content type and bytes of a prompt's picture.
+def image(record: Mapping[str, Any], number: int) -> tuple[str, bytes]:
+    """Content type and bytes of an image of the prompt.
 
     Raises:
         LookupError: if there is none, or the file is not a PNG, JPEG, GIF or WebP: nothing else of a run's machine is
@@ -83,19 +83,19 @@ def picture(record: Mapping[str, Any], number: int) -> tuple[str, bytes]:
     """
     images = record["trajectory"]["prompt"].get("images") or ()
     if not 0 <= number < len(images):
-        raise LookupError(f"The prompt has {len(images)} pictures; there is no number {number}.")
+        raise LookupError(f"The prompt has {len(images)} images; there is no number {number}.")
     source = str(images[number])
     try:
         if source.startswith("data:"):
             content = base64.b64decode(source.partition(",")[2], validate=True)
         else:
             path = Path(source)
-            if path.stat().st_size > _MAX_PICTURE_BYTES:
-                raise LookupError(f"{path} is larger than {_MAX_PICTURE_BYTES >> 20} MiB.")
+            if path.stat().st_size > _MAX_IMAGE_BYTES:
+                raise LookupError(f"{path} is larger than {_MAX_IMAGE_BYTES >> 20} MiB.")
             content = path.read_bytes()
     except (OSError, ValueError) as error:
-        raise LookupError(f"Picture {number} cannot be read: {error}") from error
+        raise LookupError(f"Image {number} cannot be read: {error}") from error
     kind = next((kind for start, kind in _KINDS.items() if content.startswith(start)), None)
     if kind is None:
-        raise LookupError(f"Picture {number} is not a PNG, JPEG, GIF or WebP.")
+        raise LookupError(f"Image {number} is not a PNG, JPEG, GIF or WebP.")
     return kind, content

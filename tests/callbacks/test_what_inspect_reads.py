@@ -1,4 +1,4 @@
-"""What a run leaves for `lightrl inspect`: the trainer's logprobs, token texts, complaints."""
+"""What a run leaves for `lightrl inspect`: the trainer's logprobs, token texts, problems."""
 
 import json
 import logging
@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, tokenizer
 
 from lightrl import StalenessControl, TrajectoryLog
-from lightrl.callbacks import complaints
-from lightrl.callbacks.complaints import ComplaintLog
+from lightrl.callbacks import problems
+from lightrl.callbacks.problems import ProblemLog
 from lightrl.inspect.answers import Answers
 from lightrl.inspect.run_folder import find_runs
 from lightrl.trajectory import Trajectory
@@ -85,15 +85,15 @@ class Failing(TinyGRPO):
             raise RuntimeError("the disk is gone")
 
 
-def test_drops_warnings_and_the_final_error_are_complaints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(complaints, "_MAX_DROPS", 1)
+def test_drops_warnings_and_the_final_error_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problems, "_MAX_DROPS", 1)
     logger = CSVLogger(tmp_path, name="", version="")
-    trainer = make_trainer(tmp_path, callbacks=[ComplaintLog()], logger=logger)
+    trainer = make_trainer(tmp_path, callbacks=[ProblemLog()], logger=logger)
     handlers = logging.getLogger("lightrl").handlers[:]
     with pytest.raises(RuntimeError, match="the disk is gone"):
         trainer.fit(Failing(), datamodule=Digits())
     assert logging.getLogger("lightrl").handlers == handlers
-    lines = (tmp_path / "complaints" / "rank-00000.jsonl").read_text().splitlines()
+    lines = (tmp_path / "problems" / "rank-00000.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     dropped = [one for one in found if one["kind"] == "dropped: reward_raised"]
     assert [(one["iteration"], one["source"]) for one in dropped] == [(0, "reward"), (1, "reward")]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 MISSING = "Chromium and its driver are not installed here: apt-get install chromium chromium-driver."
+_KEYS = {"ArrowLeft": "\ue012", "ArrowRight": "\ue014", "Escape": "\ue00c"}
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
@@ -51,6 +52,11 @@ class Browser:
     def type(self, selector: str, text: str) -> None:
         found = self._send("POST", "/element", {"using": "css selector", "value": selector})
         self._send("POST", f"/element/{found[_ELEMENT]}/value", {"text": text})
+
+    def press(self, key: str) -> None:
+        """Press and release a key where the focus is."""
+        strokes = [{"type": kind, "value": _KEYS[key]} for kind in ("keyDown", "keyUp")]
+        self._send("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": strokes}]})
 
     def wait(self, condition: str, *args: Any) -> None:
         """Until a JavaScript expression is true."""

@@ -48,7 +48,8 @@ def head_and_trajectory(iteration: int, group: int, sample: int, text: str, **mo
         "sample": sample,
         "prompt": f"train-{group}",
         "finish": "length" if sample == 3 else "stop",
-        "excerpt": text[:120],
+        "prompt_text": f"How much is 6 x {group}?",
+        "excerpt": text,
     }
     num_prompt = 4
     trajectory = {
@@ -119,9 +120,9 @@ def make_run(folder: Path) -> Path:
         records = [head_and_trajectory(iteration, index // 4, index % 4, text) for index, text in enumerate(texts)]
         write_iteration(folder, iteration, records)
     write_trace(folder, 3)
-    (folder / "complaints").mkdir()
+    (folder / "problems").mkdir()
     line = {"at": 1.7e9, "iteration": 2, "rank": 0, "source": "reward", "kind": "dropped: reward_raised"}
-    (folder / "complaints" / "rank-00000.jsonl").write_text(json.dumps({**line, "message": HOSTILE[0]}) + "\n")
+    (folder / "problems" / "rank-00000.jsonl").write_text(json.dumps({**line, "message": HOSTILE[0]}) + "\n")
     server = {"url": "http://node2:30000", "state": "lost", "reason": HOSTILE[2]}
     (folder / "status.json").write_text(
         json.dumps({"phase": "update", "iteration": 3, "max_steps": 9, "servers": [server]})

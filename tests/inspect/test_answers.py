@@ -16,11 +16,13 @@ import pytest
 from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics, write_trace
 
 from lightrl.inspect.answers import MAX_POINTS, Answers, Curves
+from lightrl.inspect.export import export
 from lightrl.inspect.index import TrajectoryIndex, condition
 from lightrl.inspect.run_folder import find_runs
 from lightrl.inspect.server import PageServer
 from lightrl.inspect.timeline import Timeline
 
+FILTERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness", "finish")
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
@@ -89,12 +91,43 @@ def test_the_table_is_sorted_searched_and_paged(answers: Answers) -> None:
     assert (dropped["finish"], dropped["excerpt"]) == ("dropped: reward_raised", HOSTILE[0])
     with pytest.raises(ValueError, match="sort must be one of"):
         table(answers, sort="reward; DROP TABLE rows")
-    assert condition("x' OR 1=1 --")[1] == [word for word in ("x'", "or", "1=1", "--") for _ in range(2)]
+    assert condition("x' OR 1=1 --")[1] == [word for word in ("x'", "or", "1=1", "--") for _ in range(3)]
+
+
+def test_words_are_found_in_the_prompts_text_and_far_behind_in_the_completion(folder: Path, tmp_path: Path) -> None:
+    write_iteration(folder, 5, [head_and_trajectory(5, 7, 0, "so " * 500 + "Ärger with FORTY-two")])
+    index = TrajectoryIndex(folder, tmp_path / "cache")
+    index.update()
+    (row,) = index.page("Ärger forty-two 6 x 7?")["rows"]
+    assert (row["iteration"], row["prompt_text"]) == (5, "How much is 6 x 7?")
+    assert index.page("x 7? fifty")["total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        ("rewrd<0.5", "There is no column rewrd. Did you mean reward?"),
+        ("Length>9", "There is no column Length. Did you mean length?"),
+        ("x=5", f"There is no column x. Columns: {', '.join(FILTERS)}."),
+        ("reward<high", "high is not a number."),
+        ("finish<stop", "finish takes = or !=."),
+    ],
+    ids=["misspelled", "uppercase", "unlike any", "no number", "no order"],
+)
+def test_a_condition_that_is_none_is_named(query: str, reason: str, answers: Answers) -> None:
+    assert table(answers, f"iteration=1 {query}")["notes"] == [f"{query} is searched as text. {reason}"]
+
+
+def test_a_condition_that_is_still_being_typed_finds_everything(answers: Answers) -> None:
+    for query in ("reward", "reward<", "finish=", "finish!=length reward<="):
+        page = table(answers, query)
+        assert page["notes"] == []
+        assert (page["total"] > 0) == (query != "reward")
 
 
 def test_the_index_follows_a_run_that_goes_on_and_repeats(folder: Path, tmp_path: Path) -> None:
     index = TrajectoryIndex(folder, tmp_path / "cache")
-    assert index.update(max_files=1) == 3  # two iterations and the complaints
+    assert index.update(max_files=1) == 3  # two iterations and the problems
     assert {row["iteration"] for row in index.page()["rows"]} == {2}  # the newest first
     assert index.update() == 0
     write_iteration(folder, 3, [head_and_trajectory(3, 0, 0, "new")])
@@ -107,17 +140,36 @@ def test_the_index_follows_a_run_that_goes_on_and_repeats(folder: Path, tmp_path
     assert again.page()["total"] == index.page()["total"]  # before it has read anything
 
 
-def test_a_log_of_an_earlier_release_is_read_whole(tmp_path: Path) -> None:
-    record = head_and_trajectory(0, 5, 1, "old")
-    old = {name: record[name] for name in ("iteration", "weight_version", "advantage", "trajectory")}
-    write_iteration(
-        tmp_path, 0, [{**old, "trajectory": {**record["trajectory"], "weight_versions": [-1] * 4 + [0] * 3}}]
-    )
-    index = TrajectoryIndex(tmp_path, tmp_path / "cache")
+def sampled(folder: Path, cache: Path, num: int) -> list[tuple[int, int, int]]:
+    index = TrajectoryIndex(folder, cache)
     index.update()
-    (row,) = index.page()["rows"]
-    assert {name: row[name] for name in ("group", "length", "staleness", "excerpt")} == {
-        "group": 5, "length": 3, "staleness": 0, "excerpt": "old"}  # fmt: skip
+    rows = index.sample(num)
+    return sorted((row["iteration"], row["group"], row["sample"]) for row in rows)
+
+
+def test_a_sample_has_whole_groups_of_all_iterations_or_one_row_of_many(tmp_path: Path) -> None:
+    places = [(group, sample) for group in range(4) for sample in range(4)]
+    for iteration in (0, 10, 20, 30):
+        write_iteration(tmp_path, iteration, [head_and_trajectory(iteration, *place, "x") for place in places])
+    assert len(sampled(tmp_path, tmp_path / "cache", 64)) == 64
+    some = sampled(tmp_path, tmp_path / "cache", 46)  # of 11 an iteration, 8 are whole groups
+    assert some == [(iteration, *place) for iteration in (0, 10, 20, 30) for place in places[:8]]
+    assert [row[2] for row in sampled(tmp_path, tmp_path / "cache", 11)] == [0, 1] * 4
+    assert [row[0] for row in sampled(tmp_path, tmp_path / "cache", 3)] == [0, 10, 30]
+    assert sampled(tmp_path / "nothing", tmp_path / "cache", 3) == []
+
+
+def test_an_exported_page_has_a_sample_of_each_iteration_and_says_so(tmp_path: Path) -> None:
+    for iteration in range(60):
+        write_iteration(tmp_path, iteration, [head_and_trajectory(iteration, 0, sample, "x") for sample in range(8)])
+    assert export(Answers(find_runs([tmp_path]), tmp_path / "cache"), tmp_path / "page.html") == (180, 480)
+    text = (tmp_path / "page.html").read_text()
+    saved = json.loads(text.partition('id="answers">')[2].partition("</script>")[0])
+    table = saved["table?run=0"]
+    assert ({row["iteration"] for row in table["rows"]}, table["sampled_from"]) == (set(range(60)), 480)
+    for row in table["rows"]:
+        shown = saved[f"trajectory?run=0&id={row['id']}"]
+        assert [other["sample"] for other in shown["group_rows"]] == [0, 1, 2]
 
 
 # ---------------------------------------------------------------------- a trajectory
@@ -138,21 +190,21 @@ def test_a_trajectory_has_every_token_with_what_is_known_of_it(answers: Answers)
         answers.answer("trajectory", {"id": "999"})
 
 
-def test_only_pictures_are_shown_whatever_path_a_prompt_names(folder: Path, answers: Answers, tmp_path: Path) -> None:
+def test_only_images_are_shown_whatever_path_a_prompt_names(folder: Path, answers: Answers, tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
-    (tmp_path / "picture.png").write_bytes(PNG)
+    (tmp_path / "image.png").write_bytes(PNG)
     script = "data:image/svg+xml;base64," + base64.b64encode(b"<svg onload='1'/>").decode()
-    images = [str(tmp_path / "picture.png"), str(tmp_path / "secret.txt"), script, "data:image/png;base64,!"]
+    images = [str(tmp_path / "image.png"), str(tmp_path / "secret.txt"), script, "data:image/png;base64,!"]
     write_iteration(folder, 4, [head_and_trajectory(4, 0, 0, "seen", prompt={"images": images})])
     answers.runs[0].index.update()
     row = str(table(answers, "iteration=4")["rows"][0]["id"])
-    assert answers.picture({"id": row, "number": "0"}) == ("image/png", PNG)
+    assert answers.image({"id": row, "number": "0"}) == ("image/png", PNG)
     for number in ("1", "2", "3", "9"):
         with pytest.raises(LookupError):
-            answers.picture({"id": row, "number": number})
+            answers.image({"id": row, "number": number})
 
 
-# ---------------------------------------------------------------------- time lines and complaints
+# ---------------------------------------------------------------------- timelines, problems and settings
 
 
 def test_the_time_line_of_an_iteration_has_all_ranks(folder: Path) -> None:
@@ -170,9 +222,37 @@ def test_the_time_line_of_an_iteration_has_all_ranks(folder: Path) -> None:
     assert len(timeline.events(4)["events"]) == 40
 
 
-def test_lost_servers_and_drops_are_complaints(answers: Answers) -> None:
-    found = answers.answer("complaints", {})
+def test_lost_servers_and_drops_are_problems(answers: Answers) -> None:
+    found = answers.answer("problems", {})
     assert [(one["source"], one["kind"]) for one in found] == [("server", "lost"), ("reward", "dropped: reward_raised")]
+
+
+def test_the_settings_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
+    config = """
+        model: {class_path: lightrl.GRPO, init_args: {lr: %s, sampling: {top_k: -1}, betas: [0.9, 0.95], note: null}}
+        trainer:
+          callbacks:
+          - {class_path: lightrl.TrajectoryLog, init_args: {every_n_iterations: %s}}
+          - {class_path: lightrl.Trace, init_args: {}}
+    """
+    for name, values in {"a": ("1.0e-3", 1), "b": ("0.002", 10)}.items():
+        write_metrics(tmp_path / name, 1)
+        (tmp_path / name / "config.yaml").write_text(config % values)
+    write_metrics(tmp_path / "c", 1)
+    one, other, nothing = Answers(find_runs([tmp_path / name for name in "abc"]), tmp_path).answer("settings", {})
+    assert one == {
+        "model": "lightrl.GRPO",
+        "model.lr": "0.001",
+        "model.sampling.top_k": "-1",
+        "model.betas": "[0.9, 0.95]",
+        "model.note": "null",
+        "trainer.callbacks.TrajectoryLog": "lightrl.TrajectoryLog",
+        "trainer.callbacks.TrajectoryLog.every_n_iterations": "1",
+        "trainer.callbacks.Trace": "lightrl.Trace",
+    }
+    different = {name for name in one if one[name] != other[name]}
+    assert different == {"model.lr", "trainer.callbacks.TrajectoryLog.every_n_iterations"}
+    assert nothing == {}
 
 
 # ---------------------------------------------------------------------- the server
@@ -212,7 +292,7 @@ def test_the_page_needs_its_token_and_its_host(server: PageServer) -> None:
 def test_answers_and_their_errors_are_json(server: PageServer) -> None:
     status, headers, content = get(server, f"/{server.token}/table?run=0&query=iteration%3D1")
     assert (status, headers["Content-Type"], json.loads(content)["total"]) == (200, "application/json", 8)
-    for question in ("table?run=7", "table?run=x", "trajectory?id=999", "nothing", "picture?id=1&number=0"):
+    for question in ("table?run=7", "table?run=x", "trajectory?id=999", "nothing", "image?id=1&number=0"):
         status, _, content = get(server, f"/{server.token}/{question}")
         assert (status, "error" in json.loads(content)) == (404, True)
 

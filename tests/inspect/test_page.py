@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser import MISSING, Browser, is_missing
-from made_run import HOSTILE, make_run, write_metrics
+from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics
 
 from lightrl.inspect.answers import Answers
 from lightrl.inspect.export import export
@@ -36,6 +37,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     answers = Answers(find_runs([root / "version_0", root / "version_1"]), root / "cache")
     answers.start()
     answers.runs[0].index.update()
+    made = PageServer(answers)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def six_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    """Six runs that differ in lr; the first has 120 trajectories, and a warning eight times."""
+    root = tmp_path_factory.mktemp("six")
+    for number in range(6):
+        write_metrics(root / str(number), 40, seed=number)
+        (root / str(number) / "config.yaml").write_text(f"model: {{lr: {number}, group_size: 8}}")
+    records = [head_and_trajectory(0, index // 8, index % 8, f"answer {index}") for index in range(120)]
+    write_iteration(root / "0", 0, records)
+    (root / "0" / "problems").mkdir()
+    lines = [
+        {"at": 1.7e9 + rank, "iteration": 3 * rank, "rank": rank, "source": "trainer", "kind": "warning"}
+        | {"message": f"{rank + 1} of 9 groups have equal rewards."}
+        for rank in range(8)
+    ]
+    (root / "0" / "problems" / "rank-00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answers = Answers(find_runs([root / str(number) for number in range(6)]), root / "cache")
+    answers.start()
     made = PageServer(answers)
     made.start()
     yield made
@@ -98,6 +123,69 @@ def test_a_trajectory_is_shown_token_by_token_in_colors(browser: Browser, server
     assert browser.problems() == []
 
 
+def test_a_curve_has_a_log_scale_and_is_enlarged_by_a_click(browser: Browser, six_runs: PageServer) -> None:
+    look(browser, six_runs.url)
+    picture = "return document.querySelector('.chart canvas').toDataURL()"
+    linear = browser.run(picture)
+    browser.click("#log")
+    assert browser.run(picture) != linear
+    assert browser.count("canvas[aria-label$='log scale']") == 3
+    browser.click(".chart canvas")
+    assert browser.run("return document.querySelector('.large canvas').clientHeight") > 300
+    browser.press("Escape")
+    browser.wait("!document.querySelector('.large')")
+    assert browser.problems() == []
+
+
+def test_more_than_four_runs_have_a_legend_and_are_hidden_at_once(browser: Browser, six_runs: PageServer) -> None:
+    look(browser, six_runs.url)
+    assert browser.text(".chart output") == "6 runs"
+    browser.run("document.querySelector('.chart canvas').dispatchEvent(new MouseEvent('mousemove', {clientX: 200}))")
+    assert browser.count(".legend span") == 6
+    browser.click("#runs button")
+    browser.wait("document.querySelector('main').innerText.startsWith('No metrics')")
+    browser.click("#runs button:nth-of-type(3)")
+    browser.wait("document.querySelector('.chart')")
+    assert "·" not in browser.text(".chart output")
+
+
+def test_arrow_keys_lead_through_the_table_also_to_its_next_page(browser: Browser, six_runs: PageServer) -> None:
+    look(browser, f"{six_runs.url}#trajectories?run=0")
+    browser.wait(f"{ROWS} === 100")
+    assert "How much is 6 x 0?" in browser.text("tbody tr")
+    browser.click("tbody tr:last-child")
+    place = "document.querySelector('#place')?.innerText === arguments[0]"
+    browser.wait(place, "100 of 120 in the table")
+    browser.press("ArrowRight")
+    browser.wait(place, "101 of 120 in the table")
+    assert "answer 100" in browser.text("#tokens")
+    browser.press("ArrowLeft")
+    browser.wait(place, "100 of 120 in the table")
+    browser.press("Escape")
+    browser.wait(f"{ROWS} === 100")
+    browser.type("#query", "rewrd<1")
+    browser.wait("document.querySelector('.note')?.innerText.endsWith('Did you mean reward?')")
+    browser.press("ArrowLeft")  # moves the cursor
+    assert browser.run("return document.activeElement.selectionStart") == len("rewrd<1") - 1
+    assert browser.problems() == []
+
+
+def test_problems_that_differ_in_numbers_only_are_one_row(browser: Browser, six_runs: PageServer) -> None:
+    look(browser, f"{six_runs.url}#problems?run=0")
+    browser.wait(f"{ROWS} === 1")
+    assert browser.text("tbody tr").split("\t")[1:4] == ["▸ 8×", "0 to 21", "0, 1, 2, 3, 4, 5, 6, 7"]
+    browser.click("tbody tr")
+    browser.wait(f"{ROWS} === 9")
+
+
+def test_settings_that_differ_between_runs_are_shown_first(browser: Browser, six_runs: PageServer) -> None:
+    look(browser, f"{six_runs.url}#settings")
+    browser.wait(f"{ROWS} === 1")
+    assert browser.text("tbody tr").split("\t") == ["model.lr", *"012345"]
+    browser.click("#differences")
+    assert browser.text("tbody tr:last-child").split("\t") == ["model.group_size", *"888888"]
+
+
 HARMED = (
     "return [window.harmed ?? null, document.querySelectorAll('main script, main iframe, main img, main style, main "
 )
@@ -133,7 +221,7 @@ def test_twenty_hostile_completions_are_text_also_on_an_exported_page(
         shown = browser.run("return document.querySelector('#tokens').textContent.replace(/[\\ud800-\\udfff]/g, '')")
         assert any(text[:40] in shown for text in HOSTILE)
         assert browser.run(HARMED) == [None, 0]
-    browser.run("location.hash = 'complaints?run=0'")
+    browser.run("location.hash = 'problems?run=0'")
     browser.wait("document.querySelector('main').innerText.includes(arguments[0])", HOSTILE[2])
     assert browser.run(HARMED) == [None, 0]
     assert browser.problems() == []

@@ -7,16 +7,19 @@ const CATEGORIES = {
   sync: "#c2417a", collective: "#d9541e", data: "#3a9aa8", loader: "#3a9aa8", wait: "#9aa0a8", step: "#7d8590",
 };
 const AREAS = { rollout: "generate", reward: "reward", score: "score", update: "update", sync: "sync", data: "data", other: "step" };
-const VIEWS = ["curves", "trajectories", "timeline", "complaints"];
+const VIEWS = ["curves", "trajectories", "timeline", "problems", "settings"];
 const COLUMNS = [
   ["iteration", 1], ["group", 1], ["sample", 1], ["reward", 1], ["advantage", 1], ["length", 1], ["staleness", 1],
-  ["finish", 0], ["prompt", 0], ["excerpt", 0],
+  ["finish", 0], ["prompt_text", 0], ["excerpt", 0],
 ];
+const HEADS = { prompt_text: "prompt", excerpt: "completion" };
+const LIMIT = 100; // rows of the table at once
+const NAMED_VALUES = 4; // curves of more runs have a legend instead of their values in a row
 const REFRESH_MS = 3000;
 
 const state = {
-  runs: [], hidden: new Set(), run: 0, filter: "", smooth: true, query: "", sort: "iteration", order: "desc", offset: 0,
-  id: null, color: "advantage", iteration: null,
+  runs: [], hidden: new Set(), run: 0, filter: "", smooth: true, log: false, large: null, query: "", sort: "iteration", order: "desc",
+  offset: 0, page: null, id: null, color: "advantage", iteration: null, open: new Set(), setting: "", differences: true,
 };
 const main = document.getElementById("main");
 const embedded = document.getElementById("answers");
@@ -41,6 +44,10 @@ function number(value, digits = 3) {
   return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(digits + 1)));
 }
 
+function count(value, name) {
+  return `${number(value)} ${value === 1 ? name : name.endsWith("y") ? name.slice(0, -1) + "ies" : name + "s"}`;
+}
+
 async function ask(question, values = {}) {
   const address = question + (Object.keys(values).length ? "?" + new URLSearchParams(values) : "");
   if (saved) return question === "table" ? savedTable(values) : savedAnswer(address);
@@ -52,25 +59,31 @@ async function ask(question, values = {}) {
 
 function savedAnswer(address) {
   if (address in saved) return saved[address];
-  throw new Error("This file does not have it: it was exported with some trajectories and iterations only.");
+  throw new Error("This file does not have it: it was exported with a sample of the trajectories and iterations.");
 }
 
 // In an exported file the table is sorted and searched here, as the server does it.
 function savedTable({ run, query = "", sort, order, offset = 0, limit = 100 }) {
+  const notes = [];
+  const columns = COLUMNS.map(([name]) => name).slice(0, -2);
   const terms = query.split(/\s+/).filter(Boolean).map((word) => {
-    const match = /^(iteration|group|sample|reward|advantage|length|staleness|finish)(<=|>=|!=|=|<|>)(.+)$/.exec(word);
+    const match = /^([a-z_]+)(<=|>=|!=|=|<|>)(.*)$/i.exec(word);
     if (word === "dropped") return (row) => row.finish.startsWith("dropped");
-    if (!match) return (row) => `${row.prompt}\n${row.excerpt}`.toLowerCase().includes(word.toLowerCase());
+    if (match && !columns.includes(match[1])) notes.push(`${word} is searched as text. There is no column ${match[1]}. Columns: ${columns.join(", ")}.`);
+    if (!columns.includes(match?.[1])) return (row) => `${row.prompt}\n${row.prompt_text}\n${row.excerpt}`.toLowerCase().includes(word.toLowerCase());
     const [, name, sign, text] = match;
-    const wanted = name === "finish" ? text : Number(text);
+    if (!text) return () => true; // is still being typed
+    if (name === "finish") return (row) => row.finish.startsWith(text) === (sign === "=");
+    const wanted = Number(text);
     const tests = { "<": (a) => a < wanted, ">": (a) => a > wanted, "<=": (a) => a <= wanted, ">=": (a) => a >= wanted,
       "=": (a) => a === wanted, "!=": (a) => a !== wanted };
     return (row) => row[name] !== null && tests[sign](row[name]);
   });
-  const rows = saved[`table?run=${run}`].rows.filter((row) => terms.every((term) => term(row)));
+  const { rows: all, sampled_from } = saved[`table?run=${run}`];
+  const rows = all.filter((row) => terms.every((term) => term(row)));
   const way = order === "asc" ? 1 : -1;
   rows.sort((a, b) => (a[sort] === b[sort] ? 0 : (a[sort] ?? -Infinity) < (b[sort] ?? -Infinity) ? -way : way));
-  return { total: rows.length, rows: rows.slice(offset, Number(offset) + Number(limit)), missing_files: 0 };
+  return { total: rows.length, rows: rows.slice(offset, Number(offset) + Number(limit)), notes, missing_files: 0, num_saved: all.length, sampled_from };
 }
 
 // ---------------------------------------------------------------- where we are: the part of the address after #
@@ -96,7 +109,7 @@ async function show() {
   if ("iteration" in values) state.iteration = Number(values.iteration);
   header(view);
   try {
-    const content = await { curves, trajectories, trajectory, timeline, complaints }[view](now);
+    const content = await { curves, trajectories, trajectory, timeline, problems, settings }[view](now);
     if (now !== drawn || !content) return;
     main.replaceChildren(...[content].flat());
     afterwards?.();
@@ -109,10 +122,13 @@ function header(view) {
   document.getElementById("views").replaceChildren(...VIEWS.map((name) => h("a", {
     href: `#${name}?run=${state.run}`, "aria-current": (name === view || (view === "trajectory" && name === "trajectories")) && "page",
   }, name)));
-  const many = view === "curves"; // all of them lie over each other there; elsewhere there is one at a time
+  const many = ["curves", "settings"].includes(view); // shown beside each other there; elsewhere one at a time
   const runs = document.getElementById("runs");
-  runs.dataset.shown = many ? "many" : "one";
-  runs.replaceChildren(state.runs.length > 1 ? h("span", { class: "soft" }, many ? "runs:" : "of run:") : "", ...state.runs.map((run) => {
+  runs.dataset.shown = state.runs.length < 2 ? "single" : many ? "many" : "one";
+  if (state.runs.length < 2) document.getElementById("views").after(runs);
+  const isAnyHidden = state.hidden.size > 0;
+  const all = h("button", { type: "button", class: "chip", onclick: () => { state.hidden = new Set(isAnyHidden ? [] : state.runs.map((run) => run.number)); show(); } }, isAnyHidden ? "show all" : "hide all");
+  runs.replaceChildren(state.runs.length > 1 ? h("span", { class: "soft" }, many ? "runs:" : "of run:") : "", many && state.runs.length > NAMED_VALUES ? all : "", ...state.runs.map((run) => {
     const { phase, iteration, max_steps: steps } = run.status;
     const where = phase ? `${phase} · ${number(iteration)}${steps > 0 ? " / " + number(steps) : ""}` : "";
     return h("button", {
@@ -122,9 +138,12 @@ function header(view) {
         else { state.run = run.number; state.offset = 0; state.iteration = null; go(view === "trajectory" ? "trajectories" : view, { run: run.number }); }
         show();
       },
-    }, dot(COLORS[run.number % COLORS.length]), run.name, h("small", {}, where));
+    }, dot(colorOf(run)), run.name, h("small", {}, where));
   }));
 }
+
+// Of any number of runs: after the palette, hues that lie far apart.
+const colorOf = ({ number }) => COLORS[number] ?? `hsl(${(number * 137.5) % 360} 55% 52%)`;
 
 function dot(color) {
   const element = h("i", { class: "dot" });
@@ -146,29 +165,35 @@ async function curves(now) {
     type: "search", id: "filter", placeholder: "metrics: reward, kl, time/ …", "aria-label": "Filter metrics", value: state.filter,
     oninput: (event) => { state.filter = event.target.value; fill(); },
   }));
-  const smooth = h("label", {}, h("input", { type: "checkbox", checked: state.smooth, onchange: (event) => { state.smooth = event.target.checked; fill(); } }), " running mean");
+  const box = (name, label) => h("label", {}, h("input", { type: "checkbox", id: name, checked: state[name], onchange: (event) => { state[name] = event.target.checked; fill(); } }), ` ${label}`);
   const panels = h("div", {});
   const fill = () => {
     const wanted = names.filter((name) => state.filter.toLowerCase().split(/\s+/).every((word) => name.toLowerCase().includes(word)));
-    const rooms = Map.groupBy ? Map.groupBy(wanted, roomOf) : wanted.reduce((map, name) => map.set(roomOf(name), [...(map.get(roomOf(name)) || []), name]), new Map());
     const charts = [];
-    panels.replaceChildren(...[...rooms].flatMap(([room, members]) => [h("h2", {}, room), h("div", { class: "charts" }, members.map((name) => {
+    panels.replaceChildren(...[...grouped(wanted, packageOf)].flatMap(([package_, members]) => [h("h2", {}, package_), h("div", { class: "charts" }, members.map((name) => {
       const lines = shown.map((run, index) => ({ run, ...(all[index][name] || { x: [], y: [] }) })).filter((line) => line.x.length);
-      const made = chart(name, lines);
+      const made = chart(name, lines, () => { state.large = state.large === name ? null : name; fill(); document.querySelector(".large")?.scrollIntoView({ block: "center" }); });
       charts.push(made);
       return made.element;
     }))]));
     charts.forEach((made) => made.draw());
   };
   afterwards = fill;
-  return [h("div", { class: "bar" }, search, smooth, h("span", { class: "soft" }, `${names.length} metrics`)), panels];
+  return [h("div", { class: "bar" }, search, box("smooth", "running mean"), box("log", "log scale"), h("span", { class: "soft" }, count(names.length, "metric"))), panels];
 }
 
 const ORDER = ["rollout", "val", "policy", "staleness", "sync", "update", "critic", "time"];
-const roomOf = (name) => (name.includes("/") ? name.split("/")[0] : "others");
-const rank = (name) => { const place = ORDER.indexOf(roomOf(name)); return place < 0 ? 99 : place; };
+const packageOf = (name) => (name.includes("/") ? name.split("/")[0] : "others");
+const rank = (name) => { const place = ORDER.indexOf(packageOf(name)); return place < 0 ? 99 : place; };
 const inOrder = (a, b) => rank(a) - rank(b) || first(a) - first(b) || (a < b ? -1 : 1);
 const first = (name) => ["rollout/reward", "rollout/accuracy_fraction", "rollout/length_tokens"].indexOf(name) + 1 || 9;
+
+// Key → the values that have it, in their order.
+function grouped(values, keyOf) {
+  const groups = new Map();
+  for (const value of values) groups.set(keyOf(value), [...(groups.get(keyOf(value)) || []), value]);
+  return groups;
+}
 
 function runningMean(values) {
   const half = Math.floor(values.length / 50);
@@ -181,22 +206,31 @@ function runningMean(values) {
   });
 }
 
-function chart(name, lines) {
-  const canvas = h("canvas", { role: "img", "aria-label": `${name} over iterations` });
-  const output = h("output", {});
-  const element = h("figure", { class: "chart" }, h("div", {}, h("b", { title: name }, name.split("/").at(-1)), output), canvas);
-  element.style.margin = 0;
+function chart(name, lines, resize) {
+  const isLarge = state.large === name;
+  const isLog = state.log && lines.some((line) => line.y.some((value) => value > 0));
+  const [scale, unscale] = isLog ? [Math.log10, (value) => 10 ** value] : [(value) => value, (value) => value];
+  const canvas = h("canvas", { role: "img", "aria-label": `${name} over iterations${isLog ? ", log scale" : ""}`, onclick: resize });
+  const [output, legend] = [h("output", {}), h("div", { class: "legend" })];
+  const button = h("button", { type: "button", "aria-label": `${isLarge ? "Shrink" : "Enlarge"} ${name}`, "aria-expanded": String(isLarge), "data-key": isLarge && "Escape", onclick: resize }, isLarge ? "×" : "⤢");
+  const element = h("figure", { class: isLarge ? "chart large" : "chart" }, h("div", {}, h("b", { title: name }, name.split("/").at(-1)), output, button), canvas, legend);
   const xs = lines.flatMap((line) => [line.x[0], line.x.at(-1)]);
   const [left, right] = [Math.min(...xs), Math.max(...xs)];
   const smoothed = lines.map((line) => (state.smooth ? runningMean(line.y) : line.y));
   let [low, high] = [Infinity, -Infinity];
-  for (const line of lines) for (const value of line.y) { low = Math.min(low, value); high = Math.max(high, value); }
+  for (const values of [...lines.map((line) => line.y), ...smoothed]) for (const value of values.map(scale)) if (Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); }
   if (low === high) { const pad = Math.abs(low) * 0.1 || 1; low -= pad; high += pad; }
-  const tell = (start, of) => output.replaceChildren(start, ...lines.flatMap((line, index) => {
-    const value = h("span", { title: line.run.name }, number(of(line)));
-    if (lines.length > 1) value.style.color = COLORS[line.run.number % COLORS.length];
-    return index ? ["  ·  ", value] : [value];
-  }));
+  const hasMany = lines.length > NAMED_VALUES;
+  const hasLegend = lines.length > 1 && (isLarge || hasMany);
+  const tell = (start, of) => {
+    output.replaceChildren(start, ...(hasLegend ? [count(lines.length, "run")] : lines.flatMap((line, index) => {
+      const value = h("span", { title: line.run.name }, number(of(line)));
+      if (lines.length > 1) value.style.color = colorOf(line.run);
+      return index ? ["  ·  ", value] : [value];
+    })));
+    const sorted = lines.map((line) => [of(line), line.run]).sort(([one], [other]) => other - one);
+    legend.replaceChildren(...(hasLegend && (isLarge || start) ? sorted.map(([value, run]) => h("span", {}, dot(colorOf(run)), ` ${run.name} `, h("b", {}, number(value)))) : []));
+  };
   const latest = () => tell("", (line) => line.y.at(-1));
   latest();
   const draw = (at = null) => {
@@ -207,20 +241,23 @@ function chart(name, lines) {
     const [soft, faint] = [style.getPropertyValue("--soft"), style.getPropertyValue("--line")];
     const area = { x: 52, y: 6, w: width - 58, h: height - 22 };
     const px = (x) => area.x + (right === left ? 0.5 : (x - left) / (right - left)) * area.w;
-    const py = (y) => area.y + (1 - (y - low) / (high - low)) * area.h;
+    const py = (y) => area.y + (1 - (scale(y) - low) / (high - low)) * area.h;
     context.clearRect(0, 0, width, height);
     context.font = "10.5px system-ui, sans-serif";
     context.fillStyle = soft;
     context.strokeStyle = faint;
-    for (const part of [0, 0.5, 1]) {
-      const y = low + part * (high - low);
+    for (const part of isLarge ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.5, 1]) {
+      const y = unscale(low + part * (high - low));
       context.beginPath(); context.moveTo(area.x, py(y)); context.lineTo(area.x + area.w, py(y)); context.stroke();
       context.textAlign = "right"; context.fillText(number(y, 2), area.x - 5, py(y) + 3.5);
     }
     context.textAlign = "left"; context.fillText(number(left), area.x, height - 4);
     context.textAlign = "right"; context.fillText(number(right), area.x + area.w, height - 4);
+    context.textAlign = "center";
+    const step = Math.max(1, tick((right - left) / 10));
+    for (let x = Math.ceil(left / step) * step; isLarge && x < right; x += step) if (px(x) > area.x + 30 && px(x) < area.x + area.w - 40) context.fillText(number(x), px(x), height - 4);
     lines.forEach((line, index) => {
-      const color = COLORS[line.run.number % COLORS.length];
+      const color = colorOf(line.run);
       if (smoothed[index] !== line.y) path(context, line.x, line.y, px, py, color, 0.28, 1);
       path(context, line.x, smoothed[index], px, py, color, 1, 1.6);
     });
@@ -239,9 +276,10 @@ function chart(name, lines) {
 function path(context, xs, ys, px, py, color, alpha, width) {
   context.globalAlpha = alpha; context.strokeStyle = context.fillStyle = color; context.lineWidth = width;
   context.beginPath();
-  xs.forEach((x, index) => context.lineTo(px(x), py(ys[index])));
+  const points = xs.map((x, index) => [px(x), py(ys[index])]).filter(([, y]) => Number.isFinite(y)); // no log of 0
+  points.forEach(([x, y]) => context.lineTo(x, y));
   context.stroke();
-  if (xs.length < 30) xs.forEach((x, index) => { context.beginPath(); context.arc(px(x), py(ys[index]), 2, 0, 7); context.fill(); });
+  if (points.length < 30) points.forEach(([x, y]) => { context.beginPath(); context.arc(x, y, 2, 0, 7); context.fill(); });
   context.globalAlpha = 1; context.lineWidth = 1;
 }
 
@@ -260,9 +298,16 @@ function fit(canvas, height = canvas.clientHeight) {
 
 // ---------------------------------------------------------------- the table of trajectories
 
+// Rows of the table from an offset on, in the order and of the query that were chosen.
+async function readTable(offset = state.offset) {
+  const { run, query, sort, order } = state;
+  const page = await ask("table", { run, query, sort, order, offset, limit: LIMIT });
+  state.page = { ...page, run, offset };
+  return state.page;
+}
+
 async function trajectories(now) {
-  const limit = 100;
-  const page = await ask("table", { run: state.run, query: state.query, sort: state.sort, order: state.order, offset: state.offset, limit });
+  const page = await readTable();
   if (now !== drawn) return null;
   const again = () => show().then(() => { const field = document.getElementById("query"); field.focus(); field.setSelectionRange(field.value.length, field.value.length); });
   let timer;
@@ -271,17 +316,18 @@ async function trajectories(now) {
     oninput: (event) => { state.query = event.target.value; state.offset = 0; clearTimeout(timer); timer = setTimeout(again, 180); },
   });
   const turn = (by) => () => { state.offset += by; show(); };
-  const last = Math.min(state.offset + limit, page.total);
-  const missing = page.missing_files ? ` · reading ${number(page.missing_files)} more iterations` : "";
+  const last = Math.min(state.offset + LIMIT, page.total);
+  const missing = page.missing_files ? ` · reading ${count(page.missing_files, "more iteration")}` : "";
+  const part = page.num_saved < page.sampled_from ? ` · this file has ${number(page.num_saved)} of ${count(page.sampled_from, "trajectory")}` : "";
   const bar = h("div", { class: "bar" }, search,
-    h("button", { type: "button", disabled: state.offset === 0, onclick: turn(-limit), "aria-label": "Previous page" }, "←"),
-    h("button", { type: "button", disabled: last >= page.total, onclick: turn(limit), "aria-label": "Next page" }, "→"),
-    h("span", { class: "soft", id: "count" }, page.total ? `${number(state.offset + 1)} to ${number(last)} of ${number(page.total)}${missing}` : `none${missing}`));
+    ...arrows("page", state.offset > 0 && turn(-LIMIT), last < page.total && turn(LIMIT)),
+    h("span", { class: "soft", id: "count" }, `${page.total ? `${number(state.offset + 1)} to ${number(last)} of ${number(page.total)}` : "none"}${missing}${part}`),
+    page.notes.map((note) => h("span", { class: "note", role: "status" }, note)));
   if (!page.total && !state.query && !page.missing_files) return [bar, empty("No trajectories. Add the callback TrajectoryLog to the run: it writes those of every n-th iteration.")];
-  const heads = COLUMNS.map(([name, isNumber]) => h("th", { class: isNumber ? "number" : null, "aria-sort": state.sort === name ? (state.order === "desc" ? "descending" : "ascending") : null },
+  const heads = COLUMNS.map(([name, isNumber]) => h("th", { class: isNumber ? "number" : HEADS[name], "aria-sort": state.sort === name ? (state.order === "desc" ? "descending" : "ascending") : null },
     h("button", { type: "button", onclick: () => { state.order = state.sort === name && state.order === "desc" ? "asc" : "desc"; state.sort = name; state.offset = 0; show(); } },
-      name === "excerpt" ? "completion" : name, state.sort === name ? (state.order === "desc" ? " ↓" : " ↑") : "")));
-  const open = (row) => (row.group === null ? go("complaints", { run: state.run }) : go("trajectory", { run: state.run, id: row.id }));
+      HEADS[name] || name, state.sort === name ? (state.order === "desc" ? " ↓" : " ↑") : "")));
+  const open = (row) => (row.group === null ? go("problems", { run: state.run }) : go("trajectory", { run: state.run, id: row.id }));
   const body = page.rows.map((row) => h("tr", {
     tabindex: 0, onclick: () => open(row),
     onkeydown: (event) => {
@@ -289,9 +335,24 @@ async function trajectories(now) {
       const next = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
       if (next && event.currentTarget[next]) { event.preventDefault(); event.currentTarget[next].focus(); }
     },
-  }, COLUMNS.map(([name, isNumber]) => h("td", { class: isNumber ? "number" : name === "excerpt" ? "text" : null }, isNumber ? number(row[name]) : String(row[name] ?? "")))));
-  return [bar, h("table", {}, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, body))];
+  }, COLUMNS.map(([name, isNumber]) => {
+    const value = name === "prompt_text" ? row.prompt_text ?? row.prompt : row[name]; // earlier releases logged no text of the prompt
+    if (!(name in HEADS)) return h("td", { class: isNumber && "number" }, isNumber ? number(value) : value);
+    return h("td", { class: `text ${HEADS[name]}`, title: value?.slice(0, 600) }, aroundMatch(value ?? ""));
+  })));
+  return [bar, h("table", { class: "trajectories" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, body)), page.total ? null : empty("No trajectory matches.")].filter(Boolean);
 }
+
+// A text from shortly before the first word of the query that lies far behind its beginning.
+function aroundMatch(text) {
+  const places = state.query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => text.toLowerCase().indexOf(word)).filter((place) => place >= 0);
+  const start = Math.min(...places) - 30;
+  return Number.isFinite(start) && start > 20 ? `…${text.slice(start)}` : text;
+}
+
+// Two buttons and their keys; each action is false where there is nothing more.
+const arrows = (name, before, after) => [["ArrowLeft", `Previous ${name}`, "←", before], ["ArrowRight", `Next ${name}`, "→", after]].map(([key, label, text, action]) =>
+  h("button", { type: "button", "data-key": key, "aria-label": label, title: `${label} (key ${text})`, disabled: !action, onclick: action || null }, text));
 
 // ---------------------------------------------------------------- one trajectory
 
@@ -309,9 +370,10 @@ const has = (tokens, mode) => (mode === "difference" ? !!tokens.trainer_logprob 
 async function trajectory(now) {
   const one = await ask("trajectory", { run: state.run, id: state.id });
   if (now !== drawn) return null;
-  const [written, given] = [one.tokens.mask.filter(Boolean).length, one.num_tokens];
-  const facts = { reward: one.reward, advantage: one.advantage, written, "all tokens": given, finish: one.finish + (one.truncated ? " (truncated)" : ""),
-    iteration: one.iteration, "weight version": one.weight_version, group: one.group, sample: one.sample, prompt: one.prompt.id };
+  const neighbors = await neighborsOf(one);
+  if (now !== drawn) return null;
+  const facts = { reward: one.reward, advantage: one.advantage, "generated tokens": one.tokens.mask.filter(Boolean).length, "all tokens": one.num_tokens, finish: one.finish + (one.truncated ? " (truncated)" : ""),
+    iteration: one.iteration, "weight version": one.weight_version, group: one.group, sample: one.sample, "prompt id": one.prompt.id };
   const status = h("div", { class: "status", role: "status" }, "Point at a token.");
   const tokens = h("div", { class: "tokens", id: "tokens" });
   const modes = h("div", { class: "seg", role: "group", "aria-label": "Color by" });
@@ -325,21 +387,47 @@ async function trajectory(now) {
   };
   paint();
   afterwards = () => document.querySelector(".card[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
-  const group = one.group_rows.length > 1 ? [h("h2", {}, `group ${one.group}: ${one.group_rows.length} trajectories of this prompt`), h("div", { class: "group" }, one.group_rows.map((row) => h("button", {
+  const group = one.group_rows.length > 1 ? [h("h2", {}, `group ${number(one.group)}: ${count(one.group_rows.length, "trajectory")} of this prompt`), h("div", { class: "group" }, one.group_rows.map((row) => h("button", {
     type: "button", class: "card", "aria-current": row.id === state.id && "true", onclick: () => go("trajectory", { run: state.run, id: row.id }),
-  }, h("b", {}, number(row.reward)), h("span", { class: "soft" }, `  ${row.advantage > 0 ? "+" : ""}${number(row.advantage)}   ${number(row.length)} tokens`), h("p", {}, row.excerpt ?? ""))))] : [];
+  }, h("b", {}, number(row.reward)), h("span", { class: "soft" }, `  ${row.advantage > 0 ? "+" : ""}${number(row.advantage)}   ${count(row.length, "token")}`), h("p", {}, row.excerpt ?? ""))))] : [];
   return [
+    neighbors,
     h("dl", { class: "facts" }, Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, number(value))))),
-    ...group, ...pictures(one),
+    ...group, ...images(one),
     h("h2", {}, "tokens"), h("div", { class: "bar" }, modes, h("span", { class: "soft" }, legend(one.tokens))), tokens, status,
     h("div", { class: "two" }, h("section", {}, h("h2", {}, "rewards by part"), pairs({ reward: one.reward, ...one.metrics })),
       h("section", {}, h("h2", {}, "prompt"), messages(one.prompt), pairs(one.prompt.fields))),
   ];
 }
 
+// A bar to go on through the table, or through the group of a trajectory that the table does not show.
+async function neighborsOf(one) {
+  const isHere = (row) => row.id === state.id;
+  if (state.page?.run !== state.run || !state.page.rows.some(isHere)) await readTable();
+  const isInTable = state.page.rows.some(isHere);
+  const { rows, offset, total } = isInTable ? state.page : { rows: one.group_rows, offset: 0, total: one.group_rows.length };
+  const place = offset + rows.findIndex(isHere);
+  const to = (by) => async () => {
+    const isDropped = (row) => row.group === null; // has no tokens to show
+    let next = rows.findIndex(isHere) + by;
+    while (rows[next] && isDropped(rows[next])) next += by;
+    let row = rows[next];
+    if (!row && isInTable) {
+      state.offset = Math.max(0, offset + by * LIMIT);
+      const more = (await readTable()).rows.filter((other) => !isDropped(other));
+      row = more.at(by > 0 ? 0 : -1);
+    }
+    if (row) go("trajectory", { run: state.run, id: row.id });
+  };
+  return h("div", { class: "bar" },
+    h("button", { type: "button", "data-key": "Escape", title: "Back to the table (key Esc)", onclick: () => go("trajectories", { run: state.run }) }, "↑ table"),
+    ...arrows("trajectory", place > 0 && to(-1), place + 1 < total && to(1)),
+    h("span", { class: "soft", id: "place" }, `${number(place + 1)} of ${number(total)} in the ${isInTable ? "table" : "group"}`));
+}
+
 function legend(tokens) {
-  const count = tokens.version.filter((version) => version >= 0);
-  return `${new Set(count).size} weight version(s); gray: not written by the policy`;
+  const num = new Set(tokens.version.filter((version) => version >= 0)).size;
+  return `${count(num, "weight version")}; gray: not generated by the policy`;
 }
 
 function tokenSpans(one, status) {
@@ -383,10 +471,10 @@ function describe(tokens, index, text) {
   return parts.join("   ");
 }
 
-function pictures(one) {
-  if (!one.num_pictures) return [];
-  const sources = one.pictures || Array.from({ length: one.num_pictures }, (_, index) => `picture?run=${state.run}&id=${state.id}&number=${index}`);
-  return [h("h2", {}, "pictures"), h("div", { class: "pictures" }, sources.map((source, index) => (source ? h("img", { src: source, alt: `picture ${index + 1} of the prompt` }) : null)))];
+function images(one) {
+  if (!one.num_images) return [];
+  const sources = one.images || Array.from({ length: one.num_images }, (_, index) => `image?run=${state.run}&id=${state.id}&number=${index}`);
+  return [h("h2", {}, "images"), h("div", { class: "images" }, sources.map((source, index) => (source ? h("img", { src: source, alt: `image ${index + 1} of the prompt` }) : null)))];
 }
 
 function messages(prompt) {
@@ -398,7 +486,7 @@ function pairs(values) {
   return h("table", { class: "pairs" }, h("tbody", {}, Object.entries(values).map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", { class: "wrap" }, typeof value === "object" ? JSON.stringify(value) : number(value))))));
 }
 
-// ---------------------------------------------------------------- the time line of an iteration
+// ---------------------------------------------------------------- the timeline of an iteration
 
 async function timeline(now) {
   const run = state.runs[state.run];
@@ -409,14 +497,13 @@ async function timeline(now) {
   const place = run.traced.indexOf(state.iteration);
   const to = (index) => () => { state.iteration = run.traced[index]; go("timeline", { run: state.run, iteration: state.iteration }); };
   const status = h("div", { class: "status", role: "status" }, "Point at a block. Wheel: zoom; drag: move; double click: all.");
-  const canvas = h("canvas", { role: "img", "aria-label": `time line of iteration ${state.iteration}` });
+  const canvas = h("canvas", { role: "img", "aria-label": `timeline of iteration ${state.iteration}` });
   afterwards = () => drawTimeline(canvas, line, status);
   return [
     h("div", { class: "bar" },
-      h("button", { type: "button", disabled: place === 0, onclick: to(place - 1), "aria-label": "Iteration before" }, "←"),
+      ...arrows("iteration", place > 0 && to(place - 1), place + 1 < run.traced.length && to(place + 1)),
       h("b", {}, `iteration ${number(state.iteration)}`),
-      h("button", { type: "button", disabled: place + 1 === run.traced.length, onclick: to(place + 1), "aria-label": "Next iteration" }, "→"),
-      h("span", { class: "soft" }, `${number(run.traced.length)} traced · ${number(line.events.length)} events`),
+      h("span", { class: "soft" }, `${number(run.traced.length)} traced · ${count(line.events.length, "event")}`),
       ...["phase", "generate", "server", "reward", "score", "update", "sync", "collective", "wait"].filter((name) => line.events.some((event) => event[2] === name)).map((name) => h("span", { class: "soft" }, dot(CATEGORIES[name]), ` ${name}`))),
     h("div", { class: "timeline" }, canvas), status, ...whereTheTimeWent(run.time),
     Object.keys(line.memory).length ? [h("h2", {}, "memory of this iteration, peak in MiB"), pairs(line.memory)] : [],
@@ -546,20 +633,54 @@ function tick(least) {
   return [1, 2, 5, 10].map((part) => part * power).find((step) => step >= least);
 }
 
-// ---------------------------------------------------------------- complaints
+// ---------------------------------------------------------------- problems
 
-async function complaints(now) {
-  const found = await ask("complaints", { run: state.run });
+async function problems(now) {
+  const found = await ask("problems", { run: state.run });
   if (now !== drawn) return null;
-  if (!found.length) return empty("Nothing has complained: no warning, no error, no dropped trajectory, no lost server.");
-  const kinds = new Map();
-  for (const one of found) kinds.set(`${one.source}: ${one.kind}`, (kinds.get(`${one.source}: ${one.kind}`) || 0) + 1);
-  const time = (at) => (at ? new Date(at * 1000).toLocaleString() : "");
+  if (!found.length) return empty("No problems: no warning, no error, no dropped trajectory, no lost server.");
+  const kinds = grouped(found, (one) => `${one.source}: ${one.kind}`);
+  const alike = grouped(found, (one) => `${one.source}: ${one.kind}: ${one.message.replace(/\d+/g, "#")}`); // messages that differ in numbers only
+  const cells = (one, num, iterations, ranks) => [
+    h("td", {}, one.at ? new Date(one.at * 1000).toLocaleString() : ""), h("td", { class: "number" }, num), h("td", { class: "number" }, iterations), h("td", { class: "number" }, ranks),
+    h("td", {}, one.source), h("td", {}, one.kind), h("td", { class: "wrap" }, one.message)];
+  const distinct = (members, name) => [...new Set(members.map((one) => one[name]))].filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
+  const rows = [...alike].flatMap(([key, members]) => {
+    const [iterations, ranks, isOpen] = [distinct(members, "iteration"), distinct(members, "rank"), state.open.has(key)];
+    const span = iterations.length > 1 ? `${number(iterations[0])} to ${number(iterations.at(-1))}` : number(iterations[0]);
+    if (members.length === 1) return [h("tr", {}, cells(members[0], "", span, ranks.join(", ")))];
+    const toggle = () => { isOpen ? state.open.delete(key) : state.open.add(key); show(); };
+    const row = h("tr", { tabindex: 0, "aria-expanded": String(isOpen), title: isOpen ? "Click to hide them" : "Click to show each", onclick: toggle, onkeydown: (event) => { if (event.key === "Enter") toggle(); } },
+      cells(members[0], `${isOpen ? "▾" : "▸"} ${number(members.length)}×`, span, ranks.join(", ")));
+    return [row, ...(isOpen ? members.slice(0, 200).map((one) => h("tr", { class: "member" }, cells(one, "", number(one.iteration), number(one.rank)))) : [])];
+  });
   return [
-    h("div", { class: "bar" }, [...kinds].map(([name, num]) => h("span", { class: "chip" }, name, h("small", {}, number(num))))),
-    h("table", {}, h("thead", {}, h("tr", {}, ["time", "iteration", "rank", "source", "kind", "message"].map((name) => h("th", {}, name)))),
-      h("tbody", {}, found.map((one) => h("tr", {}, h("td", {}, time(one.at)), h("td", { class: "number" }, number(one.iteration)), h("td", { class: "number" }, number(one.rank)),
-        h("td", {}, one.source), h("td", {}, one.kind), h("td", { class: "wrap" }, one.message))))),
+    h("div", { class: "bar" }, [...kinds].map(([name, members]) => h("span", { class: "chip" }, name, h("small", {}, number(members.length))))),
+    h("table", {}, h("thead", {}, h("tr", {}, ["newest", "times", "iteration", "rank", "source", "kind", "message"].map((name) => h("th", {}, name)))), h("tbody", {}, rows)),
+  ];
+}
+
+// ---------------------------------------------------------------- settings
+
+async function settings(now) {
+  const all = await ask("settings");
+  if (now !== drawn) return null;
+  const shown = state.runs.filter((run) => !state.hidden.has(run.number));
+  const names = [...new Set(shown.flatMap((run) => Object.keys(all[run.number])))];
+  if (!names.length) return empty("No settings. They come from config.yaml, which lightrl fit writes.");
+  const values = (name) => shown.map((run) => all[run.number][name]);
+  const different = new Set(names.filter((name) => new Set(values(name)).size > 1));
+  const body = h("tbody", {});
+  const fill = () => {
+    const isShown = (name) => (shown.length === 1 || !state.differences || different.has(name)) && name.toLowerCase().includes(state.setting.toLowerCase());
+    body.replaceChildren(...names.filter(isShown).map((name) => h("tr", { class: !state.differences && different.has(name) && "differs" }, h("td", {}, name), values(name).map((value) => h("td", { class: "wrap" }, value ?? "–")))));
+  };
+  fill();
+  const search = h("input", { type: "search", id: "setting", placeholder: "settings: lr, sampling …", "aria-label": "Filter settings", value: state.setting, oninput: (event) => { state.setting = event.target.value; fill(); } });
+  const box = h("label", {}, h("input", { type: "checkbox", id: "differences", checked: state.differences, onchange: (event) => { state.differences = event.target.checked; fill(); } }), " differences only");
+  return [
+    h("div", { class: "bar" }, search, shown.length > 1 ? box : null, h("span", { class: "soft" }, shown.length > 1 ? `${number(different.size)} of ${count(names.length, "setting")} differ` : count(names.length, "setting"))),
+    h("table", { class: "settings" }, h("thead", {}, h("tr", {}, h("th", {}, "setting"), shown.map((run) => h("th", {}, dot(colorOf(run)), ` ${run.name}`)))), body),
   ];
 }
 
@@ -576,6 +697,11 @@ async function begin() {
   document.documentElement.dataset.theme = before || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   document.getElementById("theme").addEventListener("click", () => { theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); show(); });
   addEventListener("hashchange", show);
+  addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input:not([type=checkbox]), select")) return;
+    const button = [...document.querySelectorAll("[data-key]")].find((one) => one.dataset.key === event.key && !one.disabled);
+    if (button) { event.preventDefault(); button.click(); }
+  });
   addEventListener("resize", () => { if (["curves", "timeline"].includes(place()[0])) show(); });
   state.runs = await ask("runs");
   await show();

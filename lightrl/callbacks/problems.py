@@ -1,4 +1,4 @@
-"""ComplaintLog: every warning, error and dropped trajectory of a run as lines that `lightrl inspect` shows."""
+"""ProblemLog: every warning, error and dropped trajectory of a run as lines that `lightrl inspect` shows."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MAX_DROPS = 50  # the most in an iteration; the others are counted
 _MAX_CHARS = 4_000  # the most of a message
 
 
-class ComplaintLog(RLCallback):
-    """Writes `<run folder>/complaints/rank-00000.jsonl`: what lightrl's loggers warn of, drops, and the final error.
+class ProblemLog(RLCallback):
+    """Writes `<run folder>/problems/rank-00000.jsonl`: what lightrl's loggers warn of, drops, and the final error.
 
         {"at": 1763851234.5, "iteration": 12, "rank": 0, "source": "server", "kind": "warning", "message": "..."}
 
-    `source` is who complained: server, reward, rollout or trainer. After `MAX_LINES` it is silent. A disk that is full
-    ends it and not the run.
+    `source` is server, reward, rollout or trainer. After `MAX_LINES` it is silent. A disk that is full ends it and not
+    the run.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ComplaintLog(RLCallback):
         has_folder = trainer.loggers and not getattr(trainer, "fast_dev_run", False)
         self._trainer = trainer
         name = f"rank-{trainer.global_rank:05d}.jsonl"
-        self._path = Path(folder) / "complaints" / name if has_folder and folder else None
+        self._path = Path(folder) / "problems" / name if has_folder and folder else None
         if self._path is not None and self._handler is None:
             self._handler = _Handler(self)
             logging.getLogger("lightrl").addHandler(self._handler)
@@ -92,10 +92,10 @@ _SOURCES = {"engines": "server", "rewards": "reward", "rollout": "rollout", "wor
 class _Handler(logging.Handler):
     """Gives the warnings and errors of lightrl's loggers to the log."""
 
-    def __init__(self, target: ComplaintLog) -> None:
+    def __init__(self, target: ProblemLog) -> None:
         super().__init__(logging.WARNING)
         self._target = target
 
     def emit(self, record: logging.LogRecord) -> None:
-        room = record.name.split(".")[1] if "." in record.name else ""
-        self._target.add(_SOURCES.get(room, "trainer"), record.levelname.lower(), record.getMessage())
+        package = record.name.split(".")[1] if "." in record.name else ""
+        self._target.add(_SOURCES.get(package, "trainer"), record.levelname.lower(), record.getMessage())
