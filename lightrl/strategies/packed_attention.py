@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,12 +50,14 @@ class PackedRows:
     Args:
         lengths: tokens of each trajectory, in the row's order; those without tokens do not count.
         device: of the row.
-        kernel: None takes the first that works.
+        kernels: by dtype; others take the first that works.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, kernel: str | None = None) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, kernels: Mapping[torch.dtype, str] | None = None
+    ) -> None:
         self.lengths = [length for length in lengths if length > 0]
-        self.device, self.kernel = device, kernel
+        self.device, self.kernels = device, dict(kernels or {})
         self.longest = max(self.lengths, default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
@@ -152,10 +154,14 @@ def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
     if _is_flash(model.config._attn_implementation):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest}
-    if rows.kernel is None:  # found before the layers are compiled: a trial may compile by itself
-        config, device = model.config.get_text_config(), rows.device.type
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kernel_for(rows.device, _compute_dtype(device, model.dtype), size, size)
+    if not rows.kernels:  # found before the layers are compiled: a trial may compile by itself, and sizes are symbols
+        config, device = model.config.get_text_config(), rows.device
+        size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+        size = size or config.hidden_size // config.num_attention_heads
+        value_size = getattr(config, "v_head_dim", None) or size
+        # FSDP2 computes layers in bfloat16, also outside of the Trainer's autocast.
+        dtypes = {_compute_dtype(device.type, model.dtype), torch.bfloat16}
+        rows.kernels = {dtype: kernel_for(device, dtype, size, value_size) for dtype in dtypes}
     return {"packed_rows": rows, "attention_mask": no_mask(rows.device)}
 
 
@@ -208,14 +214,9 @@ def _attend(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if window is not None and window >= rows.longest:
         window = None
-    kernel = rows.kernel or _kernel_while_compiling(query.device, dtype, query.shape[-1], value.shape[-1])
+    kernel = rows.kernels.get(dtype) or kernel_for(query.device, dtype, query.shape[-1], value.shape[-1])
     with torch.autocast(device, enabled=False):
         return KERNELS[kernel](query, key, value, rows, scale, window)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
-def _kernel_while_compiling(device: torch.device, dtype: torch.dtype, head_size: int, value_size: int) -> str:
-    return kernel_for(device, dtype, head_size, value_size)
 
 
 @functools.cache

@@ -124,7 +124,7 @@ def can_pack(model: PreTrainedModel) -> bool:
         return False
     token_ids = _some_tokens(model, 6)
     position_ids = torch.arange(3, device=model.device).repeat(2)[None]
-    told = arguments(model, PackedRows((3, 3), model.device, kernel="sdpa"))
+    told = arguments(model, PackedRows((3, 3), model.device, {model.dtype: "sdpa"}))
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **told)
     except (NotPackable, TypeError):  # TypeError: the model takes no further arguments

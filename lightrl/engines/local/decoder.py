@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from lightrl.functional import to_device
 from lightrl.models.pictures import auto_model, input_embeddings
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int) -> Iterato
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of numbers that the host has; nobody waits for the copy."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ import torch  # after OMP_NUM_THREADS is set
 if DEVICE == "cuda":
     # SGLang's is_cuda() reads it, and would import sgl_kernel, which is not installed; torch itself does not read it.
     torch.version.cuda = None
+    os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")  # Rust's is built for another torch
 else:
     # torchvision's wheel is linked to CUDA and cannot register these next to a CPU build of torch; its import asks for
     # them.
