@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from lightrl.functional import to_device
 from lightrl.models.pictures import auto_model, input_embeddings
 
 if TYPE_CHECKING:
@@ -109,7 +108,8 @@ def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int) -> Iterato
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of numbers that the host has; nobody waits for the copy."""
-    return to_device(torch.tensor(values, dtype=dtype), device)
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
