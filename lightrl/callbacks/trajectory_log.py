@@ -376,7 +376,7 @@ def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
 def _prompt_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
     prompt = trajectory.prompt
     if prompt.messages:
-        return str(prompt.messages[-1].get("content", ""))
+        return prompt.last_text
     token_ids = prompt.token_ids or []
     return tokenizer.decode(token_ids) if tokenizer is not None else " ".join(map(str, token_ids))
 

@@ -217,17 +217,22 @@ class PromptDataModule(L.LightningDataModule):
         row, where = located.row, located.where
         messages = row_messages(
             row,
+            self._prompt_value(row, where),
             prompt_column=self.prompt_column,
             prompt_template=self.prompt_template,
             system_prompt=self.system_prompt,
             where=where,
         )
         if self.answer_column is not None:
-            require_column(row, self.answer_column, where=where)
+            require_column(row, self.answer_column, "answer_column", where=where)
         images: tuple[str, ...] = ()
         if self.image_column is not None or any(isinstance(m.get("content"), list) for m in messages):
             messages, images, row = self._with_images(messages, row, located.source, where)
         return Prompt(id=located.prompt_id, messages=messages, fields=row, images=images)
+
+    def _prompt_value(self, row: Row, where: str) -> Any:
+        """The text or the messages of a row's prompt."""
+        return require_column(row, self.prompt_column, "prompt_column", where=where)
 
     def _with_images(
         self, messages: Messages, row: Row, source: DataSource, where: str
@@ -235,7 +240,7 @@ class PromptDataModule(L.LightningDataModule):
         """Messages, pictures, and the row without its pictures, which the reward finds in the prompt's `images`."""
         pictures: Any = []
         if self.image_column is not None:
-            pictures = require_column(row, self.image_column, where=where)
+            pictures = require_column(row, self.image_column, "image_column", where=where)
             row = {key: value for key, value in row.items() if key != self.image_column}
         file = Path(source.source).expanduser()
         folder = file.parent if file.is_file() else Path()

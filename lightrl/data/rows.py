@@ -123,37 +123,57 @@ def read_rows(
     return rows
 
 
-def require_column(row: Row, column: str, *, where: str) -> Any:
-    """The row's value in a column that must not be missing or empty.
+def column_of(row: Row, column: str) -> Any:
+    """The row's value in a column, or at a dotted path such as `reward_model.ground_truth`; KeyError if missing."""
+    if column in row:
+        return row[column]
+    name, _, rest = column.partition(".")
+    inner = row[name]
+    if not rest or not isinstance(inner, Mapping):
+        raise KeyError(column)
+    return column_of(dict(inner), rest)
+
+
+def require_column(row: Row, column: str, setting: str, *, where: str) -> Any:
+    """The row's value in a column, or at a dotted path, that must not be missing or empty.
 
     Args:
+        setting: names the column.
         where: names the row in the error message, as in `Row 3 of 'train.jsonl'`.
 
     Raises:
         ValueError: if the column is missing, None or blank.
     """
-    value = row.get(column)
-    is_empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
-    if not is_empty:
-        return value
-    problem = f"has an empty column {column!r}" if column in row else f"has no column {column!r}"
+    problem = f"has an empty column {column!r}"
+    try:
+        value = column_of(row, column)
+        if value is not None and value != [] and not (isinstance(value, str) and not value.strip()):
+            return value
+    except KeyError:
+        problem = f"has no column {column!r}"
     columns = ", ".join(repr(key) for key in row) or "none"
     raise ValueError(
-        f"{where} {problem} (its columns: {columns}). Fix the row, or set prompt_column or answer_column to another "
-        "column."
+        f"{where} {problem} (its columns: {columns}). Fix the row, or set {setting} to another column, or to the "
+        "dotted path of a value in one."
     )
 
 
 def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
-    """The row with columns renamed, given new name → old name; raises ValueError if an old column is missing."""
+    """The row with columns renamed, given new name → old name or a dotted path, whose column stays.
+
+    Raises:
+        ValueError: if an old column is missing.
+    """
+    kept = {key: value for key, value in row.items() if key not in columns.values()}
     for new, old in columns.items():
-        if old not in row:
+        try:
+            kept[new] = column_of(row, old)
+        except KeyError as error:
             raise ValueError(
                 f"{where} has no column {old!r} for columns={{{new!r}: {old!r}}} (its columns: "
                 f"{', '.join(map(repr, row))})."
-            )
-    kept = {key: value for key, value in row.items() if key not in columns.values()}
-    return kept | {new: row[old] for new, old in columns.items()}
+            ) from error
+    return kept
 
 
 def without_errors(made: Iterable[T | ValueError]) -> list[T]:

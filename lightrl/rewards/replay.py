@@ -202,6 +202,6 @@ def _same(one: Judgment | RewardError, other: Judgment | RewardError) -> bool:
 def _prompt_text(trajectory: Trajectory, decode: Callable[[list[int]], str] | None) -> str:
     prompt = trajectory.prompt
     if prompt.messages:
-        return str(prompt.messages[-1].get("content", ""))
+        return prompt.last_text
     token_ids = prompt.token_ids or []
     return decode(token_ids) if decode is not None else " ".join(map(str, token_ids))

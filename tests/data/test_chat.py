@@ -11,7 +11,13 @@ ROW = {"question": "1 + 1?", "answer": "2", "level": "easy"}
 
 def messages_of(row: dict, **changes) -> list[dict]:
     settings = {"prompt_column": "question", "prompt_template": "{prompt}", "system_prompt": None, "where": "Row 1"}
-    return row_messages(row, **{**settings, **changes})
+    return row_messages(row, row["question"], **{**settings, **changes})
+
+
+def completion_of(renderer: ChatRenderer, messages: list[dict] | None, text: str) -> list[int]:
+    token_ids, is_written = renderer.completion_ids(messages, [{"role": "assistant", "content": text}])
+    assert is_written == [True] * len(token_ids)
+    return token_ids
 
 
 def test_a_row_becomes_system_prompt_and_user_turn():
@@ -42,7 +48,7 @@ def test_without_a_chat_template_a_prompt_is_plain_text(plain_tokenizer: PreTrai
 @pytest.mark.parametrize("fixture", ["plain_tokenizer", "chat_tokenizer"])
 def test_a_completion_ends_with_one_end_token(fixture: str, request: pytest.FixtureRequest):
     tokenizer = request.getfixturevalue(fixture)
-    token_ids = ChatRenderer(tokenizer).completion_ids([{"role": "user", "content": "hi"}], "hello")
+    token_ids = completion_of(ChatRenderer(tokenizer), [{"role": "user", "content": "hi"}], "hello")
     assert tokenizer.decode(token_ids) == "hello<|im_end|>"
     assert token_ids.index(tokenizer.eos_token_id) == len(token_ids) - 1
 
@@ -62,7 +68,7 @@ def test_a_prompt_that_ends_with_the_assistants_words_goes_on_in_them(chat_token
     chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is "}]
     token_ids = renderer.prompt_ids(chat)
     assert chat_tokenizer.decode(token_ids).endswith("<|im_start|>assistant\nIt is ")
-    assert chat_tokenizer.decode(renderer.completion_ids(chat, "two.")) == "two.<|im_end|>"
+    assert chat_tokenizer.decode(completion_of(renderer, chat, "two.")) == "two.<|im_end|>"
 
 
 @pytest.mark.parametrize("completion", ["so\n</think>\n\n4", "<think>\nso\n</think>\n\n4"])
@@ -71,13 +77,13 @@ def test_a_completion_goes_on_in_the_thinking_that_the_template_opens(
 ):
     opened = "<|im_start|>assistant\n<think>\n"
     chat_tokenizer.chat_template = str(chat_tokenizer.chat_template).replace("<|im_start|>assistant\n", opened)
-    token_ids = ChatRenderer(chat_tokenizer).completion_ids([{"role": "user", "content": "2 + 2?"}], completion)
+    token_ids = completion_of(ChatRenderer(chat_tokenizer), [{"role": "user", "content": "2 + 2?"}], completion)
     assert chat_tokenizer.decode(token_ids) == "so\n</think>\n\n4<|im_end|>"
 
 
 def test_a_completion_is_not_cut_at_a_special_token_that_ends_no_turn(plain_tokenizer: PreTrainedTokenizerFast):
     plain_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"  # writes no end, as GLM's
-    token_ids = ChatRenderer(plain_tokenizer).completion_ids([{"role": "user", "content": "hi"}], "a<|im_start|>b")
+    token_ids = completion_of(ChatRenderer(plain_tokenizer), [{"role": "user", "content": "hi"}], "a<|im_start|>b")
     assert plain_tokenizer.decode(token_ids) == "a<|im_start|>b<|im_end|>"
 
 
@@ -99,10 +105,10 @@ def test_a_template_that_rewrites_the_prompt_is_refused_for_completions(plain_to
     plain_tokenizer.chat_template = "{{ messages | length }}"
     renderer = ChatRenderer(plain_tokenizer)
     with pytest.raises(ValueError, match=r"renders the prompt as '1' but the whole chat as '2'"):
-        renderer.completion_ids([{"role": "user", "content": "hi"}], "hello")
+        completion_of(renderer, [{"role": "user", "content": "hi"}], "hello")
 
 
 def test_a_completion_needs_an_end_token(plain_tokenizer: PreTrainedTokenizerFast):
     plain_tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r"The tokenizer has no end token"):
-        ChatRenderer(plain_tokenizer).completion_ids(None, "hello")
+        completion_of(ChatRenderer(plain_tokenizer), None, "hello")
