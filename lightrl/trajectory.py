@@ -14,7 +14,7 @@ import math
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -46,10 +46,11 @@ class Prompt:
             raise ValueError(f"Prompt {self.id!r} needs messages or token_ids.")
         object.__setattr__(self, "images", tuple(self.images))  # JSON gives lists
 
-    @property
-    def last_text(self) -> str:
-        """The text of the last message; empty for token ids."""
-        return plain_text((self.messages or [])[-1:])
+    def text(self, decode: Callable[[list[int]], str] | None = None) -> str:
+        """The last message, or the token ids, as text; without `decode` their numbers."""
+        if self.messages or not self.token_ids:
+            return plain_text((self.messages or [])[-1:])
+        return " ".join(map(str, self.token_ids)) if decode is None else decode(self.token_ids)
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)

@@ -261,7 +261,8 @@ class ChatRenderer:
     def _text(self, messages: Messages, arguments: Mapping[str, Any] | None = None) -> str:
         if self.template.chat_template is not None:
             return self._render(messages, arguments or {})
-        return self._plain_text(messages)
+        token = "" if self.pictures is None else self.tokenizer.convert_ids_to_tokens(self.pictures.image_token_id)
+        return plain_text(messages, str(token))
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -330,10 +331,6 @@ class ChatRenderer:
             raise ValueError(f"{where}: picture {missing!r} does not exist. Fix its path.")
         assert prompt.token_ids is not None
         return replace(prompt, token_ids=self.pictures.expanded(prompt.token_ids, len(prompt.images), where=where))
-
-    def _plain_text(self, messages: Messages) -> str:
-        token = "" if self.pictures is None else self.tokenizer.convert_ids_to_tokens(self.pictures.image_token_id)
-        return plain_text(messages, str(token))
 
     def completion_ids(
         self, messages: Messages | None, completion: Messages, arguments: Mapping[str, Any] | None = None

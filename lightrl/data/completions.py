@@ -221,13 +221,11 @@ class CompletionDataModule(PromptDataModule):
 
     def _chats(self, row: Row, where: str) -> dict[str, Messages]:
         """By column the messages of a row's completions."""
-        values = {
-            column: require_column(row, column, setting, where=where)
-            for setting, column in self.completion_columns.items()
-        }
-        return {
-            column: read_messages(value, "assistant", column=column, where=where) for column, value in values.items()
-        }
+        chats = {}
+        for setting, column in self.completion_columns.items():
+            value = require_column(row, column, setting, where=where)
+            chats[column] = read_messages(value, "assistant", column=column, where=where)
+        return chats
 
     def _prompt_value(self, row: Row, where: str) -> Any:
         chats, given = self._chats(row, where), None
@@ -423,14 +421,11 @@ class SFTDataModule(CompletionDataModule):
         test: str | Path | DataSource | list[DataSource] | None = None,
         *,
         batch_size: int,
-        answer_column: str | None = "answer",
         answer_pattern_remove: str | None = None,
-        max_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            train, validation, test, batch_size=batch_size, answer_column=answer_column, max_tokens=max_tokens, **kwargs
-        )
+        super().__init__(train, validation, test, batch_size=batch_size, **kwargs)
+        answer_column = self.answer_column
         is_apart = answer_column not in (None, self.prompt_column)
         self.completion_columns = (
             {"answer_column": str(answer_column)} if is_apart else {"prompt_column": self.prompt_column}

@@ -125,13 +125,9 @@ def read_rows(
 
 def column_of(row: Row, column: str) -> Any:
     """The row's value in a column, or at a dotted path such as `reward_model.ground_truth`; KeyError if missing."""
-    if column in row:
-        return row[column]
     name, _, rest = column.partition(".")
-    inner = row[name]
-    if not rest or not isinstance(inner, Mapping):
-        raise KeyError(column)
-    return column_of(dict(inner), rest)
+    is_path = column not in row and rest and isinstance(row.get(name), dict)
+    return column_of(row[name], rest) if is_path else row[column]
 
 
 def require_column(row: Row, column: str, setting: str, *, where: str) -> Any:

@@ -131,7 +131,7 @@ class LLMJudge:
     def _filled_in(self, trajectory: Trajectory) -> str:
         prompt = trajectory.prompt
         fields = {name: chat_as_text(value) for name, value in prompt.fields.items()}
-        values = {**fields, "prompt": prompt.last_text, "completion": trajectory.completion}
+        values = {**fields, "prompt": prompt.text() if prompt.messages else "", "completion": trajectory.completion}
         try:
             return _Formatter().format(self._rubric, **values)
         except (KeyError, IndexError) as error:

@@ -182,7 +182,7 @@ async def _row(
         latency_s = time.perf_counter() - start
     first = outcomes[0]
     shown: dict[str, Any] = {
-        "prompt": _prompt_text(trajectory, decode),
+        "prompt": trajectory.prompt.text(decode),
         "completion": trajectory.completion,
         "raw": None if decode is None else decode(list(trajectory.completion_ids)),
         "latency_s": latency_s,
@@ -197,11 +197,3 @@ def _same(one: Judgment | RewardError, other: Judgment | RewardError) -> bool:
     if isinstance(one, RewardError) or isinstance(other, RewardError):
         return isinstance(one, RewardError) and isinstance(other, RewardError) and one.reason == other.reason
     return one == other
-
-
-def _prompt_text(trajectory: Trajectory, decode: Callable[[list[int]], str] | None) -> str:
-    prompt = trajectory.prompt
-    if prompt.messages:
-        return prompt.last_text
-    token_ids = prompt.token_ids or []
-    return decode(token_ids) if decode is not None else " ".join(map(str, token_ids))
