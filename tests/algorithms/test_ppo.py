@@ -105,6 +105,8 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
         ({"reference": AdaptiveKL(0.1)}, "reference needs a model: the policy has no LoRA adapters"),
         ({"reference": replace(KL, in_reward=False, estimator="k1")}, "must be k2 or k3 where the KL is in the loss"),
         ({"value_coef": -0.1}, "value_coef must be >= 0, got -0.1"),
+        ({"value_coef": 0.5}, "value_coef=0.5 has no effect unless critic is 'shared'"),
+        ({"value_decay": 0.9}, "value_decay=0.9 has no effect unless value_normalization is 'exponential'"),
         ({"critic_warmup_iterations": -1}, "critic_warmup_iterations must be >= 0, got -1"),
         ({"gamma": 2}, "gamma must be from 0 to 1, got 2"),
         ({"value_clip": 0}, "^value_clip must be above 0 or None, got 0"),
