@@ -105,11 +105,6 @@ def read_rows(
     """
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
-    if arguments and function is None:
-        raise ValueError(
-            f"Data {source!r} got arguments {dict(arguments)}, but only functions take arguments. Remove them, or fix "
-            "the function's dotted path."
-        )
     if function is not None:
         rows: Sequence[Row] = _made_by(function, source, split, max_rows, arguments or {})
     elif path.is_file():
@@ -121,6 +116,22 @@ def read_rows(
     if not rows:
         raise ValueError(f"Data {source!r} has no rows.")
     return rows
+
+
+def check_source(source: DataSource) -> None:
+    """Raises ValueError for a setting of a source that its kind does not read."""
+    path = Path(source.source).expanduser()
+    kind, unread = "a hub dataset or a folder: only functions take arguments", ["arguments"]
+    if not path.exists() and function_of_rows(source.source) is not None:
+        kind, unread = "a function", ["name"]
+    elif file_suffix(path) in FILE_SUFFIXES:
+        kind, unread = (
+            "a file: only functions take arguments, and only hub datasets a name",
+            ["arguments", "name", "split"],
+        )
+    for setting in unread:
+        if value := getattr(source, setting):
+            raise ValueError(f"{setting}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
 
 
 def column_of(row: Row, column: str) -> Any:
