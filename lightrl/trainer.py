@@ -255,12 +255,12 @@ class Trainer(RLTrainer):
             if isinstance(module, RLModule):
                 self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
-                if vars(rank_zero_only)["rank"] == 0:
-                    self._check_folders()
                 warn_of_monitors(self)
                 # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
             if isinstance(module, RLModule | SupervisedModule):
+                if vars(rank_zero_only)["rank"] == 0:
+                    self._check_folders()
                 for message, category in INTENDED:
                     warnings.filterwarnings("ignore", message, category)
             try:

@@ -37,11 +37,8 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 def read_messages(value: Any, role: str, *, column: str, where: str) -> Messages:
     """The messages in a column: chat messages or one of them as they are; of text or parts, a message of this role.
 
-    Args:
-        where: names the row in error messages.
-
     Raises:
-        ValueError: if it holds none of these.
+        ValueError: if it holds none of these; `where` names the row.
     """
     if isinstance(value, str | int | float):
         return [{"role": role, "content": str(value)}]
@@ -254,13 +251,9 @@ class ChatRenderer:
         self.template = ChatTemplate(tokenizer)
         self.template.check_generation_prompt()
 
-    def prompt_ids(self, messages: Messages) -> list[int]:
-        """The tokens after which the policy's turn begins."""
-        return self._ids([self._text(messages)])[0]
-
-    def _text(self, messages: Messages, arguments: Mapping[str, Any] | None = None) -> str:
+    def _text(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
         if self.template.chat_template is not None:
-            return self._render(messages, arguments or {})
+            return self._render(messages, arguments)
         token = "" if self.pictures is None else self.tokenizer.convert_ids_to_tokens(self.pictures.image_token_id)
         return plain_text(messages, str(token))
 

@@ -121,17 +121,14 @@ def read_rows(
 def check_source(source: DataSource) -> None:
     """Raises ValueError for a setting of a source that its kind does not read."""
     path = Path(source.source).expanduser()
-    kind, unread = "a hub dataset or a folder: only functions take arguments", ["arguments"]
+    kind, read = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
     if not path.exists() and function_of_rows(source.source) is not None:
-        kind, unread = "a function", ["name"]
+        kind, read = "a function", ["split", "arguments"]
     elif file_suffix(path) in FILE_SUFFIXES:
-        kind, unread = (
-            "a file: only functions take arguments, and only hub datasets a name",
-            ["arguments", "name", "split"],
-        )
-    for setting in unread:
-        if value := getattr(source, setting):
-            raise ValueError(f"{setting}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
+        kind, read = "a file: only functions take arguments, and only hub datasets a name", []
+    for name in ("name", "split", "arguments"):
+        if name not in read and (value := getattr(source, name)):
+            raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
 
 
 def column_of(row: Row, column: str) -> Any:
@@ -166,11 +163,7 @@ def require_column(row: Row, column: str, setting: str, *, where: str) -> Any:
 
 
 def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
-    """The row with columns renamed, given new name → old name or a dotted path, whose column stays.
-
-    Raises:
-        ValueError: if an old column is missing.
-    """
+    """The row with columns renamed, given new name → old name or dotted path; ValueError if an old one is missing."""
     kept = {key: value for key, value in row.items() if key not in columns.values()}
     for new, old in columns.items():
         try:

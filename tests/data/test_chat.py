@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightrl.data.chat import ChatRenderer, row_messages
 from lightrl.models.chat_template import set_chat_template
+from lightrl.trajectory import Prompt
 
 ROW = {"question": "1 + 1?", "answer": "2", "level": "easy"}
 
@@ -12,6 +13,12 @@ ROW = {"question": "1 + 1?", "answer": "2", "level": "easy"}
 def messages_of(row: dict, **changes) -> list[dict]:
     settings = {"prompt_column": "question", "prompt_template": "{prompt}", "system_prompt": None, "where": "Row 1"}
     return row_messages(row, row["question"], **{**settings, **changes})
+
+
+def prompt_ids(renderer: ChatRenderer, messages: list[dict]) -> list[int]:
+    (prompt,) = renderer.rendered([Prompt(id="0", messages=messages)], str)
+    assert isinstance(prompt, Prompt)
+    return list(prompt.token_ids or [])
 
 
 def completion_of(renderer: ChatRenderer, messages: list[dict] | None, text: str) -> list[int]:
@@ -35,14 +42,14 @@ def test_braces_in_the_data_are_text():
 
 
 def test_a_chat_prompt_ends_where_the_policys_turn_begins(chat_tokenizer: PreTrainedTokenizerFast):
-    token_ids = ChatRenderer(chat_tokenizer).prompt_ids([{"role": "user", "content": "hi"}])
+    token_ids = prompt_ids(ChatRenderer(chat_tokenizer), [{"role": "user", "content": "hi"}])
     assert chat_tokenizer.decode(token_ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert token_ids.count(chat_tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
 def test_without_a_chat_template_a_prompt_is_plain_text(plain_tokenizer: PreTrainedTokenizerFast):
     messages = messages_of(ROW, system_prompt="Be brief.")
-    assert plain_tokenizer.decode(ChatRenderer(plain_tokenizer).prompt_ids(messages)) == "Be brief.\n\n1 + 1?"
+    assert plain_tokenizer.decode(prompt_ids(ChatRenderer(plain_tokenizer), messages)) == "Be brief.\n\n1 + 1?"
 
 
 @pytest.mark.parametrize("fixture", ["plain_tokenizer", "chat_tokenizer"])
@@ -59,14 +66,14 @@ def test_a_chat_template_may_be_given_as_text_or_as_a_file(plain_tokenizer: PreT
     path.write_text(template)
     for given in (template, str(path)):
         set_chat_template(plain_tokenizer, given)
-        token_ids = ChatRenderer(plain_tokenizer).prompt_ids([{"role": "user", "content": "hi"}])
+        token_ids = prompt_ids(ChatRenderer(plain_tokenizer), [{"role": "user", "content": "hi"}])
         assert plain_tokenizer.decode(token_ids) == "<hi>"
 
 
 def test_a_prompt_that_ends_with_the_assistants_words_goes_on_in_them(chat_tokenizer: PreTrainedTokenizerFast):
     renderer = ChatRenderer(chat_tokenizer)
     chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is "}]
-    token_ids = renderer.prompt_ids(chat)
+    token_ids = prompt_ids(renderer, chat)
     assert chat_tokenizer.decode(token_ids).endswith("<|im_start|>assistant\nIt is ")
     assert chat_tokenizer.decode(completion_of(renderer, chat, "two.")) == "two.<|im_end|>"
 
