@@ -250,7 +250,8 @@ class KeepExperience(RLCallback):
 def test_the_critic_learns_the_values_of_a_bandit(critic: str | None, warmup: int, tmp_path: Path) -> None:
     """The value of every state is its prompt's reward, whatever the policy does."""
     keep = KeepExperience()
-    settings: dict[str, Any] = {"value_clip": None, "value_coef": 1.0, "lam": 1.0, "bootstrap_truncated": False}
+    settings: dict[str, Any] = {"value_clip": None, "lam": 1.0, "bootstrap_truncated": False}
+    settings |= {} if critic is None else {"value_coef": 1.0}
     module = to_fit(critic=critic, critic_warmup_iterations=warmup, update_epochs=6, **settings)
     fit(tmp_path, module, keep, num_iterations=12)
     experience = keep.last
