@@ -246,7 +246,7 @@ def test_addresses_come_from_the_environment(monkeypatch):
     ids=str,
 )
 def test_arguments_that_cannot_work_are_refused_at_once(arguments):
-    with pytest.raises(ValueError, match=r"servers|transport|weights_dtype|tp"):
+    with pytest.raises(ValueError, match=r"servers|transport|weights_dtype|tp|weight_folder=.* not a URL"):
         SGLangEngine(**arguments)
 
 
