@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.choices import check_choice
+from lightrl.checks.choices import check_choice, check_effect
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.errors import RewardError
 from lightrl.experience import Experience, LossUnit
@@ -160,6 +160,14 @@ class RLModule(L.LightningModule):
             raise ValueError(f"reward_timeout_s must be above 0, got {reward_timeout_s}.")
         check_choice(("constant", "linear", "cosine"), lr_decay=lr_decay)
         check_choice(("token", "sequence", "fixed"), loss_reduction=loss_reduction)
+        if lr_decay == "constant":
+            check_effect("with lr_decay='constant'", min_lr_ratio=(min_lr_ratio, 0.0))
+        if reward_model is None:
+            check_effect("without reward_model", reward_model_coef=(reward_model_coef, 1.0))
+        if isinstance(workflow, functools.partial):  # as YAML gives it
+            kind = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
+            if kind is not None and issubclass(kind, Workflow):
+                kind.check_settings(**workflow.keywords)
         has_reward = reward is not None or type(self).reward is not RLModule.reward
         if not has_reward and reward_model is None:
             raise TypeError(

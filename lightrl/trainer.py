@@ -39,7 +39,7 @@ from lightrl.callbacks import (
 from lightrl.callbacks.model_lines import ModelLines
 from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
-from lightrl.checks.disk_errors import nearest_folder
+from lightrl.checks.disk_errors import check_local, nearest_folder
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
@@ -144,6 +144,7 @@ class Trainer(RLTrainer):
                 f"accelerator=gpu needs a GPU, but torch {torch.__version__} sees none. Set accelerator to auto or "
                 "cpu, or install a torch that fits the driver (nvidia-smi shows whether there is one)."
             )
+        check_local(default_root_dir=kwargs.get("default_root_dir"))
         set_device_defaults(kwargs)
         own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
@@ -268,12 +269,12 @@ class Trainer(RLTrainer):
             if isinstance(module, RLModule):
                 self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
-                if vars(rank_zero_only)["rank"] == 0:
-                    self._check_folders()
                 warn_of_monitors(self)
                 # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
             if isinstance(module, RLModule | SupervisedModule):
+                if vars(rank_zero_only)["rank"] == 0:
+                    self._check_folders()
                 for message, category in INTENDED:
                     warnings.filterwarnings("ignore", message, category)
             try:
@@ -398,6 +399,8 @@ class Trainer(RLTrainer):
     def _check_folders(self) -> None:
         """Refuses folders that this run cannot write to, before it has computed anything that would be lost."""
         folders = [getattr(one, "save_dir", None) or self.default_root_dir for one in self.loggers]
+        for folder in folders:  # where callbacks write too
+            check_local(save_dir=folder)
         for saves in self.checkpoint_callbacks:  # beside the first logger's files, unless it says where
             folders.append(getattr(saves, "dirpath", None) or (folders or [self.default_root_dir])[0])
         for folder in folders:

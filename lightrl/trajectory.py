@@ -46,14 +46,11 @@ class Prompt:
             raise ValueError(f"Prompt {self.id!r} needs messages or token_ids.")
         object.__setattr__(self, "images", tuple(self.images))  # JSON gives lists
 
-    def text(self, decode: Callable[[list[int]], str] | None) -> str:
-        """Return the text of the last message, or of the token ids; their numbers if `decode` is None."""
-        if not self.messages:
-            token_ids = self.token_ids or []
-            return " ".join(map(str, token_ids)) if decode is None else decode(token_ids)
-        content = self.messages[-1].get("content", "")
-        parts = content if isinstance(content, list) else [{"text": content}]
-        return " ".join(str(part.get("text", f"<{part.get('type')}>")) for part in parts)
+    def text(self, decode: Callable[[list[int]], str] | None = None) -> str:
+        """The last message, or the token ids, as text; without `decode` their numbers."""
+        if self.messages or not self.token_ids:
+            return plain_text((self.messages or [])[-1:])
+        return " ".join(map(str, self.token_ids)) if decode is None else decode(self.token_ids)
 
     def to_json(self) -> dict[str, Any]:
         record = asdict(self)
@@ -64,6 +61,28 @@ class Prompt:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Prompt:
         return cls(**record)
+
+
+def content_text(content: Any, image: str = "") -> str:
+    """The text of a message's content, which is text, or parts, or None; `image` stands for each image."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    return "".join(image if part.get("type") == "image" else str(part.get("text", "")) for part in content)
+
+
+def plain_text(messages: Sequence[Mapping[str, Any]], image: str = "") -> str:
+    """Messages as text without a chat template."""
+    return "\n\n".join(content_text(message.get("content"), image) for message in messages)
+
+
+def chat_as_text(value: Any) -> Any:
+    """The text of a column that holds a message, messages or parts; any other value as it is."""
+    items = [value] if isinstance(value, dict) else value
+    if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+        return value
+    if all("type" in item and "text" in item for item in items):
+        return content_text(items)
+    return plain_text(items) if all("role" in item and "content" in item for item in items) else value
 
 
 # The most tokens that a truncated draw chooses from: SGLang returns 4,096 ids, some of which ties may take.

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightrl.experience import Experience
 from lightrl.models import ModelSpec, Outputs, load_role
 from lightrl.models.optimizer import with_schedule
 from lightrl.module import RLModule
+from lightrl.workflows import AgentWorkflow, MultiTurn
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -56,6 +58,11 @@ def module(**settings: Any) -> Reinforce:
         ({"warmup_iterations": -1}, "warmup_iterations must be >= 0, got -1"),
         ({"lr_decay": "sine"}, "lr_decay must be constant, linear or cosine, got 'sine'"),
         ({"min_lr_ratio": 2}, "min_lr_ratio must be between 0 and 1, got 2"),
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 has no effect with lr_decay='constant'"),
+        ({"reward_model_coef": 0.5}, "reward_model_coef=0.5 has no effect without reward_model"),
+        ({"workflow": partial(MultiTurn, environment=int, max_turns=0)}, "max_turns must be >= 1, got 0"),
+        ({"workflow": partial(MultiTurn, environment=int, discount=2.0)}, "discount must be above 0 and at most 1"),
+        ({"workflow": partial(AgentWorkflow, agent="a.b", max_agents=0)}, "max_agents must be >= 1, got 0"),
         ({"max_failed_fraction": 5.0}, "max_failed_fraction must be between 0 and 1, got 5.0"),
         ({"update_epochs": -1}, "update_epochs must be >= 1, got -1"),
         ({"reward_recycle_after": 0}, "reward_recycle_after must be >= 1, got 0"),

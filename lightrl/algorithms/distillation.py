@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.grpo import GRPO
+from lightrl.checks.choices import check_effect
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import Divergence, check_divergence, kl, rest_mass, topk_divergence
@@ -76,6 +77,12 @@ class Distillation(GRPO):
                 f"divergence={divergence!r} needs teacher_topk: the sampled tokens alone give reverse_kl. Set "
                 "teacher_topk, for example to 32."
             )
+        if divergence != "jsd":
+            check_effect("unless divergence is 'jsd'", jsd_beta=(jsd_beta, 0.5))
+        if not reward_coef:
+            of_reward = {"advantage_mean": advantage_mean, "advantage_std": advantage_std, **kwargs}
+            names = of_reward.keys() & {"advantage_mean", "advantage_std", "reward_shaping", "overlong_penalty"}
+            check_effect("with reward_coef=0", **{name: (of_reward[name], None) for name in sorted(names)})
         if reward_coef and advantage_mean is None:
             advantage_mean = advantage_std = "group"
         super().__init__(

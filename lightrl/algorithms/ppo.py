@@ -13,6 +13,7 @@ from torch import Tensor
 from lightrl.algorithms.grpo import GRPO
 from lightrl.algorithms.reference import AdaptiveKL
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.choices import check_effect
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -121,6 +122,10 @@ class PPO(GRPO):
             **kwargs,
         )
         check_bounds(0, value_coef=value_coef, critic_warmup_iterations=critic_warmup_iterations)
+        if critic != "shared":
+            check_effect("unless critic is 'shared'", value_coef=(value_coef, 0.1))
+        if value_normalization != "exponential":
+            check_effect("unless value_normalization is 'exponential'", value_decay=(value_decay, 0.99))
         self.reference_kl: AdaptiveKL | None = reference
         self.kl_controller = None if reference is None else reference.controller()
         self.shares_body = critic == "shared"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.loggers import log_model, takers_of_models
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.disk_errors import check_local
 from lightrl.models import ParallelModel, Role
 from lightrl.models.lora import has_adapters
 from lightrl.models.model_folder import (
@@ -76,6 +77,7 @@ class HuggingFaceExport(RLCallback):
             raise ValueError(
                 f"every_n_iterations must be at least 1, or None for the end only, got {every_n_iterations}."
             )
+        check_local(to=to)
         self.to = Path(to)
         self.every_n_iterations = every_n_iterations
         self.role = role

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightrl.callbacks.loggers import log_table
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.choices import check_effect
 from lightrl.checks.disk_errors import write_problem
 from lightrl.checks.printable import escape_unprintable
 from lightrl.dataflow import follows_from_trajectories
@@ -92,6 +93,8 @@ class TrajectoryLog(RLCallback):
         }.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if table_every_n_iterations is None:
+            check_effect("without table_every_n_iterations", table_rows=(table_rows, 4))
         self.every_n_iterations = every_n_iterations
         self.max_per_iteration = max_per_iteration
         self.table_every_n_iterations = table_every_n_iterations
@@ -249,7 +252,7 @@ def _records(
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
         prompt = trajectory.prompt
         if prompt.id not in prompt_texts:
-            prompt_texts[prompt.id] = _without_middle(_prompt_text(trajectory, tokenizer))
+            prompt_texts[prompt.id] = _without_middle(prompt.text(getattr(tokenizer, "decode", None)))
         record: dict[str, Any] = {
             **_numbers(trajectory, advantage, weight_version),
             "group": trajectory.group_id,
@@ -284,7 +287,10 @@ def _sample(
     trajectory: Trajectory, advantage: float | None, tokenizer: _Tokenizer | None, weight_version: int
 ) -> dict[str, Any]:
     """A row of a logger's table; a lone surrogate, which UTF-8 cannot hold, is escaped."""
-    texts = {"prompt": _prompt_text(trajectory, tokenizer), "completion": _completion_text(trajectory, tokenizer)}
+    texts = {
+        "prompt": trajectory.prompt.text(getattr(tokenizer, "decode", None)),
+        "completion": _completion_text(trajectory, tokenizer),
+    }
     cells = {name: shorten(text, _CELL, keep_start=0.5) for name, text in texts.items()}
     printable = {name: text.encode("utf-8", "backslashreplace").decode() for name, text in cells.items()}
     numbers = _numbers(trajectory, advantage, weight_version)
@@ -339,7 +345,7 @@ def format_table(
     """
     cells = [
         (
-            escape_unprintable(_prompt_text(trajectory, tokenizer)),
+            escape_unprintable(trajectory.prompt.text(getattr(tokenizer, "decode", None))),
             escape_unprintable(_completion_text(trajectory, tokenizer)),
             "" if trajectory.reward is None else f"{trajectory.reward:.3g}",
             "" if advantage is None else f"{advantage:+.3g}",
@@ -381,10 +387,6 @@ def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
     means = torch.zeros(num)
     means[experience.own_rows] = masked.sum(dim=1) / own.loss_mask.sum(dim=1).clamp(min=1)
     return cast("list[float | None]", experience.total(means).tolist())
-
-
-def _prompt_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
-    return trajectory.prompt.text(None if tokenizer is None else tokenizer.decode)
 
 
 def _text_of_turns(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:

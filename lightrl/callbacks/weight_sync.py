@@ -12,6 +12,7 @@ from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.callbacks.probe import Probe
 from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.choices import check_effect
 from lightrl.errors import EngineTimeout, WeightSyncError, WeightSyncUndone
 from lightrl.module import RLModule
 from lightrl.rollout import Rollout
@@ -155,6 +156,10 @@ class WeightSync(RLCallback):
             raise ValueError(f"probe_tokens must be at least 2, got {probe_tokens}: the first token has no logprob.")
         if max_probe_nats is not None and max_probe_nats <= 0:
             raise ValueError(f"max_probe_nats must be above 0 or None, got {max_probe_nats}.")
+        if probe == 0:
+            check_effect("with probe=0", max_probe_nats=(max_probe_nats, None), probe_tokens=(probe_tokens, 32))
+        if blocking:
+            check_effect("with blocking=True", sync_timeout_s=(sync_timeout_s, 1800.0))
         self.blocking = blocking
         self.sync_timeout_s = sync_timeout_s
         self._copy = HostCopy()

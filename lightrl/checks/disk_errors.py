@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 # In errors without an errno: of safetensors, and of torch's zip writer, which finds too few bytes written.
 _FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "inline_container.cc", "os error 28")
+
+
+def check_local(**places: object) -> None:
+    """Raises ValueError for a place, by the name of its setting, that is a URL: it would become a local folder."""
+    for name, place in places.items():
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(place)):
+            raise ValueError(
+                f"{name}={str(place)!r} must be a folder of this machine or a mounted one, not a URL. Copy it there "
+                "after the run."
+            )
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -1,12 +1,13 @@
 """A row's columns to chat messages, and messages to token ids: the same for SFT, rollouts and validation.
 
 A completion is tokenized separately from its prompt, as in a rollout: the prompt's tokens are fixed before the policy
-draws the first new one.
+draws the first new one. What stands between its turns is read: tokens that the policy does not write.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.user_code import user_code
-from lightrl.data.rows import LocatedRow, Made, Row, require_column, without_errors
+from lightrl.data.rows import LocatedRow, Made, Row, without_errors
 from lightrl.models import CONTEXT
-from lightrl.models.chat_template import ChatTemplate, opened, with_turn
+from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
 from lightrl.models.pictures import Pictures, data_url, refusal
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import Prompt, chat_as_text, plain_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,35 +30,93 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 
 ROLES = ("user", "system", "assistant", "tool", "developer")  # a chat template may know others
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def read_messages(value: Any, role: str, *, column: str, where: str) -> Messages:
+    """The messages in a column: chat messages or one of them as they are; of text or parts, a message of this role.
+
+    Raises:
+        ValueError: if it holds none of these; `where` names the row.
+    """
+    if isinstance(value, str | int | float):
+        return [{"role": role, "content": str(value)}]
+    if isinstance(value, dict) and value.keys() & {"role", "from"}:
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: {column!r} must be text or a list of chat messages, got {value!r:.100}.")
+    if all(isinstance(item, dict) and "type" in item and not item.keys() & {"role", "from"} for item in value):
+        value = [{"role": role, "content": value}]
+    return [_checked_message(message, f"{where}: message {n}") for n, message in enumerate(value, start=1)]
+
+
+def is_whole_chat(chat: Messages) -> bool:
+    """Whether messages of a completion column begin with the prompt's."""
+    return bool(chat[0]["role"] != "assistant")
+
+
+def shared_prompt(chats: Sequence[Messages]) -> Messages:
+    """The messages that whole chats begin with alike; of a single one, those before the first assistant message."""
+    num = 0
+    for message, *others in zip(*chats, strict=False):
+        if any(other != message for other in others) or (not others and message["role"] == "assistant"):
+            break
+        num += 1
+    return chats[0][:num]
+
+
+def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
+    """The messages of a completion: the chat, without the prompt if it begins with that.
+
+    Raises:
+        ValueError: if it begins with other messages, or what is left is no completion.
+    """
+    if chat[-1]["role"] != "assistant":
+        raise ValueError(f"{where} must end with an assistant message, got {chat[-1]!r:.200}.")
+    if is_whole_chat(chat):
+        if prompt and prompt[0]["role"] == "system" != chat[0]["role"]:
+            prompt = prompt[1:]  # the data module's
+        if chat[: len(prompt)] != prompt:
+            raise ValueError(
+                f"{where} must begin with the messages of the prompt, {prompt!r:.200}, got {chat!r:.200}. Fix the row, "
+                "or set prompt_column to a name that no column has: then the chat holds the prompt."
+            )
+        chat = chat[len(prompt) :]
+    turns = [message["role"] == "assistant" for message in chat]
+    if not turns or not turns[0] or (True, True) in itertools.pairwise(turns):
+        raise ValueError(
+            f"{where} must go on after the prompt with one assistant message, not with two in a row, got {chat!r:.200}."
+        )
+    return chat
 
 
 def row_messages(
-    row: Row, *, prompt_column: str, prompt_template: str, system_prompt: str | None, where: str
+    row: Row, prompt: Any, *, prompt_column: str, prompt_template: str, system_prompt: str | None, where: str
 ) -> Messages:
     """The opening messages of a row's chat: the system prompt, if any, then the user's turn.
 
-    A prompt column that holds a list is used as chat messages.
-
     Args:
-        prompt_template: a format string with `{prompt}` for the prompt column and any other column by name.
+        prompt: text, or chat messages, which are used as they are.
+        prompt_column: where the prompt is from.
+        prompt_template: a format string with `{prompt}` for the prompt and any other column by name.
         where: names the row in error messages.
 
     Raises:
-        ValueError: if the prompt column is missing or empty, or the template uses an unknown column.
+        ValueError: if the prompt is neither text nor messages, or the template uses an unknown column.
     """
-    prompt = require_column(row, prompt_column, where=where)
-    if isinstance(prompt, list):
+    if isinstance(prompt, list | dict):
         if prompt_template != "{prompt}":
             raise ValueError(
                 f"{where}: {prompt_column!r} holds chat messages, but prompt_template={prompt_template!r} takes text. "
                 "Leave prompt_template out."
             )
-        messages = [_checked_message(message, f"{where}: message {n}") for n, message in enumerate(prompt, start=1)]
-    elif isinstance(prompt, dict):
-        raise ValueError(f"{where}: {prompt_column!r} must be text or a list of chat messages, got {prompt!r:.100}.")
+        messages = read_messages(prompt, "user", column=prompt_column, where=where)
     else:
         try:
-            content = prompt_template.format_map({**row, "prompt": prompt})
+            content = prompt_template.format_map(
+                {name: chat_as_text(value) for name, value in row.items()} | {"prompt": prompt}
+            )
         except KeyError as error:
             raise ValueError(
                 f"prompt_template uses {error.args[0]!r}, but {where} only has 'prompt' and "
@@ -74,6 +133,11 @@ def row_messages(
 def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"{where} must be {{'role': ..., 'content': ...}}, got {message!r:.100}.")
+    if "from" in message and "role" not in message:  # ShareGPT
+        if message["from"] not in _SHAREGPT:
+            known = ", ".join(_SHAREGPT)
+            raise ValueError(f"{where} must be from one of {known}, got {message!r:.100}. Convert it to a role.")
+        message = {"role": _SHAREGPT[message["from"]], "content": message.get("value")}
     role, content = message.get("role"), message.get("content")
     near = [] if role in ROLES else difflib.get_close_matches(str(role), ROLES, n=1)
     if not isinstance(role, str) or near:
@@ -83,6 +147,12 @@ def _checked_message(message: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} must have a text as its content, got {message!r:.100}.")
     if isinstance(content, list) and not all(isinstance(part, dict) and "type" in part for part in content):
         raise ValueError(f"{where} must have text or parts {{'type': ...}} as its content, got {content!r:.100}.")
+    if isinstance(content, list):
+        for part in content:
+            if part["type"] != "image" and not (part["type"] in _TEXT_PARTS and isinstance(part.get("text"), str)):
+                raise ValueError(f"{where} must have parts of the types text and image, got {part!r:.100}.")
+        content = [part if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in content]
+        return {**message, "content": content}
     return dict(message)
 
 
@@ -181,14 +251,11 @@ class ChatRenderer:
         self.template = ChatTemplate(tokenizer)
         self.template.check_generation_prompt()
 
-    def prompt_ids(self, messages: Messages) -> list[int]:
-        """The tokens after which the policy's turn begins."""
-        return self._ids([self._text(messages)])[0]
-
-    def _text(self, messages: Messages, arguments: Mapping[str, Any] | None = None) -> str:
+    def _text(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
         if self.template.chat_template is not None:
-            return self._render(messages, arguments or {})
-        return self._plain_text(messages)
+            return self._render(messages, arguments)
+        token = "" if self.pictures is None else self.tokenizer.convert_ids_to_tokens(self.pictures.image_token_id)
+        return plain_text(messages, str(token))
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -258,48 +325,67 @@ class ChatRenderer:
         assert prompt.token_ids is not None
         return replace(prompt, token_ids=self.pictures.expanded(prompt.token_ids, len(prompt.images), where=where))
 
-    def _plain_text(self, messages: Messages) -> str:
-        return "\n\n".join(self._content_text(message["content"]) for message in messages)
-
-    def _content_text(self, content: Any) -> str:
-        if not isinstance(content, list):
-            return str(content)
-        token = "" if self.pictures is None else self.tokenizer.convert_ids_to_tokens(self.pictures.image_token_id)
-        return "".join(str(token) if part["type"] == "image" else str(part.get("text", "")) for part in content)
-
     def completion_ids(
-        self, messages: Messages | None, completion: str, arguments: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """The tokens of the policy's turn, up to and including its end token.
+        self, messages: Messages | None, completion: Messages, arguments: Mapping[str, Any] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """The tokens after a prompt, and which of them the policy writes: its turns, each with its end token.
 
         Args:
             messages: of the prompt; None for a prompt given as token ids.
+            completion: the policy's turn; after it perhaps messages that it reads, and further turns.
             arguments: of the chat template, as in the prompt.
 
         Raises:
-            ValueError: if the tokenizer has no end token, or the chat template changes the prompt once a completion
-                follows.
+            ValueError: if the tokenizer has no end token, or the chat template changes earlier text once a turn or
+                another message follows.
         """
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError("The tokenizer has no end token, which ends every completion. Set its eos_token.")
-        if self.template.chat_template is None or messages is None:
-            return [*self.template.encode(completion), end]
-        arguments = arguments or {}
-        prompt = self._render(messages, arguments)
-        for form in (form for opening in ("", opened(prompt)) for form in with_turn(messages, opening, completion)):
-            chat = self._render(form, arguments, is_whole=True)
-            if chat.startswith(prompt):
+        arguments, is_plain = arguments or {}, self.template.chat_template is None or messages is None
+        chat: list[Mapping[str, Any]] = list(messages or [])
+        before = "" if is_plain else self._render(chat, arguments)
+        token_ids: list[int] = []
+        is_written: list[bool] = []
+        for is_turn, group in itertools.groupby(completion, lambda message: message["role"] == "assistant"):
+            following = list(group)
+            if is_turn and is_plain:
+                added = [*self.template.encode(plain_text(following)), end]
+            elif is_turn:
+                chat, before, added = self._turn(chat, before, following[0], arguments)
+            else:
+                chat += following
+                text = plain_text(following) if is_plain else self._render(chat, arguments)
+                if not text.startswith(before):
+                    raise ValueError(
+                        f"The chat template rewrites history: what ends with {before[-80:]!r} becomes "
+                        f"{text[: len(before)][-80:]!r} once another message follows. {KEEP_HISTORY}"
+                    )
+                added = self.template.encode_after(token_ids[-1], text[len(before) :])
+                before = "" if is_plain else text
+            token_ids += added
+            is_written += [is_turn] * len(added)
+        return token_ids, is_written
+
+    def _turn(
+        self, messages: Sequence[Mapping[str, Any]], before: str, turn: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> tuple[list[Mapping[str, Any]], str, list[int]]:
+        """The chat with a turn of the policy, its text up to the turn's end token, and the turn's tokens."""
+        for form in (form for opening in ("", opened(before)) for form in with_turn(messages, opening, turn)):
+            text = self._render(form, arguments, is_whole=True)
+            if text.startswith(before):
                 break
         else:
             raise ValueError(
-                f"The chat template renders the prompt as {prompt[-80:]!r} but the whole chat as {chat[:160]!r}. The "
+                f"The chat template renders the prompt as {before[-80:]!r} but the whole chat as {text[:160]!r}. The "
                 "chat must start with the prompt: set chat_template to a template that only appends to it."
             )
-        token_ids = self.template.encode(chat[len(prompt) :])
-        ends = self.template.ends()
+        token_ids, ends = self.template.encode(text[len(before) :]), self.template.ends()
         last = max((index for index, token_id in enumerate(token_ids) if token_id in ends), default=None)
-        return [*token_ids, end] if last is None else token_ids[: last + 1]
+        if last is None:
+            return form, text, [*token_ids, self.tokenizer.eos_token_id]
+        end_text = self.template.decode([token_ids[last]])
+        return form, text[: text.rindex(end_text) + len(end_text)], token_ids[: last + 1]
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, is_whole: bool = False

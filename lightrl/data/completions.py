@@ -6,6 +6,7 @@ Of B pairs, rows 2i and 2i + 1 are pair i, chosen first.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -18,15 +19,23 @@ from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.daemon_future import result_of, submit
-from lightrl.data.chat import ChatRenderer, report_dropped
+from lightrl.data.chat import (
+    ChatRenderer,
+    Messages,
+    completion_after,
+    is_whole_chat,
+    read_messages,
+    report_dropped,
+    shared_prompt,
+)
 from lightrl.data.mixture import DataSource, Source, epoch_order
 from lightrl.data.prompts import PromptDataModule, Split, smallest
-from lightrl.data.rows import Made, require_column, without_errors
+from lightrl.data.rows import Made, Row, require_column, without_errors
 from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.streamed import ROWS_AT_ONCE
 from lightrl.experience import Experience
 from lightrl.models import CONTEXT
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import Prompt, content_text
 
 Item = TypeVar("Item")
 
@@ -42,6 +51,7 @@ class CompletedPrompt(NamedTuple):
     prompt_id: str
     prompt_ids: list[int]
     completion_ids: list[list[int]]
+    is_written: list[list[bool]]  # False for a token that the policy reads: messages between two of its turns
 
     @property
     def num_tokens(self) -> int:
@@ -55,14 +65,16 @@ def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
 
 
 def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids [R, T], 0 on the padding; loss mask [R, T], True on completions; lengths [R]: a row per completion."""
-    pairs = [(row.prompt_ids, completion) for row in rows for completion in row.completion_ids]
-    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in pairs])
-    token_ids = torch.zeros(len(pairs), int(lengths.max()), dtype=torch.int64)
+    """Token ids [R, T], 0 on the padding; loss mask [R, T], True on the turns; lengths [R]: a row per completion."""
+    triples = [
+        (row.prompt_ids, *parts) for row in rows for parts in zip(row.completion_ids, row.is_written, strict=True)
+    ]
+    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion, _ in triples])
+    token_ids = torch.zeros(len(triples), int(lengths.max()), dtype=torch.int64)
     loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
-    for row, (prompt, completion) in enumerate(pairs):
+    for row, (prompt, completion, is_written) in enumerate(triples):
         token_ids[row, : lengths[row]] = torch.tensor(prompt + completion)
-        loss_mask[row, len(prompt) : lengths[row]] = True
+        loss_mask[row, len(prompt) : lengths[row]] = torch.tensor(is_written)
     return token_ids, loss_mask, lengths
 
 
@@ -166,7 +178,12 @@ class Windows:
 
 
 class CompletionDataModule(PromptDataModule):
-    """PromptDataModule plus one or more completions per prompt; a subclass defines `completions` and `collate`.
+    """PromptDataModule plus one or more completions per prompt; a subclass defines `completion_columns` and
+    `collate`.
+
+    A completion is text, a message, its parts, or messages: the policy's turn, and perhaps others and further turns,
+    which all are trained. If all are whole chats, the messages that they share are the prompt, and a prompt column is
+    not needed; if there is one, they must begin with it.
 
     Args:
         train, validation, test: as in PromptDataModule.
@@ -176,6 +193,7 @@ class CompletionDataModule(PromptDataModule):
     """
 
     row_name = "row"  # in error messages
+    completion_columns: dict[str, str]  # by the names of their settings
     sorts_by_length = False  # batches are made of rows of similar length, if they are shuffled
 
     def __init__(
@@ -195,9 +213,36 @@ class CompletionDataModule(PromptDataModule):
         self._windows: Windows | None = None
         self._restored: Mapping[str, Any] = {}  # from a checkpoint
 
-    def completions(self, prompt: Prompt) -> list[str]:
-        """The texts of a prompt's completions."""
-        raise NotImplementedError
+    def completions(self, prompt: Prompt) -> list[Messages]:
+        """The messages of a prompt's completions."""
+        where = f"Prompt {prompt.id!r}"
+        chats = self._chats(prompt.fields, where).items()
+        return [completion_after(prompt.messages or [], chat, f"{where}: {column!r}") for column, chat in chats]
+
+    def _chats(self, row: Row, where: str) -> dict[str, Messages]:
+        """By column the messages of a row's completions."""
+        chats = {}
+        for setting, column in self.completion_columns.items():
+            value = require_column(row, column, setting, where=where)
+            chats[column] = read_messages(value, "assistant", column=column, where=where)
+        return chats
+
+    def _prompt_value(self, row: Row, where: str) -> Any:
+        chats, given = self._chats(row, where), None
+        is_apart = list(chats) != [self.prompt_column]
+        if is_apart and not all(map(is_whole_chat, chats.values())):
+            return super()._prompt_value(row, where)
+        shared = shared_prompt(list(chats.values()))
+        if not shared:
+            raise ValueError(
+                f"{where}: {' and '.join(map(repr, chats))} must hold chats that begin with the same message of the "
+                f"user or the system, got {next(iter(chats.values()))!r:.100}. Text without a prompt is not read."
+            )
+        with contextlib.suppress(ValueError):  # there is none
+            given = super()._prompt_value(row, where) if is_apart else None
+        if given is None:
+            return shared
+        return max(read_messages(given, "user", column=self.prompt_column, where=where), shared, key=len)
 
     def collate(self, rows: Sequence[CompletedPrompt]) -> Any:
         """A batch of these rows."""
@@ -233,9 +278,13 @@ class CompletionDataModule(PromptDataModule):
             try:
                 assert prompt.token_ids is not None
                 arguments = renderer.template.row_arguments(prompt)
-                texts = self.completions(prompt)
-                completions = [renderer.completion_ids(prompt.messages, text, arguments) for text in texts]
-                row = CompletedPrompt(prompt.id, prompt.token_ids, completions)
+                if prompt.images:
+                    raise ValueError(
+                        f"{type(self).__name__} cannot train on images. Remove image_column, and image parts."
+                    )
+                chats = self.completions(prompt)
+                completions = [renderer.completion_ids(prompt.messages, chat, arguments) for chat in chats]
+                row = CompletedPrompt(prompt.id, prompt.token_ids, *map(list, zip(*completions, strict=True)))
                 rows.append(row if self._fits(row, max_tokens) else None)
             except ValueError as error:
                 rows.append(error)
@@ -347,13 +396,14 @@ class ChatBatch(NamedTuple):
 class SFTDataModule(CompletionDataModule):
     """Chats for supervised fine-tuning: PromptDataModule's prompt, then the answer column as the policy's turn.
 
-    Only the completion and its end token have loss. Chats of similar length share a batch. With the same arguments the
-    policy sees the same prompt tokens here and in its rollouts.
+    Only the policy's turns and their end tokens have loss. Chats of similar length share a batch. With the same
+    arguments the policy sees the same prompt tokens here and in its rollouts.
 
     Args:
         train, validation, test: as in PromptDataModule.
         batch_size: chats per step.
-        answer_column: holds the completion.
+        answer_column: holds the completion: text or messages; None if the prompt column holds whole chats, all of whose
+            assistant messages are trained.
         answer_pattern_remove: a regular expression; its matches are removed from the completion, for example GSM8K's
             calculator notes `<<48/2=24>>` with `<<.*?>>`.
         max_tokens: the longest chat allowed; None uses the model's context. `prompt_overflow` says what happens to
@@ -371,13 +421,14 @@ class SFTDataModule(CompletionDataModule):
         test: str | Path | DataSource | list[DataSource] | None = None,
         *,
         batch_size: int,
-        answer_column: str = "answer",
         answer_pattern_remove: str | None = None,
-        max_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            train, validation, test, batch_size=batch_size, answer_column=answer_column, max_tokens=max_tokens, **kwargs
+        super().__init__(train, validation, test, batch_size=batch_size, **kwargs)
+        answer_column = self.answer_column
+        is_apart = answer_column not in (None, self.prompt_column)
+        self.completion_columns = (
+            {"answer_column": str(answer_column)} if is_apart else {"prompt_column": self.prompt_column}
         )
         try:
             self.answer_pattern_remove = re.compile(answer_pattern_remove) if answer_pattern_remove else None
@@ -386,15 +437,16 @@ class SFTDataModule(CompletionDataModule):
                 f"answer_pattern_remove must be a regular expression, got {answer_pattern_remove!r} ({error})."
             ) from error
 
-    def completions(self, prompt: Prompt) -> list[str]:
-        assert self.answer_column is not None
-        where = f"Prompt {prompt.id!r}"
-        completion = str(require_column(prompt.fields, self.answer_column, where=where))
+    def completions(self, prompt: Prompt) -> list[Messages]:
+        (completion,) = super().completions(prompt)
+        turns = [message for message in completion if message["role"] == "assistant"]
         if self.answer_pattern_remove is not None:
-            completion = self.answer_pattern_remove.sub("", completion)
-        if not completion.strip():
+            for turn in turns:
+                turn["content"] = self.answer_pattern_remove.sub("", content_text(turn.get("content")))
+        if not any(content_text(turn.get("content")).strip() or turn.get("tool_calls") for turn in turns):
             raise ValueError(
-                f"{where} has nothing left in {self.answer_column!r} after answer_pattern_remove. Fix the pattern."
+                f"Prompt {prompt.id!r} has nothing left in {self.answer_column!r} after answer_pattern_remove. Fix the "
+                "pattern."
             )
         return [completion]
 
@@ -447,14 +499,14 @@ class PairBatch(NamedTuple):
 class PreferenceDataModule(CompletionDataModule):
     """Pairs of completions: PromptDataModule's prompt, then a chosen and a rejected column.
 
-    The columns hold text, or a chat whose last message is the completion, as in many hub datasets. To make other pairs,
-    override `make_prompts` and put the two texts into `Prompt.fields`.
+    The columns hold text, messages after the prompt, or whole chats, which begin with the prompt. To make other pairs,
+    override `make_prompts` and put the two completions into `Prompt.fields`.
 
     Args:
         train, validation, test: as in PromptDataModule.
         batch_size: pairs per step.
         chosen_column, rejected_column: hold the two completions.
-        prompt_column: holds the prompt's text or messages.
+        prompt_column: holds the prompt's text or messages; not needed for whole chats.
         max_tokens: the longest trajectory allowed; None uses the model's context. `prompt_overflow` says what happens
             to longer ones.
         kwargs: other arguments of PromptDataModule.
@@ -472,35 +524,25 @@ class PreferenceDataModule(CompletionDataModule):
         chosen_column: str = "chosen",
         rejected_column: str = "rejected",
         prompt_column: str = "prompt",
-        answer_column: str | None = None,
         max_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            train, validation, test, batch_size=batch_size, prompt_column=prompt_column, answer_column=answer_column,
+            train, validation, test, batch_size=batch_size, prompt_column=prompt_column, answer_column=None,
             max_tokens=max_tokens, **kwargs,
         )  # fmt: skip
-        self.chosen_column = chosen_column
-        self.rejected_column = rejected_column
+        self.completion_columns = {"chosen_column": chosen_column, "rejected_column": rejected_column}
 
-    def completions(self, prompt: Prompt) -> list[str]:
-        chosen, rejected = (self._completion(prompt, column) for column in (self.chosen_column, self.rejected_column))
-        if chosen == rejected:
+    def _chats(self, row: Row, where: str) -> dict[str, Messages]:
+        columns = list(self.completion_columns.values())
+        if isinstance(row.get("label"), bool) and columns[0] not in row:
             raise ValueError(
-                f"Prompt {prompt.id!r} has the same text in {self.chosen_column!r} and {self.rejected_column!r}."
+                f"{where} has one completion and a label, as for KTO: not a pair. Make pairs of such rows."
             )
-        return [chosen, rejected]
+        chats = super()._chats(row, where)
+        if chats[columns[0]] == chats[columns[1]]:
+            raise ValueError(f"{where} has the same text in {columns[0]!r} and {columns[1]!r}.")
+        return chats
 
     def collate(self, rows: Sequence[CompletedPrompt]) -> PairBatch:
         return PairBatch(*padded(rows))
-
-    def _completion(self, prompt: Prompt, column: str) -> str:
-        value = require_column(prompt.fields, column, where=f"Prompt {prompt.id!r}")
-        if not isinstance(value, list):
-            return str(value)
-        last = value[-1]
-        if not isinstance(last, dict) or last.get("role") != "assistant":
-            raise ValueError(
-                f"The chat in {column!r} of prompt {prompt.id!r} must end with an assistant message, got {last!r}."
-            )
-        return str(last["content"])

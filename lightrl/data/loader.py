@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightrl.data.chat import ChatRenderer, prompt_maker, render_prompts
+from lightrl.data.chat import ChatRenderer, prompt_maker, read_messages, render_prompts
 from lightrl.data.mixture import DataSource
 from lightrl.data.rows import LocatedRow
 from lightrl.data.stream import PromptStream, RowPrompts, SplitRows
@@ -167,9 +167,11 @@ def prompt_from(item: object, index: int | str, split: str) -> Prompt:
         return Prompt(id=name, messages=[{"role": "user", "content": item}], fields={"prompt": item})
     if isinstance(item, dict) and item.keys() & {"messages", "token_ids", "prompt"}:
         fields = {key: value for key, value in item.items() if key not in ("id", "messages", "token_ids")}
-        messages, token_ids = item.get("messages"), item.get("token_ids")
-        if messages is None and token_ids is None:
-            messages = [{"role": "user", "content": str(item["prompt"])}]
+        token_ids, column = item.get("token_ids"), "prompt" if item.get("messages") is None else "messages"
+        messages = None
+        if column == "messages" or token_ids is None:
+            where = f"Item {index} of the {split} loader"
+            messages = read_messages(item.get(column), "user", column=column, where=where)
         return Prompt(
             id=str(item.get("id", name)),
             messages=messages,

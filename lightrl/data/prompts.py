@@ -24,7 +24,7 @@ from lightrl.data.chat import (
     take_images,
 )
 from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
-from lightrl.data.rows import LocatedRow, Made, Row, json_able, read_rows, require_column, without_errors
+from lightrl.data.rows import LocatedRow, Made, Row, check_source, json_able, read_rows, require_column, without_errors
 from lightrl.data.stream import (
     EpochLoader,
     PromptStream,
@@ -88,11 +88,12 @@ class PromptDataModule(L.LightningDataModule):
         train_split, validation_split, test_split: splits of the hub dataset; a file is one split.
         columns: new column names → the data's own, such as `{question: problem, answer: solution}`.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
-        prompt_column: holds the prompt's text, or a list of chat messages.
+        prompt_column: holds the prompt's text, or a list of chat messages. Any column may be a dotted path, such as
+            `reward_model.ground_truth`.
         image_column: holds a picture or a list of pictures: paths (relative to the data file's folder), data: URLs, or
             what `datasets` reads. For policies that take pictures. Image parts of chat messages can name them instead.
         answer_column: required in every row, for the reward; None requires no column.
-        system_prompt: opens every chat.
+        system_prompt: opens every chat that has no system message of its own.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
         chat_template: replaces the tokenizer's, for the whole run and the exported model; a Jinja file or the template
             itself.
@@ -217,17 +218,22 @@ class PromptDataModule(L.LightningDataModule):
         row, where = located.row, located.where
         messages = row_messages(
             row,
+            self._prompt_value(row, where),
             prompt_column=self.prompt_column,
             prompt_template=self.prompt_template,
             system_prompt=self.system_prompt,
             where=where,
         )
         if self.answer_column is not None:
-            require_column(row, self.answer_column, where=where)
+            require_column(row, self.answer_column, "answer_column", where=where)
         images: tuple[str, ...] = ()
         if self.image_column is not None or any(isinstance(m.get("content"), list) for m in messages):
             messages, images, row = self._with_images(messages, row, located.source, where)
         return Prompt(id=located.prompt_id, messages=messages, fields=row, images=images)
+
+    def _prompt_value(self, row: Row, where: str) -> Any:
+        """The text or the messages of a row's prompt."""
+        return require_column(row, self.prompt_column, "prompt_column", where=where)
 
     def _with_images(
         self, messages: Messages, row: Row, source: DataSource, where: str
@@ -235,7 +241,7 @@ class PromptDataModule(L.LightningDataModule):
         """Messages, pictures, and the row without its pictures, which the reward finds in the prompt's `images`."""
         pictures: Any = []
         if self.image_column is not None:
-            pictures = require_column(row, self.image_column, where=where)
+            pictures = require_column(row, self.image_column, "image_column", where=where)
             row = {key: value for key, value in row.items() if key != self.image_column}
         file = Path(source.source).expanduser()
         folder = file.parent if file.is_file() else Path()
@@ -256,6 +262,7 @@ class PromptDataModule(L.LightningDataModule):
 
     def _open_source(self, split: Split, number: int) -> Sequence[Row] | StreamedRows:
         source, max_rows = self.sources[split][number], self.max_prompts[split]
+        check_source(source)
         name, of_split = source.name or self.name, source.split or self.dataset_splits[split]
         if not source.is_streamed(self.streaming):
             return read_rows(source.source, name=name, split=of_split, max_rows=max_rows, arguments=source.arguments)

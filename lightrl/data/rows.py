@@ -105,11 +105,6 @@ def read_rows(
     """
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
-    if arguments and function is None:
-        raise ValueError(
-            f"Data {source!r} got arguments {dict(arguments)}, but only functions take arguments. Remove them, or fix "
-            "the function's dotted path."
-        )
     if function is not None:
         rows: Sequence[Row] = _made_by(function, source, split, max_rows, arguments or {})
     elif path.is_file():
@@ -123,37 +118,62 @@ def read_rows(
     return rows
 
 
-def require_column(row: Row, column: str, *, where: str) -> Any:
-    """The row's value in a column that must not be missing or empty.
+def check_source(source: DataSource) -> None:
+    """Raises ValueError for a setting of a source that its kind does not read."""
+    path = Path(source.source).expanduser()
+    kind, read = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
+    if not path.exists() and function_of_rows(source.source) is not None:
+        kind, read = "a function", ["split", "arguments"]
+    elif file_suffix(path) in FILE_SUFFIXES:
+        kind, read = "a file: only functions take arguments, and only hub datasets a name", []
+    for name in ("name", "split", "arguments"):
+        if name not in read and (value := getattr(source, name)):
+            raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
+
+
+def column_of(row: Row, column: str) -> Any:
+    """The row's value in a column, or at a dotted path such as `reward_model.ground_truth`; KeyError if missing."""
+    name, _, rest = column.partition(".")
+    is_path = column not in row and rest and isinstance(row.get(name), dict)
+    return column_of(row[name], rest) if is_path else row[column]
+
+
+def require_column(row: Row, column: str, setting: str, *, where: str) -> Any:
+    """The row's value in a column, or at a dotted path, that must not be missing or empty.
 
     Args:
+        setting: names the column.
         where: names the row in the error message, as in `Row 3 of 'train.jsonl'`.
 
     Raises:
         ValueError: if the column is missing, None or blank.
     """
-    value = row.get(column)
-    is_empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
-    if not is_empty:
-        return value
-    problem = f"has an empty column {column!r}" if column in row else f"has no column {column!r}"
+    problem = f"has an empty column {column!r}"
+    try:
+        value = column_of(row, column)
+        if value is not None and value != [] and not (isinstance(value, str) and not value.strip()):
+            return value
+    except KeyError:
+        problem = f"has no column {column!r}"
     columns = ", ".join(repr(key) for key in row) or "none"
     raise ValueError(
-        f"{where} {problem} (its columns: {columns}). Fix the row, or set prompt_column or answer_column to another "
-        "column."
+        f"{where} {problem} (its columns: {columns}). Fix the row, or set {setting} to another column, or to the "
+        "dotted path of a value in one."
     )
 
 
 def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
-    """The row with columns renamed, given new name → old name; raises ValueError if an old column is missing."""
+    """The row with columns renamed, given new name → old name or dotted path; ValueError if an old one is missing."""
+    kept = {key: value for key, value in row.items() if key not in columns.values()}
     for new, old in columns.items():
-        if old not in row:
+        try:
+            kept[new] = column_of(row, old)
+        except KeyError as error:
             raise ValueError(
                 f"{where} has no column {old!r} for columns={{{new!r}: {old!r}}} (its columns: "
                 f"{', '.join(map(repr, row))})."
-            )
-    kept = {key: value for key, value in row.items() if key not in columns.values()}
-    return kept | {new: row[old] for new, old in columns.items()}
+            ) from error
+    return kept
 
 
 def without_errors(made: Iterable[T | ValueError]) -> list[T]:

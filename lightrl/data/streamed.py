@@ -240,7 +240,9 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping
     if path.is_file():
         refuse_pointer(path)
     if suffix in _BUILDERS:
-        dataset = load_dataset(_BUILDERS[suffix], None, "train", data_files=str(path), streaming=True)
+        dataset = load_dataset(
+            _BUILDERS[suffix], None, "train", data_files=source if "://" in source else str(path), streaming=True
+        )
     else:
         dataset = load_dataset(source, name, split, streaming=True)
     return shards_of(lambda: dataset)

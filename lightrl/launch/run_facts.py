@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.checks.disk_errors import check_local
 from lightrl.launch.memory import PlannedRun
 from lightrl.models import RoleMesh
 
@@ -44,6 +45,7 @@ def facts_of(settings: Mapping[str, Any]) -> RunFacts:
     kind, strategy = _class(trainer.get("strategy"))
     engine_kind, engine = _class(trainer.get("engine"))
     _, model = _class(settings.get("model"))
+    check_local(default_root_dir=trainer.get("default_root_dir"))
     return RunFacts(
         ranks=num_devices(trainer.get("devices")) * int(trainer.get("num_nodes") or 1),
         servers=int(engine.get("servers") or 0),

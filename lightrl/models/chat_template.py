@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import Prompt, content_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,12 @@ Messages = Sequence[Mapping[str, Any]]
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _TAIL_TOKENS = 24  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
 _ANSWER = "lightrl"
+
+KEEP_HISTORY = (
+    "Set data.chat_template to a Jinja file that renders each message the same way at every position: the model's own "
+    "template without the part that removes thinking, or one that the package trl ships for training, such as "
+    "trl/chat_templates/qwen3_training.jinja."
+)
 
 
 def set_chat_template(
@@ -73,6 +79,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.end_token_ids: set[int] = set()  # that end a turn, beside the tokenizer's and the template's own
         self._ends: tuple[Any, set[int | None]] | None = None  # with the template that they are of
+        self._reads_text: tuple[Any, bool] = None, True  # a template, and whether it reads text, not only parts
 
     @property
     def chat_template(self) -> Any:
@@ -115,7 +122,7 @@ class ChatTemplate:
         """
         goes_on = not is_whole and messages[-1].get("role") == "assistant"
         text = self.tokenizer.apply_chat_template(
-            list(messages),
+            [self._as_read(message) for message in messages],
             tokenize=False,
             add_generation_prompt=not (is_whole or goes_on),
             continue_final_message=goes_on,
@@ -123,8 +130,27 @@ class ChatTemplate:
         )
         return str(text)
 
+    def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The message with text as the template reads it: most print or drop lists of parts, some drop all else."""
+        if self._reads_text[0] is not self.chat_template:
+            for reads_text in (True, False, True):
+                self._reads_text = self.chat_template, reads_text
+                if _ANSWER in self._probe(1, question=_ANSWER):
+                    break
+        content, reads_text = message.get("content"), self._reads_text[1]
+        if not reads_text and isinstance(content, str):
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if reads_text and isinstance(content, list) and all(part.get("type") == "text" for part in content):
+            return {**message, "content": content_text(content)}
+        return message
+
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def encode_after(self, token_id: int, text: str) -> list[int]:
+        """The tokens of a text after this token: some tokenizers encode the start of a text differently."""
+        after = self.encode(self.decode([token_id]) + text)
+        return after[1:] if after[:1] == [token_id] else self.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
@@ -175,9 +201,9 @@ class ChatTemplate:
                 "add_generation_prompt is true."
             )
 
-    def _probe(self, num_messages: int, *, is_whole: bool = True) -> str:
+    def _probe(self, num_messages: int, *, question: str = "?", is_whole: bool = True) -> str:
         """A question, and an answer with 2 messages; empty if the template cannot render them."""
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}][:num_messages]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": _ANSWER}][:num_messages]
         try:
             return self.render(messages, {}, is_whole=is_whole)
         except Exception:  # noqa: BLE001 - the template raises on what it does not expect, or there is none
@@ -190,28 +216,25 @@ def opened(text: str) -> str:
     return match.group() if match else ""
 
 
-def with_turn(messages: Messages, opening: str, content: str) -> Iterator[list[Mapping[str, Any]]]:
+def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
     """The chat with the policy's turn, in the forms that templates read: with its thinking as text, or apart.
 
     Args:
         messages: before the turn; an assistant's last message is its beginning.
         opening: what the prompt opened of the turn.
-        content: what the policy wrote.
+        turn: the assistant's message with what the policy wrote.
     """
     is_begun = messages[-1].get("role") == "assistant"
     before = messages[:-1] if is_begun else messages
-    content = (_begun(messages) if is_begun else opening) + content
-    yield [*before, {"role": "assistant", "content": content}]
+    content = (_begun(messages) if is_begun else opening) + content_text(turn.get("content"))
+    yield [*before, {**turn, "content": content}]
     thinking, closing, answer = content.partition("</think>")
     if closing:
         apart = {"reasoning_content": thinking.strip().removeprefix("<think>").strip(), "content": answer.strip()}
-        yield [*before, {"role": "assistant", **apart}]
+        yield [*before, {**turn, **apart}]
 
 
 def _begun(messages: Messages) -> str:
     """The text of a last message of the assistant, which the policy continues."""
     last = messages[-1]
-    if last.get("role") != "assistant":
-        return ""
-    content = last.get("content") or ""
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+    return content_text(last.get("content")) if last.get("role") == "assistant" else ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from typing import Any, Protocol, runtime_checkable
 
+from lightrl.checks.choices import check_effect
 from lightrl.rewards.hook import RewardHook
 from lightrl.rewards.judgment import Judgment
 from lightrl.rewards.parts import Reward, RewardPart
@@ -60,6 +61,8 @@ def make_judge(
     if not isinstance(reward, str | RewardPart | Sequence):
         path = dotted_path(reward, search_paths)
         if path is None:
+            unused = {"reward_workers": (workers, 1), "reward_recycle_after": (recycle_after, None)}
+            check_effect("on a reward that no other process can import", **unused)
             return RewardHook(reward, timeout_s=timeout_s)
         reward = path
     return RewardPool(

@@ -27,7 +27,7 @@ from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.body import body_of
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import label
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Trajectory, chat_as_text
 
 if TYPE_CHECKING:
     import aiohttp
@@ -130,8 +130,8 @@ class LLMJudge:
 
     def _filled_in(self, trajectory: Trajectory) -> str:
         prompt = trajectory.prompt
-        last = str(prompt.messages[-1].get("content", "")) if prompt.messages else ""
-        values = {**prompt.fields, "prompt": last, "completion": trajectory.completion}
+        fields = {name: chat_as_text(value) for name, value in prompt.fields.items()}
+        values = {**fields, "prompt": prompt.text() if prompt.messages else "", "completion": trajectory.completion}
         try:
             return _Formatter().format(self._rubric, **values)
         except (KeyError, IndexError) as error:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Trajectory, chat_as_text
 
 _MAX_NUMBER_CHARS = 100
 _MAX_EXPRESSION_CHARS = 1000  # longer ones are not answers, and slow to parse
@@ -173,12 +173,13 @@ def _spoken_answer(text: str) -> Answer | None:
 def reference_answer(trajectory: Trajectory) -> str:
     """The part of the prompt's field `answer` that a completion is compared with."""
     fields = trajectory.prompt.fields
-    if fields.get("answer") is None or not str(fields["answer"]).strip():
+    reference = chat_as_text(fields.get("answer"))
+    if reference is None or not str(reference).strip():
         raise ValueError(
             f"Prompt {trajectory.prompt.id!r} needs a reference in its field 'answer'; it has {sorted(fields)}. "
             "Set answer_column of the data."
         )
-    text = _normalized(str(fields["answer"]))
+    text = _normalized(str(reference))
     answer = final_answer(text)
     return text.strip() if answer is None else answer.text
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.disk_errors import check_local
 from lightrl.concurrency.owner import own_mark
 from lightrl.functional import can_compile
 from lightrl.models import ParallelModel, RoleMesh
@@ -196,7 +197,9 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def setup(self, trainer: L.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            paths = (getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)
+            paths = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+            for path in paths:
+                check_local(dirpath=path)
             check_all_see(sorted({Path(path) for path in paths if path is not None}), self.ranks)
         self._spread_models()
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm

@@ -71,9 +71,7 @@ class AgentWorkflow(Workflow):
         truncated_reward: float = 0.0,
         tool_parser: str | ToolParser = parse_hermes,
     ) -> None:
-        check_positive(agent_timeout_s=agent_timeout_s)
-        check_bounds(1, max_agents=max_agents)
-        check_bounds(2, max_tokens=max_tokens)  # one for the prompt
+        self.check_settings(agent_timeout_s=agent_timeout_s, max_agents=max_agents, max_tokens=max_tokens)
         self.agent = function_of(agent, "agent")
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
         self.agent_timeout_s = agent_timeout_s
@@ -88,6 +86,12 @@ class AgentWorkflow(Workflow):
             )
         self.template.check_template("user", [])
         self.endpoint = OpenAIEndpoint(max_sessions=max_agents)
+
+    @classmethod
+    def check_settings(cls, **settings: Any) -> None:
+        check_positive(agent_timeout_s=settings.get("agent_timeout_s"))
+        check_bounds(1, max_agents=settings.get("max_agents"))
+        check_bounds(2, max_tokens=settings.get("max_tokens"))  # one for the prompt
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Plays one trajectory; waits for the agent until its deadline, and fails at once if the engine fails.

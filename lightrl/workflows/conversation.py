@@ -22,8 +22,8 @@ from lightrl.checks.user_code import user_code
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.functional import joined_supports
-from lightrl.models.chat_template import ChatTemplate, Messages, opened, with_turn
-from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn
+from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, opened, with_turn
+from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn, plain_text
 
 # Arguments of known templates that let earlier thinking stay, or leave thinking out.
 _KEEP_HISTORY: tuple[dict[str, Any], ...] = (
@@ -31,11 +31,6 @@ _KEEP_HISTORY: tuple[dict[str, Any], ...] = (
     {"truncate_history_thinking": False},
     {"clear_thinking": False},
     {"enable_thinking": False},
-)
-_FIX = (
-    "Set data.chat_template to a Jinja file that renders each message the same way at every position: the model's own "
-    "template without the part that removes thinking, or one that the package trl ships for training, such as "
-    "trl/chat_templates/qwen3_training.jinja."
 )
 
 
@@ -63,7 +58,7 @@ class TurnRenderer(ChatTemplate):
             is_known = all(name in str(self.chat_template) for name in arguments)
             if is_known and self._rewritten(role, {**shown, **arguments}) is None:
                 raise ValueError(f"{rewritten} Set data.chat_template_kwargs to {arguments}, with which it does not.")
-        raise ValueError(f"{rewritten} {_FIX}")
+        raise ValueError(f"{rewritten} {KEEP_HISTORY}")
 
     def _rewritten(self, role: str, arguments: Mapping[str, Any]) -> str | None:
         """How the template rewrites history with these arguments; None if it does not."""
@@ -97,18 +92,14 @@ class TurnRenderer(ChatTemplate):
             before: their text.
             content: what the policy wrote.
         """
-        forms = [[*chat, *answer] for chat in with_turn(messages, opened(before), content)]
+        turn = {"role": "assistant", "content": content}
+        forms = [[*chat, *answer] for chat in with_turn(messages, opened(before), turn)]
         for form in forms:
             text = self.render(form, arguments)
             end = _end_of_prefix(text, before + content)
             if end is not None:
                 return form, text, text[end:]
         raise _RewritesHistory(_rewrites(self.render(forms[0], arguments), before + content))
-
-    def encode_after(self, token_id: int, text: str) -> list[int]:
-        """The tokens of a text after this token: some tokenizers encode the start of a text differently."""
-        after = self.encode(self.decode([token_id]) + text)
-        return after[1:] if after[:1] == [token_id] else self.encode(text)
 
 
 @dataclass(frozen=True)
@@ -158,7 +149,7 @@ class Conversation:
                 )
             token_ids = rendered
         elif opening:
-            token_ids += renderer.encode(_text(opening))
+            token_ids += renderer.encode(plain_text(opening))
         if not token_ids:
             raise RolloutError(f"Prompt {prompt.id!r} has neither messages nor token ids.")
         # The prompt itself, if possible: its JSON is made once for all trajectories that share it.
@@ -202,14 +193,14 @@ class Conversation:
         has_end = turn.finish_reason == "stop"
         end_token, content = written[-1], self.renderer.decode(written[:-1] if has_end else written)
         if self.messages is None:
-            observed = Observed(self.renderer.encode_after(end_token, _text(messages)), None, "")
+            observed = Observed(self.renderer.encode_after(end_token, plain_text(messages)), None, "")
         else:
             try:
                 after_turn, rendered, added = self.renderer.after_turn(
                     self.messages, self.text, content, messages, self.arguments
                 )
             except _RewritesHistory as error:
-                raise RolloutError(f"{error} {_FIX}") from error
+                raise RolloutError(f"{error} {KEEP_HISTORY}") from error
             end_text = self.renderer.decode([end_token])
             if has_end and added.lstrip().startswith(end_text):  # the policy wrote its end of turn itself
                 added = added.lstrip()[len(end_text) :]
@@ -274,10 +265,6 @@ class Conversation:
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
         added: TokenArray[bool] = TokenArray.of_runs([(is_written, len(token_ids))], "?")
         self.loss_mask = TokenArray.joined([self.loss_mask, added], "?", as_runs=True)
-
-
-def _text(messages: Messages) -> str:
-    return "\n\n".join(str(message["content"]) for message in messages)
 
 
 def _end_of_prefix(text: str, prefix: str) -> int | None:

@@ -68,10 +68,8 @@ class MultiTurn(Workflow):
         time_limit_s: float = 1800.0,
         step_timeout_s: float = 60.0,
     ) -> None:
-        check_bounds(1, max_turns=max_turns, max_tokens=max_tokens)
-        check_positive(time_limit_s=time_limit_s, step_timeout_s=step_timeout_s)
-        if not 0 < discount <= 1:
-            raise ValueError(f"discount must be above 0 and at most 1, got {discount}.")
+        self.check_settings(max_turns=max_turns, max_tokens=max_tokens, discount=discount)
+        self.check_settings(time_limit_s=time_limit_s, step_timeout_s=step_timeout_s)
         self.make_environment = environment
         self.max_turns = max_turns
         self.max_tokens = max_tokens
@@ -90,6 +88,13 @@ class MultiTurn(Workflow):
         self.has_side_effects = first.has_side_effects
         self.tools = first.tool_schemas()
         self.template.check_template("tool" if self.tools else "user", self.tools)
+
+    @classmethod
+    def check_settings(cls, **settings: Any) -> None:
+        check_bounds(1, **{name: settings.get(name) for name in ("max_turns", "max_tokens")})
+        check_positive(**{name: settings.get(name) for name in ("time_limit_s", "step_timeout_s")})
+        if not 0 < settings.get("discount", 1.0) <= 1:
+            raise ValueError(f"discount must be above 0 and at most 1, got {settings['discount']}.")
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Plays one conversation; waits for the environment and the policy in turn, each with a deadline.

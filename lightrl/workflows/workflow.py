@@ -51,6 +51,10 @@ class Workflow(ABC):
     # Reads what the policy wrote; before the first interaction, it gets the ids that end a turn.
     template: ChatTemplate | None = None
 
+    @classmethod  # noqa: B027 - there may be none
+    def check_settings(cls, **settings: Any) -> None:
+        """Raises ValueError for an argument of the constructor that is out of range, before there is a tokenizer."""
+
     def fit_context(self, context_tokens: int | None) -> None:
         """Sets `max_tokens` to the model's context if it is None; called once, before the first interaction.
 

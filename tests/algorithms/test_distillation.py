@@ -9,6 +9,7 @@ from tiny import FAMILIES, VOCABULARY, gradients, random_experience, slow_distri
 from lightrl.algorithms import Distillation
 from lightrl.functional import group_advantages
 from lightrl.loops.score import score
+from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
 
@@ -133,6 +134,9 @@ def test_more_tokens_than_a_model_has_are_refused(role: str) -> None:
         ({"teacher_topk": 4, "divergence": "kl"}, "divergence must be reverse_kl, forward_kl or jsd, got 'kl'"),
         ({"teacher_topk": 4, "divergence": "jsd", "jsd_beta": 0.0}, "jsd_beta must be above 0 and below 1, got 0.0"),
         ({"divergence": "jsd"}, "divergence='jsd' needs teacher_topk"),
+        ({"jsd_beta": 0.1}, "jsd_beta=0.1 has no effect unless divergence is 'jsd'"),
+        ({"advantage_std": "batch"}, "advantage_std='batch' has no effect with reward_coef=0"),
+        ({"overlong_penalty": OverlongPenalty(4)}, "overlong_penalty=.* has no effect with reward_coef=0"),
         ({"reward_coef": -1.0}, "reward_coef must be >= 0 .* got -1.0"),
         ({"reward_coef": 1.0, "group_size": 1}, "group_size must be at least 2 for group statistics"),
     ],

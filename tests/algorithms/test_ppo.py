@@ -105,6 +105,8 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
         ({"reference": AdaptiveKL(0.1)}, "reference needs a model: the policy has no LoRA adapters"),
         ({"reference": replace(KL, in_reward=False, estimator="k1")}, "must be k2 or k3 where the KL is in the loss"),
         ({"value_coef": -0.1}, "value_coef must be >= 0, got -0.1"),
+        ({"value_coef": 0.5}, "value_coef=0.5 has no effect unless critic is 'shared'"),
+        ({"value_decay": 0.9}, "value_decay=0.9 has no effect unless value_normalization is 'exponential'"),
         ({"critic_warmup_iterations": -1}, "critic_warmup_iterations must be >= 0, got -1"),
         ({"gamma": 2}, "gamma must be from 0 to 1, got 2"),
         ({"value_clip": 0}, "^value_clip must be above 0 or None, got 0"),
@@ -248,7 +250,8 @@ class KeepExperience(RLCallback):
 def test_the_critic_learns_the_values_of_a_bandit(critic: str | None, warmup: int, tmp_path: Path) -> None:
     """The value of every state is its prompt's reward, whatever the policy does."""
     keep = KeepExperience()
-    settings: dict[str, Any] = {"value_clip": None, "value_coef": 1.0, "lam": 1.0, "bootstrap_truncated": False}
+    settings: dict[str, Any] = {"value_clip": None, "lam": 1.0, "bootstrap_truncated": False}
+    settings |= {} if critic is None else {"value_coef": 1.0}
     module = to_fit(critic=critic, critic_warmup_iterations=warmup, update_epochs=6, **settings)
     fit(tmp_path, module, keep, num_iterations=12)
     experience = keep.last

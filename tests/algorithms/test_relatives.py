@@ -251,6 +251,7 @@ def test_settings_that_make_no_sense_are_refused(make: Callable[[], GRPO], messa
         (CISPO, {"dual_clip": 3.0}),
         (SAPO, {"clip_high": 0.2}),
         (OAPL, {"decoupled": True}),
+        (OAPL, {"advantage_mean": "batch"}),
         (DPPO, {"clip_low": 0.2}),
         (ReinforcePlusPlus, {"advantage_std": None}),
     ],

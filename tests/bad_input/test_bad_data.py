@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightrl.data import PromptDataModule, TrajectoryDataModule
 from lightrl.data.chat import row_messages
-from lightrl.data.rows import read_csv, read_json, read_lines
+from lightrl.data.rows import read_csv, read_json, read_lines, require_column
 
 pytestmark = pytest.mark.bad_input
 
@@ -200,8 +200,9 @@ JSON = st.recursive(
 def test_a_rows_messages_have_roles_and_contents_or_one_message_names_the_row(value):
     made, problem = [], ""
     try:
+        prompt = require_column({"q": value}, "q", "prompt_column", where="Row 7")
         made = row_messages(
-            {"q": value}, prompt_column="q", prompt_template="{prompt}", system_prompt=None, where="Row 7"
+            {"q": value}, prompt, prompt_column="q", prompt_template="{prompt}", system_prompt=None, where="Row 7"
         )
     except ValueError as error:
         problem = str(error)

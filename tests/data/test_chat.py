@@ -5,13 +5,26 @@ from transformers import PreTrainedTokenizerFast
 
 from lightrl.data.chat import ChatRenderer, row_messages
 from lightrl.models.chat_template import set_chat_template
+from lightrl.trajectory import Prompt
 
 ROW = {"question": "1 + 1?", "answer": "2", "level": "easy"}
 
 
 def messages_of(row: dict, **changes) -> list[dict]:
     settings = {"prompt_column": "question", "prompt_template": "{prompt}", "system_prompt": None, "where": "Row 1"}
-    return row_messages(row, **{**settings, **changes})
+    return row_messages(row, row["question"], **{**settings, **changes})
+
+
+def prompt_ids(renderer: ChatRenderer, messages: list[dict]) -> list[int]:
+    (prompt,) = renderer.rendered([Prompt(id="0", messages=messages)], str)
+    assert isinstance(prompt, Prompt)
+    return list(prompt.token_ids or [])
+
+
+def completion_of(renderer: ChatRenderer, messages: list[dict] | None, text: str) -> list[int]:
+    token_ids, is_written = renderer.completion_ids(messages, [{"role": "assistant", "content": text}])
+    assert is_written == [True] * len(token_ids)
+    return token_ids
 
 
 def test_a_row_becomes_system_prompt_and_user_turn():
@@ -29,20 +42,20 @@ def test_braces_in_the_data_are_text():
 
 
 def test_a_chat_prompt_ends_where_the_policys_turn_begins(chat_tokenizer: PreTrainedTokenizerFast):
-    token_ids = ChatRenderer(chat_tokenizer).prompt_ids([{"role": "user", "content": "hi"}])
+    token_ids = prompt_ids(ChatRenderer(chat_tokenizer), [{"role": "user", "content": "hi"}])
     assert chat_tokenizer.decode(token_ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert token_ids.count(chat_tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
 def test_without_a_chat_template_a_prompt_is_plain_text(plain_tokenizer: PreTrainedTokenizerFast):
     messages = messages_of(ROW, system_prompt="Be brief.")
-    assert plain_tokenizer.decode(ChatRenderer(plain_tokenizer).prompt_ids(messages)) == "Be brief.\n\n1 + 1?"
+    assert plain_tokenizer.decode(prompt_ids(ChatRenderer(plain_tokenizer), messages)) == "Be brief.\n\n1 + 1?"
 
 
 @pytest.mark.parametrize("fixture", ["plain_tokenizer", "chat_tokenizer"])
 def test_a_completion_ends_with_one_end_token(fixture: str, request: pytest.FixtureRequest):
     tokenizer = request.getfixturevalue(fixture)
-    token_ids = ChatRenderer(tokenizer).completion_ids([{"role": "user", "content": "hi"}], "hello")
+    token_ids = completion_of(ChatRenderer(tokenizer), [{"role": "user", "content": "hi"}], "hello")
     assert tokenizer.decode(token_ids) == "hello<|im_end|>"
     assert token_ids.index(tokenizer.eos_token_id) == len(token_ids) - 1
 
@@ -53,16 +66,16 @@ def test_a_chat_template_may_be_given_as_text_or_as_a_file(plain_tokenizer: PreT
     path.write_text(template)
     for given in (template, str(path)):
         set_chat_template(plain_tokenizer, given)
-        token_ids = ChatRenderer(plain_tokenizer).prompt_ids([{"role": "user", "content": "hi"}])
+        token_ids = prompt_ids(ChatRenderer(plain_tokenizer), [{"role": "user", "content": "hi"}])
         assert plain_tokenizer.decode(token_ids) == "<hi>"
 
 
 def test_a_prompt_that_ends_with_the_assistants_words_goes_on_in_them(chat_tokenizer: PreTrainedTokenizerFast):
     renderer = ChatRenderer(chat_tokenizer)
     chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is "}]
-    token_ids = renderer.prompt_ids(chat)
+    token_ids = prompt_ids(renderer, chat)
     assert chat_tokenizer.decode(token_ids).endswith("<|im_start|>assistant\nIt is ")
-    assert chat_tokenizer.decode(renderer.completion_ids(chat, "two.")) == "two.<|im_end|>"
+    assert chat_tokenizer.decode(completion_of(renderer, chat, "two.")) == "two.<|im_end|>"
 
 
 @pytest.mark.parametrize("completion", ["so\n</think>\n\n4", "<think>\nso\n</think>\n\n4"])
@@ -71,13 +84,13 @@ def test_a_completion_goes_on_in_the_thinking_that_the_template_opens(
 ):
     opened = "<|im_start|>assistant\n<think>\n"
     chat_tokenizer.chat_template = str(chat_tokenizer.chat_template).replace("<|im_start|>assistant\n", opened)
-    token_ids = ChatRenderer(chat_tokenizer).completion_ids([{"role": "user", "content": "2 + 2?"}], completion)
+    token_ids = completion_of(ChatRenderer(chat_tokenizer), [{"role": "user", "content": "2 + 2?"}], completion)
     assert chat_tokenizer.decode(token_ids) == "so\n</think>\n\n4<|im_end|>"
 
 
 def test_a_completion_is_not_cut_at_a_special_token_that_ends_no_turn(plain_tokenizer: PreTrainedTokenizerFast):
     plain_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"  # writes no end, as GLM's
-    token_ids = ChatRenderer(plain_tokenizer).completion_ids([{"role": "user", "content": "hi"}], "a<|im_start|>b")
+    token_ids = completion_of(ChatRenderer(plain_tokenizer), [{"role": "user", "content": "hi"}], "a<|im_start|>b")
     assert plain_tokenizer.decode(token_ids) == "a<|im_start|>b<|im_end|>"
 
 
@@ -99,10 +112,10 @@ def test_a_template_that_rewrites_the_prompt_is_refused_for_completions(plain_to
     plain_tokenizer.chat_template = "{{ messages | length }}"
     renderer = ChatRenderer(plain_tokenizer)
     with pytest.raises(ValueError, match=r"renders the prompt as '1' but the whole chat as '2'"):
-        renderer.completion_ids([{"role": "user", "content": "hi"}], "hello")
+        completion_of(renderer, [{"role": "user", "content": "hi"}], "hello")
 
 
 def test_a_completion_needs_an_end_token(plain_tokenizer: PreTrainedTokenizerFast):
     plain_tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r"The tokenizer has no end token"):
-        ChatRenderer(plain_tokenizer).completion_ids(None, "hello")
+        completion_of(ChatRenderer(plain_tokenizer), None, "hello")

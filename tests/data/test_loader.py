@@ -93,3 +93,19 @@ def test_a_loader_that_is_no_source_of_prompts_is_refused(
 ):
     with pytest.raises(ValueError, match=message):
         wrap_train_loader(loader, plain_tokenizer, max_prompt_tokens=8)
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_chat_with_parts_is_read_from_either_key(column: str, chat_tokenizer: PreTrainedTokenizerFast):
+    chat = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    prompt = wrap_train_loader(DataLoader(Items([{column: chat}]), batch_size=1), chat_tokenizer)[0]
+    assert prompt is not None
+    assert chat_tokenizer.decode(prompt.token_ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_prompt_that_is_neither_text_nor_a_chat_is_refused(chat_tokenizer: PreTrainedTokenizerFast):
+    loader = DataLoader(Items([{"prompt": {"text": "hi"}}]), batch_size=1)
+    with pytest.raises(
+        ValueError, match=r"Item 0 of the train loader: 'prompt' must be text or a list of chat messages"
+    ):
+        wrap_train_loader(loader, chat_tokenizer)

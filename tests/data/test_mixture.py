@@ -160,6 +160,15 @@ def test_a_function_that_makes_no_rows_is_named(plain_tokenizer, arguments, mess
         make_data(plain_tokenizer, DataSource("test_mixture.made_rows", arguments=arguments))
 
 
+@pytest.mark.parametrize("setting", ["name", "split"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_settings_of_hub_datasets_are_refused_for_a_file(
+    train_file: str, plain_tokenizer, setting: str, streaming: bool
+):
+    with pytest.raises(ValueError, match=rf"{setting}='main' of data '.*' has no effect on a file"):
+        make_data(plain_tokenizer, DataSource(train_file, streaming=streaming, **{setting: "main"}))
+
+
 def test_arguments_without_a_function_are_refused(train_file: str, plain_tokenizer):
     with pytest.raises(ValueError, match="only functions take arguments"):
         make_data(plain_tokenizer, DataSource(train_file, arguments={"num": 3}))

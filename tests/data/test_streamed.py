@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -243,3 +244,12 @@ def test_a_bad_chat_is_named_when_it_is_read(folder: str, plain_tokenizer: Any):
     data = make_data(plain_tokenizer, folder, Counted, max_tokens=4)
     with pytest.raises(ValueError, match=r"The chat of prompt 'train-\d-\d' has 5 tokens, more than 4"):
         batches(data, 1)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_address_of_a_file_is_read_as_it_is(suffix: str, tmp_path: Path, plain_tokenizer: Any):
+    rows = datasets.Dataset.from_list([{"question": "1", "answer": "2"}, {"question": "3", "answer": "4"}])
+    file = tmp_path / f"rows.{suffix}"
+    rows.to_parquet(file) if suffix == "parquet" else rows.to_json(file)
+    stream = make_data(plain_tokenizer, f"file://{file}").prompt_stream
+    assert {stream[position].fields["answer"] for position in range(2)} == {"2", "4"}

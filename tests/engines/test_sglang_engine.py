@@ -235,11 +235,18 @@ def test_addresses_come_from_the_environment(monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"urls": ["a"], "servers": 1}, {"servers": 0}, {"transport": "pigeon"}, {"weights_dtype": "float9"}, {"tp": 0}],
+    [
+        {"urls": ["a"], "servers": 1},
+        {"servers": 0},
+        {"transport": "pigeon"},
+        {"weights_dtype": "float9"},
+        {"tp": 0},
+        {"weight_folder": "s3://bucket/weights"},
+    ],
     ids=str,
 )
 def test_arguments_that_cannot_work_are_refused_at_once(arguments):
-    with pytest.raises(ValueError, match=r"servers|transport|weights_dtype|tp"):
+    with pytest.raises(ValueError, match=r"servers|transport|weights_dtype|tp|weight_folder=.* not a URL"):
         SGLangEngine(**arguments)
 
 

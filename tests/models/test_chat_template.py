@@ -148,3 +148,26 @@ def test_a_template_that_cannot_render_the_probe_names_no_end_and_is_left_to_the
     template = ChatTemplate(byte_tokenizer("{{ raise_exception('never') }}"))
     assert template.turn_end() is None
     template.check_generation_prompt()
+
+
+# ---------------------------------------------------------------------- parts
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'image' %}[image]"
+    "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]], ids=repr)
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace("message.content", "message.content | trim"), PARTS_ALONE])
+def test_text_and_parts_of_text_are_the_same_to_a_template(template: str, content: Any):
+    text = ChatTemplate(byte_tokenizer(template)).render([{"role": "user", "content": content}], {}, is_whole=True)
+    assert text.strip().replace("<|im_start|>user\n", "<user>").removesuffix("<|im_end|>") == "<user>hi"
+
+
+def test_images_stay_parts_beside_text():
+    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    chat = [{"role": "system", "content": "Look."}, {"role": "user", "content": content}]
+    text = ChatTemplate(byte_tokenizer(PARTS_ALONE)).render(chat, {}, is_whole=True)
+    assert text == "<system>Look.<user>[image]What is it?"

@@ -230,3 +230,11 @@ def test_a_rubric_that_asks_for_what_is_not_there_is_refused():
     (error,) = Server().judge(ask(), rubric="{answer}")
     assert isinstance(error, ValueError)
     assert "The rubric uses 'answer'" in str(error)
+
+
+def test_a_column_that_holds_a_chat_is_text_in_the_rubric():
+    parts = [{"type": "text", "text": "6 "}, {"type": "text", "text": "* 7?"}]
+    chat = [{"role": "user", "content": "Compute."}, {"role": "user", "content": parts}]
+    server = Server()
+    server.judge(trajectory_that("42", question=chat, other=parts), rubric="{question}|{other}|{completion}")
+    assert server.requests[0]["messages"][0]["content"] == "Compute.\n\n6 * 7?|6 * 7?|42"

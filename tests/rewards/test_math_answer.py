@@ -184,6 +184,12 @@ def test_a_prompt_without_a_reference_is_refused(fields):
         math_answer(trajectory_that("#### 4", **fields))
 
 
+@pytest.mark.parametrize("form", [{"role": "assistant", "content": "#### 4"}, [{"type": "text", "text": "#### 4"}]])
+def test_a_reference_may_be_a_message_or_parts(form):
+    assert math_answer(trajectory_that("#### 4", answer=form))["reward"] == 1.0
+    assert math_answer(trajectory_that("#### 5", answer=form))["reward"] < 1.0
+
+
 @pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.extra), "test"])
 def test_each_gsm8k_solution_earns_1_for_its_own_problem_and_no_accuracy_for_another(split):
     if not GSM8K.is_dir():

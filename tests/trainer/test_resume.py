@@ -14,11 +14,12 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from tiny_run import BATCH_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightrl import Experience, FakeEngine, Outputs, Sampling, StalenessControl
+from lightrl import Experience, FakeEngine, HuggingFaceExport, Outputs, Sampling, StalenessControl
 from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO
 
@@ -349,6 +350,19 @@ def test_a_folder_that_cannot_be_written_is_refused_before_models_are_loaded(
     with pytest.raises(ValueError, match=rf"write to {tmp_path}/runs, but {tmp_path} is read-only.*default_root_dir"):
         trainer.fit(module, datamodule=Digits())
     assert not hasattr(module, "policy")
+
+
+@pytest.mark.parametrize("root", ["s3://bucket/runs", "hf://buckets/me/runs", "file:///tmp/runs"])
+def test_a_url_to_write_to_is_refused_by_name(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"default_root_dir='{root}' must be a folder of this machine .* not a URL"):
+        make_trainer(root)
+    trainer = make_trainer(tmp_path, logger=CSVLogger("memory://runs"), enable_checkpointing=True)
+    with pytest.raises(ValueError, match=r"save_dir='memory://runs' must be a folder"):
+        trainer.fit(TinyGRPO(), datamodule=Digits())
+    with pytest.raises(ValueError, match=rf"to='{root}' must be a folder"):
+        HuggingFaceExport(root)
+    assert not list(tmp_path.glob("*:*"))
 
 
 def test_a_failed_run_can_go_on_with_the_same_trainer(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lightrl.data import ChatRenderer, prompt_batches
 from lightrl.engines import Completion
 from lightrl.module import RLModule
 from lightrl.rewards import replay
-from lightrl.trajectory import Prompt, Trajectory
+from lightrl.trajectory import Prompt, Trajectory, chat_as_text
 from lightrl.workflows import SingleTurn
 
 
@@ -139,7 +139,8 @@ def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> lis
                 f"Prompt {prompt.id!r} has no column {column!r}, only {', '.join(prompt.fields) or 'none at all'}. Set "
                 "data.answer_column."
             )
-        token_ids = renderer.completion_ids(None, str(prompt.fields[column]))
+        answer = {"role": "assistant", "content": str(chat_as_text(prompt.fields[column]))}
+        token_ids, _ = renderer.completion_ids(None, [answer])
         zeros = [0] * len(token_ids)
         trajectories.append(workflow.trajectory_of(prompt, Completion(token_ids, zeros, zeros, "stop")))
     return trajectories

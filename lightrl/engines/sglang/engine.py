@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.disk_errors import check_local
 from lightrl.concurrency.call_within import call_all
 from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.abilities import (
@@ -208,6 +209,7 @@ class SGLangEngine(
         self.token = token
         self.transport = transport
         self.receivers = list(receivers) if receivers is not None else None
+        check_local(weight_folder=weight_folder)
         self.weight_folder = weight_folder
         self.trainer_host = trainer_host
         self.weights_dtype = weights_dtype
