@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from lightrl.checks.status_files import host_names
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.plan_run import UnstartedCLI, planned
@@ -23,7 +24,6 @@ from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.local import LocalLauncher
 from lightrl.launch.memory import UnknownMemory
 from lightrl.launch.ray import RayLauncher
-from lightrl.launch.scripts import host_names
 from lightrl.launch.slurm import SlurmLauncher
 from lightrl.launch.torchrun import TorchrunLauncher
 

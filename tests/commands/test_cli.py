@@ -22,6 +22,7 @@ from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import _is_of_interest, reported
 from lightrl.commands.earlier_runs import last_checkpoint
 from lightrl.commands.main import COMMANDS, main
+from lightrl.commands.status import status_text
 from lightrl.engines.sglang.servers.server import HeldPort
 from lightrl.errors import OtherRankFailed
 
@@ -197,6 +198,44 @@ def test_last_is_of_the_same_experiment_and_a_newer_neighbor_is_named(tmp_path, 
     assert last_checkpoint(tmp_path / "version_2", settings | {"seed_everything": True}) == neighbor
     assert last_checkpoint(tmp_path / "version_2", {"seed_everything": 1, "model": {"class_path": "RLOO"}}) is None
     assert f"{neighbor} (its model.class_path is 'GRPO', here 'RLOO')" in caplog.text
+    assert "pass its path as ckpt_path. The run starts from the beginning." in caplog.text
+
+
+def test_the_deepest_setting_that_makes_another_experiment_is_named(settings, config, capsys):
+    name = config(settings)
+    assert main(["fit", "--config", name]) == 0
+    settings["model"]["init_args"]["policy"]["config"]["num_attention_heads"] = 1
+    assert main(["fit", "--config", config(settings), "--ckpt_path", "last"]) == 0  # and Lightning warns of nothing
+    found = " ".join(capsys.readouterr().err.split())
+    assert "version_0/checkpoints/last.ckpt (its model.policy.config.num_attention_heads is 2, here 1)" in found
+    assert "starts from the beginning" in found
+    assert "iteration  2 of 2" in status_text(Path.cwd())
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_last_in_a_folder_for_all_runs_starts_from_the_beginning_if_it_has_none(settings, config, capsys):
+    save = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "save_last": True}}
+    settings["trainer"]["callbacks"].append(save)
+    assert main(["fit", "--config", config(settings), "--ckpt_path", "last"]) == 0
+    assert "saved has no last*.ckpt. The run starts from the beginning." in capsys.readouterr().err
+    assert main(["fit", "--config", config(settings), "--ckpt_path", "last", "--trainer.max_steps=3"]) == 0
+    assert "trainer.max_steps 2 → 3" in capsys.readouterr().err
+
+
+def test_a_resumed_run_prints_every_setting_that_has_changed(settings, config, capsys):
+    assert main(["fit", "--config", config(settings)]) == 0
+    settings["model"]["init_args"]["sampling"]["temperature"] = 0.5
+    settings["trainer"]["callbacks"].append({"class_path": "TrajectoryLog"})
+    options = ["--model.group_size=4", "--trainer.max_steps=3", "--trainer.callbacks.every_n_iterations=2"]
+    assert main(["fit", "--config", config(settings), "--ckpt_path", "last", *options]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "Changed since" in line]
+    _, _, found = line.rstrip(".").partition("Changed since the checkpoint: ")
+    assert sorted(found.split("; ")) == [
+        "model.group_size 2 → 4",
+        "model.sampling.temperature 1.0 → 0.5",
+        "trainer.callbacks.TrajectoryLog.class_path null → lightrl.TrajectoryLog",
+        "trainer.max_steps 2 → 3",
+    ]
 
 
 @pytest.mark.parametrize(
