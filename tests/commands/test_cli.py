@@ -129,6 +129,32 @@ def test_ckpt_path_last_goes_on_from_the_newest_run_and_keeps_its_files(settings
     assert not list(Path("lightning_logs/version_1/checkpoints").glob("*step=1.ckpt"))
 
 
+NOBODY = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({}, "SGLangEngine needs urls, servers or LIGHTRL_SERVER_ADDRS."),
+        ({"servers": 1, "sglang_python": "/no/python"}, "sglang_python=/no/python is not a program."),
+        ({"servers": 1, "sglang_python": sys.executable, "server_args": {"port": 1}}, "server_args has port, which"),
+        ({"servers": 1, "sglang_python": sys.executable, "token": "-a"}, "The server's token starts with '-'"),
+        ({"urls": ["file:///a", "http://127.0.0.1:1"]}, "Servers are given by a registry"),
+        ({"urls": [NOBODY], "transport": "distributed", "trainer_host": "no host"}, "is not a known name"),
+        ({"urls": [NOBODY], "placement": "colocated"}, "max_staleness must be 0 with a colocated engine"),
+    ],
+    ids=["no server", "no python", "an argument of ours", "token", "registry and address", "route", "staleness"],
+)
+def test_settings_with_which_no_engine_starts_are_refused_before_there_is_a_run_folder(
+    engine, message, settings, config, capsys, monkeypatch
+):
+    monkeypatch.delenv("LIGHTRL_SERVER_ADDRS", raising=False)
+    settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": engine}
+    assert main(["fit", "--config", config(settings)]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("lightning_logs").exists()
+
+
 def test_predict_writes_judged_trajectories(settings, config):
     assert main(["predict", "--config", config(settings)]) == 0
     lines = Path("lightning_logs/version_0/predictions.jsonl").read_text().splitlines()
