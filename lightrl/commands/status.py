@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.checks.printable import duration_text
+from lightrl.checks.printable import count_text, duration_text
 from lightrl.checks.status_files import STATE_FILE, STATUS_FILE, with_hosts
 
 _HELP = """\
@@ -55,7 +55,7 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
     yield "iteration", f"{status['iteration']}{of_all}; weight version {status['weight_version']}"
     for number, server in enumerate(status["servers"]):
         reason = f" ({server['reason']})" if server["reason"] else ""
-        text = f"version {server['weight_version']}, {server['num_requests']} requests"
+        text = f"version {server['weight_version']}, {count_text(server['num_requests'], 'request')}"
         text += f" of {server['outstanding_tokens']} tokens{reason}"
         yield "" if number else "servers", f"{server['url']}  {server['state']}  {text}"
     if "error" in status:
@@ -78,8 +78,8 @@ def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:
     launch = json.loads(path.read_text())
     launch["state"] = _text_of(path.with_name("state")) or launch["state"]
     hosts = _text_of(path.with_name("hosts")).split()
-    details = {"job": "job {}", "restarts": "{} restarts"}
-    words = [text.format(launch[name]) for name, text in details.items() if launch.get(name)]
+    words = [f"job {launch['job']}"] if launch.get("job") else []
+    words += [count_text(launch["restarts"], "restart")] if launch.get("restarts") else []
     yield "launch", f"{path.parent}: {', '.join([launch['launcher'], launch['state'], *words])}"
     processes = launch["processes"].items()
     width = max((len(name) for name, _ in processes), default=0)

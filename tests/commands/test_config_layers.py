@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
 import pytest
 import yaml
+from chat_texts import CHATML, chat_tokenizer
 from jsonargparse import get_loader
 from parsed import parsed
 
+from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError, Written
 from lightrl.commands.serve import settings_of
+
+
+class _BuiltError(Exception):
+    pass
+
+
+class _BuildingOnly(LightRLCLI):
+    def before_fit(self) -> None:
+        raise _BuiltError(self.model)
 
 
 def pipe(name: str, text: str) -> str:
@@ -67,6 +79,17 @@ def test_a_merged_mapping_is_no_key_that_stands_twice(config):
     written = Written.read(["--config", "run.yaml"])
     assert written.settings["c"] == {"lr": 3, "b": 2}
     assert written.origin("c.lr") == " (run.yaml:4)"
+
+
+def test_the_tools_of_a_configuration_are_as_the_page_on_environments_shows(settings, config):
+    page = (Path(__file__).parents[2] / "docs/write-an-environment.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?ToolEnvironment.*?)```", page.partition("## Tools")[2], re.DOTALL)
+    text = text.replace("my_project.tools.search", "lightrl.workflows.tools.python")
+    config(yaml.safe_load(text), "tools.yaml")
+    with pytest.raises(_BuiltError) as built:
+        _BuildingOnly(["fit", "--config", config(settings), "--config", "tools.yaml"])
+    environment = built.value.args[0].workflow(chat_tokenizer(CHATML)).make_environment()
+    assert (list(environment.tools), environment.max_calls) == (["python", "calculator"], 2)
 
 
 def test_a_second_file_adds_callbacks_to_those_of_the_first(settings, config):
