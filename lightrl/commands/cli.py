@@ -183,6 +183,12 @@ class LightRLCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = cast(Trainer, super().instantiate_trainer(**kwargs))
+        pipes = [name for name in self._written.files if not Path(name).expanduser().is_file()]
+        if pipes and trainer.strategy.launcher is not None:  # it starts the others with the same command line
+            raise UsageError(
+                f"--config {pipes[0]} can be read once, by the first of {trainer.num_devices} processes. Write it to a "
+                "file."
+            )
         logger = self.config[self.config.subcommand].trainer.logger
         # fast_dev_run and barebones leave another logger than Lightning's default
         if logger in (None, True) and [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]:

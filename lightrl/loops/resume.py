@@ -48,18 +48,12 @@ def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> dict[str, 
     if settings is None:
         module = trainer.lightning_module
         names = {name for kind in type(module).__mro__ for name in inspect.signature(kind.__init__).parameters}
-        kept = {name: _fields(value) for name, value in vars(module).items() if name in names}
+        kept = {name: value for name, value in vars(module).items() if name in names}
         settings = {"model": kept, "trainer": {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}}
     found = by_path({name: value for name, value in settings.items() if name not in ("config", "ckpt_path")})
-    numbers = {name: value for name, value in optimizers[0][0].items() if name != "is_scheduled"}
-    others = by_path({f"optimizer.{name}": value for name, value in numbers.items() if f"model.{name}" not in found})
+    numbers = [pair for groups in optimizers[:1] for pair in groups[0].items() if pair[0] != "is_scheduled"]
+    others = by_path({f"optimizer.{name}": value for name, value in numbers if f"model.{name}" not in found})
     return {name: value for name, value in (others | found).items() if _is_plain(value)}
-
-
-def _fields(value: Any) -> Any:
-    if not dataclasses.is_dataclass(value):
-        return value
-    return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -71,6 +65,8 @@ def _is_plain(value: Any) -> bool:
 
 def by_path(value: Any, path: str = "") -> dict[str, Any]:
     """Settings such as `model.sampling.temperature`: without `init_args`, a class in a list by its name."""
+    if dataclasses.is_dataclass(value):
+        value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         value = {str(one.get("class_path", index)).rpartition(".")[2]: one for index, one in enumerate(value)}
     if not isinstance(value, Mapping):
@@ -85,11 +81,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`model.group_size 8 → 4` for each setting that differs; a class on one side alone without its settings."""
     is_whole = all("model.class_path" in settings for settings in (before, now))  # both are a command's
     both = before.keys() & now.keys()
-    different = [
-        name
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name) and (is_whole or name in both)
-    ]
+    names = [name for name in dict.fromkeys([*before, *now]) if is_whole or name in both]
+    different = [name for name in names if before.get(name) != now.get(name)]
     classes = tuple(name.removesuffix("class_path") for name in different if name.endswith(".class_path"))
     return [
         f"{name} {_text(before.get(name))} → {_text(now.get(name))}"

@@ -15,6 +15,7 @@ from parsed import parsed
 
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError, Written
+from lightrl.commands.main import main
 from lightrl.commands.serve import settings_of
 
 
@@ -45,6 +46,12 @@ def test_a_config_may_come_from_a_pipe_and_errors_name_its_lines(settings, confi
         parsed("fit", "--config", pipe("wrong", text.replace("group_size: 2", "group_size: two")))
     with pytest.raises(SystemExit):  # help of the class in the pipe
         parsed("fit", "--config", pipe("asked", text), "--model.sampling.help")
+
+
+def test_a_pipe_is_refused_where_several_processes_would_read_it(settings, config, capsys):
+    name = pipe("pipe", Path(config(settings)).read_text())
+    assert main(["fit", "--config", name, "--trainer.devices=2"]) == 2
+    assert "--config pipe can be read once, by the first of 2 processes. Write it to a file." in capsys.readouterr().err
 
 
 def test_servers_take_a_config_from_a_pipe(config):
