@@ -258,8 +258,9 @@ def reaches(records: Sequence[dict[str, Any]]) -> str:
     if metric not in HELD_OUT:
         values = [(last_samples(one, metric, slice(0, LAST)), last_samples(one, metric)) for one in records if metric]
         texts = [f"{number_text(metric, first or 0)} to {number_text(metric, last or 0)}" for first, last in values]
-        unit = " %" if metric.endswith("_fraction") else ""
-        return f"samples {', '.join(texts)}{unit} right, {seeds_text(records)}" if values else "no curve"
+        is_share = metric.endswith("_fraction")
+        what = f"samples {', '.join(texts)} % right" if is_share else f"reward of the samples {', '.join(texts)}"
+        return f"{what}, {seeds_text(records)}" if values else "no curve"
     unit = " %" if metric.endswith("_fraction") else ""
     ends = [record["curve"][metric][-1] for record in records]
     text = f"{', '.join(number_text(metric, value) for _, value in ends)}{unit} {label_of(name, metric)}"

@@ -41,6 +41,7 @@ from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 from lightrl.checks.disk_errors import check_local, nearest_folder
 from lightrl.engines import RolloutEngine
+from lightrl.engines.abilities import ChecksSettings, SharesDevices
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
@@ -279,6 +280,7 @@ class Trainer(RLTrainer):
                     warnings.filterwarnings("ignore", message, category)
             try:
                 if isinstance(module, RLModule) and has_judge and vars(rank_zero_only)["rank"] == 0:
+                    self._check_engine(is_fit=is_fit)
                     self._stage.start_judge(module)
                 yield
             except torch.OutOfMemoryError as error:
@@ -398,7 +400,7 @@ class Trainer(RLTrainer):
 
     def _check_folders(self) -> None:
         """Refuses folders that this run cannot write to, before it has computed anything that would be lost."""
-        folders = [getattr(one, "save_dir", None) or self.default_root_dir for one in self.loggers]
+        folders: list[Any] = [getattr(one, "save_dir", None) or self.default_root_dir for one in self.loggers]
         for folder in folders:  # where callbacks write too
             check_local(save_dir=folder)
         for saves in self.checkpoint_callbacks:  # beside the first logger's files, unless it says where
@@ -410,6 +412,17 @@ class Trainer(RLTrainer):
                     f"The run would write to {folder}, but {present} is read-only, or not writable by this user. Set "
                     "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
                 )
+
+    def _check_engine(self, *, is_fit: bool) -> None:
+        if isinstance(self.engine, ChecksSettings):
+            self.engine.check()
+        control = next(item for item in self.callbacks if isinstance(item, StalenessControl))
+        is_colocated = isinstance(self.engine, SharesDevices) and self.engine.placement == "colocated"
+        if is_fit and is_colocated and control.max_staleness > 0:
+            raise ValueError(
+                f"max_staleness must be 0 with a colocated engine, got {control.max_staleness}: the engine has no "
+                "memory to roll out during an update. Use StalenessControl(0), or placement: separate."
+            )
 
     def _check_callbacks(self) -> None:
         required = (WeightSync, StalenessControl, RolloutMetrics)

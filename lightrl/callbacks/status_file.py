@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.status_files import STATUS_FILE
 from lightrl.engines.abilities import ShowsServers
 from lightrl.strategies.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L
 
-STATUS_FILE = "status.json"
 _EVERY_S = 1.0  # within a phase
 
 

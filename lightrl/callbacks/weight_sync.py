@@ -50,20 +50,6 @@ def colocated_engine(trainer: RLTrainer) -> SharesDevices | None:
     return engine
 
 
-def check_colocation(trainer: RLTrainer) -> None:
-    """Refuses settings under which an engine would be used while it has no memory.
-
-    Raises:
-        ValueError: if rollouts continue during an update.
-    """
-    max_staleness = trainer.rollout.settings.max_staleness
-    if colocated_engine(trainer) is not None and max_staleness > 0:
-        raise ValueError(
-            f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory to roll "
-            "out during an update. Use StalenessControl(0), or placement: separate."
-        )
-
-
 def to_trainer(trainer: RLTrainer) -> None:
     """Before the update: the engine releases its memory, then the optimizer's state comes to the device."""
     engine, ranks = colocated_engine(trainer), ranks_of(trainer.strategy)
@@ -174,8 +160,6 @@ class WeightSync(RLCallback):
         self.last_sync_s = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if isinstance(pl_module, RLModule):
-            check_colocation(cast("RLTrainer", trainer))
         self._ensure(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

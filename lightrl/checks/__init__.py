@@ -9,6 +9,7 @@ Reading order:
     file_sums.py    whether files still have the bytes that they were given
     publish.py      files and folders that get their name when they are complete
     printable.py    text of programs, without codes for the terminal; durations
+    status_files.py names of the files that `lightrl status` reads
 
 May import: nothing of lightrl but errors. To add one: a function that raises ValueError and says how to fix it.
 """

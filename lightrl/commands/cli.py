@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import Path_fr
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import (
     LightningArgumentParser,
@@ -36,9 +37,9 @@ from lightrl.callbacks.problems import ProblemLog
 from lightrl.callbacks.run_files import RunFiles, contents
 from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import check_empty_sections, explain
-from lightrl.commands.config_layers import UsageError, Written, nearest_files
+from lightrl.commands.config_layers import ConfigText, UsageError, Written, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
-from lightrl.commands.earlier_runs import check_links, last_checkpoint
+from lightrl.commands.earlier_runs import ANEW, check_links, last_checkpoint
 from lightrl.commands.setting_help import asked_help
 from lightrl.launch import Launch
 from lightrl.module import RLModule
@@ -49,6 +50,18 @@ log = logging.getLogger(__name__)
 
 _Level = Literal["debug", "info", "warning", "error"]
 _SECRETS = ("token", "api_key", "password")  # names of settings
+
+
+class ConfigParser(LightningArgumentParser):
+    """Takes the settings of config files from `files`, by the name on the command line, and reads no file again."""
+
+    files: Mapping[str, ConfigText] = {}
+
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path) not in self.files:
+            return super().parse_path(path, *args, **kwargs)
+        with Path_fr(path).relative_path_context():
+            return self.parse_string(self.files[str(path)], str(path), *args, **kwargs)
 
 
 class LightRLCLI(LightningCLI):
@@ -82,6 +95,7 @@ class LightRLCLI(LightningCLI):
         }
         super().__init__(
             trainer_class=Trainer,
+            parser_class=ConfigParser,
             trainer_defaults={"callbacks": [*callbacks, RunFiles(), StatusFile(), ProblemLog()]},
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True},
@@ -121,14 +135,16 @@ class LightRLCLI(LightningCLI):
         """
         command, *rest = args
         is_run = command in self._subcommand_parsers
-        self._written = Written.read(rest) if is_run else Written({}, {})
-        if is_run and (text := asked_help(self._subcommand_parsers[command], command, rest)) is not None:
-            sys.stdout.write(text)
-            raise SystemExit(0)
+        self._written = Written.read(rest) if is_run else Written()
+        if is_run:
+            self._subcommand_parsers[command].files = self._written.files
+            if (text := asked_help(self._subcommand_parsers[command], command, rest, self._written)) is not None:
+                sys.stdout.write(text)
+                raise SystemExit(0)
         try:
             self.config: Namespace = parser.parse_args(args)
         except ArgumentError as error:
-            raise UsageError(explain(error, self._subcommand_parsers[command], rest)) from error
+            raise UsageError(explain(error, self._subcommand_parsers[command], self._written)) from error
         check_empty_sections(self._written, self._subcommand_parsers[command])
         seed = self.config[command].get("seed_everything")
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
@@ -167,6 +183,12 @@ class LightRLCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = cast(Trainer, super().instantiate_trainer(**kwargs))
+        pipes = [name for name in self._written.files if not Path(name).expanduser().is_file()]
+        if pipes and trainer.strategy.launcher is not None:  # it starts the others with the same command line
+            raise UsageError(
+                f"--config {pipes[0]} can be read once, by the first of {trainer.num_devices} processes. Write it to a "
+                "file."
+            )
         logger = self.config[self.config.subcommand].trainer.logger
         # fast_dev_run and barebones leave another logger than Lightning's default
         if logger in (None, True) and [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]:
@@ -197,14 +219,20 @@ class LightRLCLI(LightningCLI):
         if ckpt_path == "last":
             for item in self.trainer.callbacks:
                 if isinstance(item, ModelCheckpoint) and item.dirpath:
-                    check_links(list(Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt")))
+                    found = list(Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt"))
+                    check_links(found)
+                    if not found and self.config.subcommand == "fit":
+                        log.warning("ckpt_path=last: %s has no last*.ckpt. %s", item.dirpath, ANEW)
+                        settings["ckpt_path"] = None
                     return  # one folder for all runs, where Lightning looks itself
-            own = _plain(self.config[self.config.subcommand].as_dict())
-            newest = last_checkpoint(run_folder(self.trainer), own, is_fit=self.config.subcommand == "fit")
+            folder, own = run_folder(self.trainer), _plain(self.config[self.config.subcommand].as_dict())
+            newest = last_checkpoint(folder, own, is_fit=self.config.subcommand == "fit")
             if newest is not None:
                 log.info("ckpt_path=last is %s. This run writes to a folder of its own.", newest)
                 settings["ckpt_path"] = str(newest)
-            elif self.config.subcommand != "fit":
+            elif self.config.subcommand == "fit":
+                settings["ckpt_path"] = None if folder is not None else "last"  # without a folder Lightning looks
+            else:
                 raise UsageError(
                     "ckpt_path=last: no earlier run of this experiment has a last.ckpt. Pass the path of a checkpoint."
                 )
@@ -250,15 +278,16 @@ class SaveRunConfig(SaveConfigCallback):
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.config = without_secrets(self.config)
+        cast(Trainer, trainer).settings = settings = _plain(self.config.as_dict())
         if not trainer.loggers or trainer.log_dir is None:
             return
         target = (Path(trainer.log_dir) / self.config_filename).absolute()
-        self.config = without_secrets(self.config)
         if target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
             super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero and trainer.enable_autolog_hparams:
             text = self.parser.dump(self.config, skip_none=False)
-            log_settings(trainer.loggers, _plain(self.config.as_dict()), text)
+            log_settings(trainer.loggers, settings, text)
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Explains settings that the parser refused: one message with path, value, file and line, and what is allowed there.
 
-jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead reads config files and
-flags itself, merges them, and walks them along the classes that they configure until it finds the setting at fault. It
-runs only after the parser has refused, or to judge empty sections; if it finds nothing, the parser's message stands.
+jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead walks the merged layers
+along the classes that they configure until it finds the setting at fault. It runs only after the parser has refused, or
+to judge empty sections; if it finds nothing, the parser's message stands.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 
 
-def explain(error: ArgumentError, parser: ArgumentParser, args: Sequence[str]) -> str:
+def explain(error: ArgumentError, parser: ArgumentParser, written: Written) -> str:
     """The message for a user.
 
     Args:
         error: what the parser raised.
         parser: of the subcommand.
-        args: of the command line, after the subcommand.
+        written: what the command line and its files say.
     """
     try:
-        written = Written.read(args)
         _Walk(written).group(written.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
         return str(usage_error)

@@ -1,22 +1,23 @@
 """What config files and flags say, and where: settings merged in order, each with its file and line.
 
-The parser keeps neither lines nor what it skips. Every run reads its files here first, so that a key that stands
-twice, an empty section of another name and a file that unfolds without end are refused, and what a constructor refuses
-is named with its place.
+The parser keeps neither lines nor what it skips. Every command reads and parses its files here, once, and the parser
+takes the settings from here: so a pipe can be a config file, a key that stands twice, an empty section of another name
+and a file that unfolds without end are refused, and what a constructor refuses is named with its place.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
-from jsonargparse import get_loader
+from jsonargparse import get_loader, set_loader
 
 _MAX_NODES = 20_000  # of a file, aliases unfolded: ten lines of YAML can name a billion, one an endless depth
 _MAX_DEPTH = 50
@@ -30,12 +31,20 @@ class Flag(str):
     """A value from the command line, as typed."""
 
 
+class ConfigText(str):
+    """The text of a config file, with its settings and their places."""
+
+    settings: dict[str, Any]
+    origins: dict[str, str]  # of paths such as `trainer.callbacks[0].init_args`: ` (run.yaml:22)`
+
+
 @dataclasses.dataclass
 class Written:
     """What the user has written, all layers merged."""
 
-    settings: dict[str, Any]
-    origins: dict[str, str]  # of paths such as `trainer.callbacks[0].init_args`: ` (run.yaml:22)`
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)  # as of ConfigText
+    files: dict[str, ConfigText] = dataclasses.field(default_factory=dict)  # by their names on the command line
 
     @classmethod
     def read(cls, args: Sequence[str]) -> Written:
@@ -44,12 +53,35 @@ class Written:
         Raises:
             UsageError: if a file is missing or is not a YAML mapping, or a key stands in it twice.
         """
-        written = cls({}, {})
-        for layer, origins in _layers(args):
+        written = cls()
+        for layer, origins in written._layers(args):
             _merge(written.settings, layer)
             kept = {path: origin for path, origin in written.origins.items() if path.split("[")[0] not in origins}
             written.origins = kept | origins
         return written
+
+    def _layers(self, args: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+        """Settings of each config file and flag, in order; and for their paths where they are, ` (run.yaml:22)`."""
+        position = 0
+        while position < len(args):
+            name, equals, value = args[position].partition("=")
+            position += 1
+            if not name.startswith("-") or name == "--":
+                continue
+            if not equals:
+                if position == len(args) or args[position].startswith("--"):
+                    continue
+                value = args[position]
+                position += 1
+            if name in ("-c", "--config"):
+                if "://" not in value and not value.lstrip().startswith("{"):  # these only the parser can read
+                    file = self.files[value] = self.files.get(value) or _read_config(value)
+                    yield file.settings, file.origins
+            elif name.startswith("--") and name != "--print_config" and not name.endswith((".help", "+")):
+                nested: Any = _structured(value)
+                for key in reversed(name[2:].split(".")):
+                    nested = {key: nested}
+                yield nested, dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
 
     def origin(self, path: str) -> str:
         """` (run.yaml:22)`: where this path comes from, or else the nearest one above it."""
@@ -165,43 +197,43 @@ def nearest_files(path: Path, *suffixes: str) -> str:
     return f"Nearest in {folder.absolute()}: {', '.join(close)}."
 
 
-def _layers(args: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """Settings of each config file and flag, in order; and for their paths where they are, ` (run.yaml:22)`."""
-    position = 0
-    while position < len(args):
-        name, equals, value = args[position].partition("=")
-        position += 1
-        if not name.startswith("-") or name == "--":
-            continue
-        if not equals:
-            if position == len(args) or args[position].startswith("--"):
-                continue
-            value = args[position]
-            position += 1
-        if name in ("-c", "--config"):
-            if "://" not in value and not value.lstrip().startswith("{"):  # these only the parser can read
-                yield _read_config(value)
-        elif name.startswith("--") and name != "--print_config" and not name.endswith((".help", "+")):
-            nested: Any = _structured(value)
-            for key in reversed(name[2:].split(".")):
-                nested = {key: nested}
-            yield nested, dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads 1e-3 as a number and a date as text, as the parser does."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
-def _read_config(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings and origins of one file.
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+_parse_text = get_loader("yaml")
+
+
+def _settings_in(text: str) -> Any:
+    return copy.deepcopy(text.settings) if isinstance(text, ConfigText) else _parse_text(text)
+
+
+set_loader("yaml", _settings_in, (yaml.YAMLError,))
+
+
+def _read_config(path: str) -> ConfigText:
+    """Reads and parses one file, which may be a pipe.
 
     Raises:
         UsageError: if the file is missing or is not a YAML mapping.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
+    if file.is_dir() or not file.exists():
         what = "is a folder; it must be a file" if file.is_dir() else "does not exist"
         raise UsageError(f"--config {path} {what}. {nearest_files(file, '.yaml', '.yml')}")
     try:
-        text = file.read_text(encoding="utf-8")
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        settings = get_loader("yaml")(text)  # the parser's, which reads 1e-3 as a number
+        text = ConfigText(file.read_text(encoding="utf-8"))
+        loader = _Loader(text)
+        tree = loader.get_single_node()
+        lines = _lines(tree, path)  # before `<<:` puts the keys of a mapping into others
+        settings = None if tree is None else loader.construct_document(tree)
     except OSError as error:
         raise UsageError(f"--config {path} could not be read: {error.strerror}.") from error
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -210,6 +242,13 @@ def _read_config(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise UsageError(f"--config {path} is empty. It must have settings as `key: value`.")
     if not isinstance(settings, dict):
         raise UsageError(f"--config {path} must have settings as `key: value`, got {type(settings).__name__}.")
+    text.settings = settings
+    text.origins = {place: f" ({path}:{line})" for place, line in lines.items()}
+    return text
+
+
+def _lines(tree: yaml.Node, path: str) -> dict[str, int]:
+    """The line of each key and list item of a file; raises UsageError if one is there twice, or there are too many."""
     lines: dict[str, int] = {}
     for place, line in _line_numbers(tree, ""):
         if place in lines:
@@ -220,7 +259,7 @@ def _read_config(path: str) -> tuple[dict[str, Any], dict[str, str]]:
                 f"--config {path} has more than {_MAX_NODES} settings, or more than {_MAX_DEPTH} levels (line {line}). "
                 "Write out what its aliases stand for, and keep data in files of their own."
             )
-    return settings, {place: f" ({path}:{line})" for place, line in lines.items()}
+    return lines
 
 
 def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:

@@ -11,15 +11,20 @@ import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightrl.commands.config_layers import UsageError
+from lightrl.loops.resume import by_path
 
 log = logging.getLogger(__name__)
 
 # What makes an experiment: two runs that differ here continue from each other by mistake only.
-_SAME = ("seed_everything", "model.class_path", "model.init_args.policy", "data.class_path", "data.init_args.train")
+_SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
+
+ANEW = "The run starts from the beginning."
 
 
 def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit: bool = True) -> Path | None:
     """The newest last checkpoint in this run folder and its neighbors, of the runs of the same experiment.
+
+    Reports why there is none.
 
     Args:
         folder: of this run, or None.
@@ -39,13 +44,13 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit:
         else:
             others.append(f"{checkpoint} ({difference})")
     check_links(same)
+    why = f"{folder.parent} has no checkpoint of an earlier run."
     if others:
-        log.warning(
-            "ckpt_path=last: no earlier run of this experiment has a checkpoint. %d of other experiments were passed "
-            "over; the newest is %s. Name it as ckpt_path if it is meant.",
-            len(others),
-            others[0],
+        why = (
+            f"{folder.parent} has checkpoints of other experiments only. The newest is {others[0]}. To continue from "
+            "it, pass its path as ckpt_path."
         )
+    log.warning("ckpt_path=last: %s %s", why, ANEW if is_fit else "")
     return None
 
 
@@ -66,17 +71,11 @@ def _difference(config: Path, settings: Mapping[str, Any], *, is_fit: bool) -> s
         return None
     if not isinstance(saved, Mapping):
         return None
-    for name in _SAME:
-        if not is_fit and not name.startswith("model"):
-            continue
-        then, now = _at(saved, name), _at(settings, name)
-        if then != now and not (isinstance(then, bool) or isinstance(now, bool)):  # True is any seed
-            return f"its {name} is {then!r:.80}, here {now!r:.80}"
+    then, now = by_path(saved), by_path(settings)
+    if isinstance(then.get("seed_everything"), bool) or isinstance(now.get("seed_everything"), bool):  # any seed
+        then["seed_everything"] = now["seed_everything"] = None
+    for section in _SAME if is_fit else [name for name in _SAME if name.startswith("model")]:
+        for name in dict.fromkeys([*then, *now]):
+            if f"{name}.".startswith(f"{section}.") and then.get(name) != now.get(name):
+                return f"its {name} is {then.get(name)!r:.80}, here {now.get(name)!r:.80}"
     return None
-
-
-def _at(settings: Mapping[str, Any], name: str) -> Any:
-    value: Any = settings
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import yaml
 
+from lightrl.checks.printable import count_text
+from lightrl.checks.status_files import host_names
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.plan_run import UnstartedCLI, planned
@@ -23,7 +25,6 @@ from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.local import LocalLauncher
 from lightrl.launch.memory import UnknownMemory
 from lightrl.launch.ray import RayLauncher
-from lightrl.launch.scripts import host_names
 from lightrl.launch.slurm import SlurmLauncher
 from lightrl.launch.torchrun import TorchrunLauncher
 
@@ -99,8 +100,8 @@ def plan_of(
     elif num_gpus is not None:
         if not is_shown and num_gpus < (launch.gpus_per_node or 1):
             raise ValueError(
-                f"launch.gpus_per_node={launch.gpus_per_node or 1}, but this machine has {num_gpus} GPUs that torch "
-                "sees. Lower it, or set launch.launcher to one that starts the run elsewhere."
+                f"launch.gpus_per_node={launch.gpus_per_node or 1}, but torch sees {count_text(num_gpus, 'GPU')} on "
+                "this machine. Lower it, or set launch.launcher to one that starts the run elsewhere."
             )
         facts = replace(facts, assumed="")
     return make_plan(

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightrl.algorithms.supervised import SupervisedModule
+from lightrl.checks.printable import count_text
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.launch import NO_GPU, LaunchedCLI
@@ -94,7 +95,7 @@ class PlanCLI(LaunchedCLI):
 
 def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
     """The roles with their models, and the calls in an order in which they can run."""
-    lines = [f"{type(module).__name__}: {len(graph.calls)} calls per iteration", ""]
+    lines = [f"{type(module).__name__}: {count_text(len(graph.calls), 'call')} per iteration", ""]
     lines += role_lines(module.models(), dict.fromkeys(module.trained_roles(), module.lr), module.saved_roles())
     rows = [("call", "on", "role", "needs", "gives")]
     rows += [

@@ -214,6 +214,7 @@ def _planned_role(
     name: str, role: Role, world: int, split: tuple[int, int], *, is_trained: bool, is_half: bool
 ) -> PlannedRole:
     try:
+        role.spec.check_reachable()
         config = role.spec.load_config()
     except (OSError, ValueError) as error:
         raise UnknownMemory(error) from error

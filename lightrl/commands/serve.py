@@ -259,7 +259,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
         values = parser.parse_args(rest).as_dict()
     except ArgumentError as error:
         hint = f" SGLang's own arguments start with {_SERVER_ARG}" if "unrecognized" in error.message else ""
-        raise UsageError(explain(error, parser, rest) + hint) from error
+        raise UsageError(explain(error, parser, Written.read(rest)) + hint) from error
     del values["config"]
     policy = values.pop("model") or policy
     if policy is None:

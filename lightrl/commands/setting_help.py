@@ -17,7 +17,7 @@ from lightrl.commands.config_layers import UsageError, Written
 _DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # whose settings are shown where none is named
 
 
-def asked_help(parser: ArgumentParser, command: str, args: Sequence[str]) -> str | None:
+def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], written: Written) -> str | None:
     """What `--help`, or a flag such as `--model.policy.help ModelSpec`, asks for; None if there is no such flag.
 
     Raises:
@@ -28,7 +28,7 @@ def asked_help(parser: ArgumentParser, command: str, args: Sequence[str]) -> str
     for word, following in zip(args, [*args[1:], "-"], strict=True):
         if match := re.fullmatch(r"--([\w.]+)\.help(?:=(.+))?", word):
             name = match[2] or (None if following.startswith("-") else following)
-            kinds = _classes(match[1], name, Keys.of_parser(parser), Written.read(args).settings, "")
+            kinds = _classes(match[1], name, Keys.of_parser(parser), written.settings, "")
             return "\n".join(_class_help(kind, match[1], command) for kind in kinds)
     return None
 

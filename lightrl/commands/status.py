@@ -1,4 +1,7 @@
-"""lightrl status: what a run and its launch do at the moment, from the files in their folders; it asks no process."""
+"""lightrl status: what a run and its launch do at the moment, from the files in their folders; it asks no process.
+
+Imports neither torch nor Lightning, so that it answers at once.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.callbacks.status_file import STATUS_FILE
-from lightrl.checks.printable import duration_text
-from lightrl.commands.config_layers import UsageError
-from lightrl.commands.console import reported
-from lightrl.launch.launcher import STATE_FILE
-from lightrl.launch.scripts import with_hosts
+from lightrl.checks.printable import count_text, duration_text
+from lightrl.checks.status_files import STATE_FILE, STATUS_FILE, with_hosts
 
 _HELP = """\
 usage: lightrl status FOLDER
@@ -28,12 +27,12 @@ _SILENT_S = 60.0  # a running process writes more often, except in a long phase
 
 
 def status_text(folder: Path) -> str:
-    """Describes the newest run and launch in a folder; raises UsageError if there is neither."""
+    """Describes the newest run and launch in a folder; raises ValueError if there is neither."""
     root = folder.parent if folder.name.startswith("launch-") else folder
     run = _newest(root, (STATUS_FILE, f"lightning_logs/*/{STATUS_FILE}"))
     launch = _newest(folder, (STATE_FILE, f"launch-*/{STATE_FILE}"))
     if run is None and launch is None:
-        raise UsageError(f"{folder} has no run and no launch. Pass the run's trainer.default_root_dir.")
+        raise ValueError(f"{folder} has no run and no launch. Pass the run's trainer.default_root_dir.")
     lines = [*(_run_lines(run) if run else ()), *(_launch_lines(launch) if launch else ())]
     return "\n".join(f"{name:<10} {text}".rstrip() for name, text in lines) + "\n"
 
@@ -56,7 +55,7 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
     yield "iteration", f"{status['iteration']}{of_all}; weight version {status['weight_version']}"
     for number, server in enumerate(status["servers"]):
         reason = f" ({server['reason']})" if server["reason"] else ""
-        text = f"version {server['weight_version']}, {server['num_requests']} requests"
+        text = f"version {server['weight_version']}, {count_text(server['num_requests'], 'request')}"
         text += f" of {server['outstanding_tokens']} tokens{reason}"
         yield "" if number else "servers", f"{server['url']}  {server['state']}  {text}"
     if "error" in status:
@@ -79,8 +78,8 @@ def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:
     launch = json.loads(path.read_text())
     launch["state"] = _text_of(path.with_name("state")) or launch["state"]
     hosts = _text_of(path.with_name("hosts")).split()
-    details = {"job": "job {}", "restarts": "{} restarts"}
-    words = [text.format(launch[name]) for name, text in details.items() if launch.get(name)]
+    words = [f"job {launch['job']}"] if launch.get("job") else []
+    words += [count_text(launch["restarts"], "restart")] if launch.get("restarts") else []
     yield "launch", f"{path.parent}: {', '.join([launch['launcher'], launch['state'], *words])}"
     processes = launch["processes"].items()
     width = max((len(name) for name, _ in processes), default=0)
@@ -101,9 +100,9 @@ def run(args: Sequence[str]) -> int:
     if len(args) != 1 or args[0] in ("-h", "--help"):
         sys.stdout.write(_HELP)
         return 0 if args and args[0] in ("-h", "--help") else 2
-
-    def command(callbacks: Sequence[Any]) -> int:
+    try:
         sys.stdout.write(status_text(Path(args[0])))
-        return 0
-
-    return reported(command)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"lightrl: {error}\n")
+        return 2
+    return 0

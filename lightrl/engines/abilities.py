@@ -18,6 +18,19 @@ Proof = Literal["digests", "replicas", "version"]
 
 
 @runtime_checkable
+class ChecksSettings(Protocol):
+    """Knows before its start whether it can start with its settings."""
+
+    def check(self) -> None:
+        """Called before the run's folder is made.
+
+        Raises:
+            ValueError: if settings do not fit together, or to this machine.
+        """
+        ...
+
+
+@runtime_checkable
 class LivesOnLoop(Protocol):
     """Runs its requests on the controller's event loop instead of a thread of its own."""
 

@@ -19,11 +19,12 @@ from typing import Any, Protocol
 
 import yaml
 
+from lightrl.checks.status_files import STATE_FILE
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.launch.plan import CONFIG, LAYOUT, Plan
 from lightrl.strategies.atomic_write import write_whole
 
-STATE_FILE, TOKEN_FILE = "launch.json", "token"
+TOKEN_FILE = "token"
 
 
 class Launcher(Protocol):

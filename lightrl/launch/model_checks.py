@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightrl.checks.printable import count_text
 from lightrl.launch.memory import memory_line, misfits
 from lightrl.launch.run_facts import RunFacts
 from lightrl.launch.settings import Layout
@@ -13,14 +14,15 @@ def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None
     pp, tp = split
     if layout.ranks % (pp * tp):
         raise ValueError(
-            f"{layout.ranks} trainer ranks cannot be split by pp={pp} · tp={tp} = {pp * tp}, which must divide them. "
-            "Change launch.ranks, or pp and tp of trainer.strategy."
+            f"{count_text(layout.ranks, 'trainer rank')} cannot be split by pp={pp} · tp={tp} = {pp * tp}, which must "
+            "divide them. Change launch.ranks, or pp and tp of trainer.strategy."
         )
     for role, mesh in facts.meshes.items():
         try:
             mesh.ranks(layout.ranks)
         except ValueError as error:
-            raise ValueError(f"model.{role}.mesh does not fit the launch's {layout.ranks} ranks: {error}") from error
+            ranks = count_text(layout.ranks, "rank")
+            raise ValueError(f"model.{role}.mesh does not fit the launch's {ranks}: {error}") from error
     if facts.planned is None:
         return
     config = facts.planned.roles[0].config

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
+from lightrl.checks.printable import count_text
 from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES
 from lightrl.engines.sglang.servers.registry import SCHEME
 from lightrl.launch.memory import PlannedRun
@@ -134,7 +135,9 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
     """The GPUs of each rank and of each server, by host; raises ValueError if they do not fit."""
     have = f"launch.nodes={nodes} with gpus_per_node={gpus}"
     if layout.ranks > nodes * gpus:
-        raise ValueError(f"{layout.ranks} trainer ranks need {layout.ranks} GPUs, but {have} are {nodes * gpus}.")
+        ranks_text, need = count_text(layout.ranks, "trainer rank"), "needs" if layout.ranks == 1 else "need"
+        needed = count_text(layout.ranks, "GPU")
+        raise ValueError(f"{ranks_text} {need} {needed}, but {have} are {nodes * gpus}.")
     per_host = max(size for size in range(1, gpus + 1) if layout.ranks % size == 0)
     if layout.ranks // per_host > nodes:
         raise ValueError(
@@ -162,10 +165,11 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
         (host, tuple(gpus_of[at : at + tp])) for host, gpus_of in free.items() for at in range(0, len(gpus_of), tp)
     ]
     if len(slots) < layout.servers:
-        where = "on the trainer's GPUs" if is_colocated else f"beside {layout.ranks} trainer ranks"
+        where = "on the trainer's GPUs" if is_colocated else f"beside {count_text(layout.ranks, 'trainer rank')}"
         raise ValueError(
-            f"{layout.servers} servers with tp={tp} need {layout.servers * tp} GPUs {where}, but {have} leave room for "
-            f"{len(slots)}. Lower launch.servers or launch.ranks, or add nodes."
+            f"launch.servers={layout.servers} with tp={tp} needs {count_text(layout.servers * tp, 'GPU')} {where}, but "
+            f"{have} leave room for {count_text(len(slots), 'server')}. Lower launch.servers or launch.ranks, or add "
+            "nodes."
         )
     servers: Placed = {}
     for host, share in slots[: layout.servers]:
@@ -203,7 +207,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[dict[str, Any], list[str
             )
         if facts.engine not in (None, "SGLangEngine"):
             raise ValueError(
-                f"launch.servers={layout.servers} need SGLangEngine, but trainer.engine is {facts.engine}."
+                f"launch.servers={layout.servers} needs SGLangEngine, but trainer.engine is {facts.engine}."
             )
         # the servers are started by the launch and found in its registry
         arguments = {"servers": None, "devices": None, "tp": 1, "placement": layout.placement}

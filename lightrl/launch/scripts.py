@@ -1,12 +1,12 @@
-"""Shell scripts that start a process of a plan on its host, and names of hosts that are not known yet."""
+"""Shell scripts that start a process of a plan on its host, and their places once its hosts are known."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from lightrl.checks.status_files import with_hosts
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.launch.launcher import TOKEN_FILE
 from lightrl.launch.plan import Plan, Process
@@ -33,17 +33,6 @@ def inside(plan: Plan, command: Sequence[str]) -> str:
     """A command inside the launch's container, as text."""
     words = [] if plan.launch.launcher == "kubernetes" else shlex.split(plan.launch.container or "")
     return " ".join(quoted(word) for word in [*words, *command])
-
-
-def host_names(nodes: int) -> list[str]:
-    """The hosts of a launch that has yet to get them, as the scripts name them."""
-    return [f"${{hosts[{number}]}}" for number in range(nodes)]
-
-
-def with_hosts(text: str, hosts: Sequence[str]) -> str:
-    """A text with hosts in place of `host_names`; `?` for one that there is not."""
-    addresses = dict(zip(host_names(len(hosts)), hosts, strict=True))
-    return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: addresses.get(name[0], "?"), text)
 
 
 def placed(plan: Plan, places: Sequence[tuple[str, Sequence[str]]]) -> Plan:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import io
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ log = logging.getLogger(__name__)
 OptimizerSettings = list[list[dict[str, Any]]]  # of each optimizer the groups, of each group the numbers by name
 
 
-def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> OptimizerSettings:
+def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> OptimizerSettings:
     """What `configure_optimizers` set: `lr` without a schedule's factor, whether there is one, `weight_decay` etc."""
     return [
         [
@@ -34,6 +36,63 @@ def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> OptimizerSetting
         ]
         for optimizer in optimizers
     ]
+
+
+def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> dict[str, Any]:
+    """A fit's settings by path: the command's, or what a module keeps under the names of its constructor's arguments.
+
+    Args:
+        optimizers: what `configure_optimizers` set; for what the module's settings do not say.
+    """
+    settings = trainer.settings
+    if settings is None:
+        module: Any = trainer.lightning_module
+        names = {name for kind in type(module).__mro__ for name in inspect.signature(kind.__init__).parameters}
+        kept = {name: value for name, value in vars(module).items() if name in names}
+        settings = {"model": kept, "trainer": {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}}
+    found = by_path({name: value for name, value in settings.items() if name not in ("config", "ckpt_path")})
+    numbers = [pair for groups in optimizers[:1] for pair in groups[0].items() if pair[0] != "is_scheduled"]
+    others = by_path({f"optimizer.{name}": value for name, value in numbers if f"model.{name}" not in found})
+    return {name: value for name, value in (others | found).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a checkpoint may hold it, which is read as data."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def by_path(value: Any, path: str = "") -> dict[str, Any]:
+    """Settings such as `model.sampling.temperature`: without `init_args`, a class in a list by its name."""
+    if dataclasses.is_dataclass(value):
+        value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        value = {str(one.get("class_path", index)).rpartition(".")[2]: one for index, one in enumerate(value)}
+    if not isinstance(value, Mapping):
+        return {path: list(value) if isinstance(value, tuple) else value}
+    found: dict[str, Any] = {}
+    for name, inner in value.items():
+        found |= by_path(inner, path if name == "init_args" else f"{path}.{name}".lstrip("."))
+    return found
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`model.group_size 8 → 4` for each setting that differs; a class on one side alone without its settings."""
+    is_whole = all("model.class_path" in settings for settings in (before, now))  # both are a command's
+    both = before.keys() & now.keys()
+    names = [name for name in dict.fromkeys([*before, *now]) if is_whole or name in both]
+    different = [name for name in names if before.get(name) != now.get(name)]
+    classes = tuple(name.removesuffix("class_path") for name in different if name.endswith(".class_path"))
+    return [
+        f"{name} {_text(before.get(name))} → {_text(now.get(name))}"
+        for name in different
+        if name in both or name.endswith(".class_path") or not name.startswith(classes)
+    ]
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else f"{value!s:.80}"
 
 
 class Resume:
@@ -50,8 +109,9 @@ class Resume:
         self.why_no_checkpoint: str | None = None  # what makes a checkpoint wrong at this moment
         self._rollout_state: dict[str, Any] | None = None  # of the last fit or checkpoint, for the next rollout
         self._is_restored = False  # the open rollout has taken the state over
-        self._settings: OptimizerSettings = []  # of this fit's optimizers
-        self._saved_settings: OptimizerSettings | None = None  # of the checkpoint's, until they are compared
+        self._optimizers: OptimizerSettings = []  # of this fit
+        self._settings: dict[str, Any] = {}  # of this fit, by path
+        self._saved: dict[str, Any] = {}  # a checkpoint's `optimizers` and `settings`, until they are compared
 
     def begin(self) -> None:
         """A stage begins: forgets what an earlier one, which may have failed, left behind."""
@@ -61,7 +121,7 @@ class Resume:
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint; without the rollout's part if nothing was rolled out."""
         state = (self.trainer.rollout.state_dict() if self._is_restored else None) or self._rollout_state
-        settings = {"optimizers": self._settings} if self._settings else {}
+        settings = {"optimizers": self._optimizers, "settings": self._settings} if self._optimizers else {}
         if state is None:
             return settings
         return {
@@ -73,7 +133,7 @@ class Resume:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved_settings = state_dict.get("optimizers")
+        self._saved = {name: state_dict[name] for name in ("optimizers", "settings") if name in state_dict}
         self._rollout_state = state_dict.get("rollout")
         if self._rollout_state is None:
             return
@@ -84,14 +144,19 @@ class Resume:
     def set_up_optimizers(self, set_up: Callable[[Any], None], trainer: Any) -> None:
         """Runs the strategy's own `setup_optimizers`, before any checkpoint's state, and keeps what it set."""
         set_up(trainer)
-        self._settings = settings_of(trainer.optimizers)
+        self._optimizers = optimizer_settings(trainer.optimizers)
 
     def apply_settings(self) -> None:
-        """Gives the optimizers of a resumed fit this run's settings, and reports what is not as in the checkpoint."""
-        saved, self._saved_settings = self._saved_settings, None
+        """Reports which settings of a resumed fit are not the checkpoint's, and gives the optimizers its own."""
+        saved, self._saved = self._saved, {}
+        self._settings = settings_of(self.trainer, self._optimizers)
+        if found := changes(saved.get("settings", {}), self._settings):
+            is_only_longer = all(change.startswith("trainer.max_") for change in found)
+            level = logging.INFO if is_only_longer else logging.WARNING
+            log.log(level, "Changed since the checkpoint: %s.", "; ".join(found))
         schedules = {id(item.scheduler.optimizer): item for item in self.trainer.lr_scheduler_configs}
-        changes: dict[str, tuple[Any, Any]] = {}
-        for optimizer, groups, olds in zip(self.trainer.optimizers, self._settings, saved or [], strict=False):
+        olds_of = saved.get("optimizers", [])
+        for optimizer, groups, olds in zip(self.trainer.optimizers, self._optimizers, olds_of, strict=False):
             config = schedules.get(id(optimizer))
             scheduler: Any = None if config is None else config.scheduler
             if isinstance(scheduler, LambdaLR):
@@ -101,26 +166,20 @@ class Resume:
                     scheduler.last_epoch = self.trainer.global_step if is_per_step else self.trainer.current_epoch
             for index, (group, new, old) in enumerate(zip(optimizer.param_groups, groups, olds, strict=True)):
                 names = [name for name in new if name in old and new[name] != old[name] and name in group]
-                changed = {name: new[name] for name in names if name != "lr"}
+                updated = {name: new[name] for name in names if name != "lr"}
                 if isinstance(scheduler, LambdaLR):
                     group["initial_lr"] = new["lr"]
-                    changed["lr"] = new["lr"] * scheduler.lr_lambdas[index](scheduler.last_epoch)
+                    updated["lr"] = new["lr"] * scheduler.lr_lambdas[index](scheduler.last_epoch)
                 elif scheduler is None and ("lr" in names or old["is_scheduled"]):
-                    changed["lr"] = new["lr"]
+                    updated["lr"] = new["lr"]
                 elif "lr" in names:
                     log.warning(
                         "lr=%s has no effect on this resumed run: %s goes on from the checkpoint's %s. To use the new "
                         "one, start a run from its weights.", new["lr"], type(scheduler).__name__, old["lr"],
                     )  # fmt: skip
-                changes |= {name: (group[name], value) for name, value in changed.items() if group[name] != value}
-                group.update(changed)
+                group.update(updated)
             if isinstance(scheduler, LambdaLR):
                 scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
-        for name, (before, now) in changes.items():
-            log.warning(
-                "Resumed with %s=%s, as this run's settings say; the checkpoint's was %s. To go on with that, set "
-                "%s as in the run before.", name, now, before, "lr, lr_decay and the end" if name == "lr" else name,
-            )  # fmt: skip
 
     def restore_rollout(self) -> None:
         """Loads the state of the checkpoint or of the previous fit, if there is one, into the newly opened rollout."""

@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightrl.checks.printable import count_text
 from lightrl.errors import TrainingError
 from lightrl.experience import FIELDS, Experience
 from lightrl.functional import kl, neutralize, policy_ratio, reduce_loss
@@ -246,7 +247,8 @@ class GradientGuard:
         log.warning("Skipping an update (%d so far): its gradient norm is %s.", self.num_skipped, norm)
         if self.num_in_a_row >= max_in_a_row:
             raise TrainingError(
-                f"Aborting: {self.num_in_a_row} updates in a row had non-finite gradients (max_skipped_updates="
-                f"{max_in_a_row}). Lower the learning rate, clip gradients, or check your loss for inf and nan."
+                f"Aborting: {count_text(self.num_in_a_row, 'update')} in a row had non-finite gradients "
+                f"(max_skipped_updates={max_in_a_row}). Lower the learning rate, clip gradients, or check your loss "
+                "for inf and nan."
             )
         return norm

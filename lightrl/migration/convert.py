@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
+from lightrl.checks.printable import count_text
 from lightrl.migration.areal_keys import DEFAULTS, SUPERVISED, SUPERVISED_DEFAULTS, areal_key, rule_of
 from lightrl.migration.areal_rules import Outcome, has_critic
 
@@ -89,7 +90,7 @@ def _classes(given: Mapping[str, Any]) -> tuple[str, str]:
 
 def report(result: Conversion) -> str:
     """Lists what a person should read before the first run."""
-    counts = f"{len(result.converted)} settings converted, {len(result.left)} without a counterpart"
+    counts = f"{count_text(len(result.converted), 'setting')} converted, {len(result.left)} without a counterpart"
     lines = [f"{counts}, {len(result.unknown)} unknown."]
     for title, rows in (
         ("To be set before a run, since the file does not have it:", dict.fromkeys(result.missing, "")),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 
@@ -30,6 +33,7 @@ log = logging.getLogger(__name__)
 LONGROPE_LENGTH = "original_max_position_embeddings"
 # For messages about the length of a row.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
+_HUB_ANSWER_S = 5.0
 _LONGEST_PROBLEM = 600  # letters; transformers lists all families that it knows
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 # Families that read in both directions, unless their config says is_decoder.
@@ -199,6 +203,23 @@ class ModelSpec:
                 "be downloaded and run. If you trust its owner, set attn_implementation to it; otherwise, to sdpa."
             )
         return config
+
+    def check_reachable(self) -> None:
+        """Raises OSError if the config is on a hub that does not answer: its client would try for half a minute."""
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        if self.path is None or _looks_local(self.path) or constants.HF_HUB_OFFLINE or getproxies():
+            return
+        if try_to_load_from_cache(self.path, "config.json"):
+            return
+        hub = urlsplit(constants.ENDPOINT)
+        try:
+            socket.create_connection((hub.hostname, hub.port or 443), timeout=_HUB_ANSWER_S).close()
+        except OSError as error:
+            raise OSError(
+                f"{self._named} is not in the cache, and {constants.ENDPOINT} does not answer ({error}). Download the "
+                "model first, or set path to a folder with it."
+            ) from error
 
     def load_model(self) -> PreTrainedModel:
         """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""

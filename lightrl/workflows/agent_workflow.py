@@ -1,9 +1,11 @@
 """AgentWorkflow: trains any agent that calls its model through OpenAI's API, by giving it another base_url.
 
+client = AsyncOpenAI(api_key="set by run")  # for all trajectories
+
 async def run(prompt, base_url, api_key):
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        messages = [{"role": "user", "content": prompt.fields["question"]}]
-        answer = await client.chat.completions.create(model="policy", messages=messages)
+    policy = client.with_options(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": prompt.fields["question"]}]
+    answer = await policy.chat.completions.create(model="policy", messages=messages)
     return float(answer.choices[0].message.content == prompt.fields["answer"])
 """
 

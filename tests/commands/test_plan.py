@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 from tiny import tiny_spec
 
 from examples.quickstart.task import LargestDigit
@@ -15,6 +16,7 @@ from lightrl.algorithms import GRPO, PPO, AdaptiveKL, Distillation
 from lightrl.commands import launch
 from lightrl.commands.doctor.machine import memory_on_paper
 from lightrl.commands.plan import plan_mermaid, plan_text, run
+from lightrl.engines.sglang.servers.server import HeldPort
 from lightrl.models import ModelSpec, Role, RoleMesh
 from lightrl.strategies import FSDP2Strategy
 from lightrl.trajectory import Sampling
@@ -190,6 +192,21 @@ def test_plan_and_launch_agree_on_what_fits_four_ranks_of_a_model_of_1_5_billion
     assert ("does not fit" not in printed_plan(capsys, *arguments)) == fits
     assert launch.run([*arguments, "--dry-run"]) == (0 if fits else 2)
     assert (f"launch.gpu_memory_gb={gigabytes} is not enough" in capsys.readouterr().err) != fits
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    held = HeldPort("127.0.0.1")  # nobody listens there
+    hub = f"http://127.0.0.1:{held.number}"
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    out = printed_plan(capsys, *layer_of(tmp_path, {"path": "nobody/no-model"}))
+    held.close()
+    (line,) = (line for line in out.splitlines() if "Memory was not checked: " in line)
+    assert f"Model 'nobody/no-model' is not in the cache, and {hub} does not answer" in line
+    assert "Download the model first, or set path to a folder with it." in line
 
 
 def test_memory_that_is_not_known_is_said_by_plan_launch_and_doctor(

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from lightrl.callbacks.status_file import StatusFile
-from lightrl.commands.config_layers import UsageError
 from lightrl.commands.main import main
 from lightrl.commands.status import run, status_text
 
@@ -71,7 +72,7 @@ def test_a_launch_alone_shows_its_processes(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    with pytest.raises(UsageError, match="has no run and no launch"):
+    with pytest.raises(ValueError, match="has no run and no launch"):
         status_text(tmp_path)
     assert run([]) == 2
 
@@ -86,3 +87,12 @@ def test_ctrl_c_is_an_interruption_and_no_failure(tmp_path: Path) -> None:
     text = status_text(tmp_path)
     assert "phase      interrupted" in text
     assert "error" not in text
+
+
+def test_the_command_imports_neither_torch_nor_lightning(tmp_path: Path) -> None:
+    (tmp_path / "launch.json").write_text(json.dumps({"launcher": "local", "state": "running", "processes": {}}))
+    code = (
+        "import sys; from lightrl.commands.main import main; assert main(['status', sys.argv[1]]) == 0; "
+        "assert not {'torch', 'lightning', 'transformers', 'jsonargparse'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -133,6 +133,9 @@ def test_on_a_cpu_nobody_gets_a_gpu():
 
 
 REFUSED = {
+    "a server beside one rank": (
+        {"gpus_per_node": 1, "ranks": 1, "servers": 1}, {}, "needs 1 GPU beside 1 trainer rank, .* room for 0 servers",
+    ),
     "more ranks than GPUs": ({"gpus_per_node": 2, "ranks": 4}, {}, "4 trainer ranks need 4 GPUs"),
     "ranks that cannot be spread": ({"nodes": 2, "gpus_per_node": 4, "ranks": 7}, {}, "spread evenly"),
     "servers beside ranks": ({"gpus_per_node": 4, "ranks": 3, "servers": 2}, {}, "leave room for 1"),

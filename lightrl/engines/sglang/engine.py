@@ -51,7 +51,7 @@ from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.open_files import connections_within, raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.routes import check_routes
-from lightrl.engines.sglang.servers.command import dtype_of_auto, usable_token
+from lightrl.engines.sglang.servers.command import check_server_args, dtype_of_auto, find_python, usable_token
 from lightrl.engines.sglang.servers.own_fleet import fleet_of
 from lightrl.engines.sglang.servers.own_gateway import Router
 from lightrl.engines.sglang.servers.registry import ServerEntry, registry_at
@@ -264,21 +264,43 @@ class SGLangEngine(
     def needs_base(self) -> bool:
         return self._served is not None and self._served.needs_base
 
-    def start(self, config: PretrainedConfig) -> None:
-        """Starts servers or connects to running ones, and waits until all answer."""
-        if self._is_open:
-            raise EngineError("SGLangEngine is already started. Close it first.")
-        urls = self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
-        found: list[ServerEntry] = []
-        if (registry := registry_at(urls)) is not None:
-            found = registry.wait_for_servers(self.timeouts.startup_s)
-            urls = [entry.url for entry in found]
+    def check(self) -> None:
+        """Raises ValueError if servers cannot be started or reached with these settings on this machine."""
+        urls = self._given_urls()
+        if urls is None and self.command is None:
+            find_python(self.sglang_python)
+            check_server_args(self.server_args)
+        if urls is None:
+            usable_token(self.token or os.environ.get(TOKEN_VARIABLE))
+        if registry_at(urls) is None:
+            self._check_routes(urls or ())
+        if self.transport == "cuda_ipc" and not torch.cuda.is_available():
+            raise ValueError("transport='cuda_ipc' needs a GPU, and torch sees none here. Set tensor or disk.")
+        self._router.check()
+
+    def _given_urls(self) -> list[str] | None:
+        """None if the engine starts its servers."""
+        return self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
+
+    def _check_routes(self, urls: Sequence[str]) -> None:
         check_routes(
-            [as_url(url) for url in urls or ()],
+            [as_url(url) for url in urls],
             transport=self.transport,
             trainer_host=self.trainer_host,
             weight_folder=self.weight_folder,
         )
+
+    def start(self, config: PretrainedConfig) -> None:
+        """Starts servers or connects to running ones, and waits until all answer."""
+        if self._is_open:
+            raise EngineError("SGLangEngine is already started. Close it first.")
+        self.check()
+        urls = self._given_urls()
+        found: list[ServerEntry] = []
+        if (registry := registry_at(urls)) is not None:
+            found = registry.wait_for_servers(self.timeouts.startup_s)
+            urls = [entry.url for entry in found]
+            self._check_routes(urls)
         self.weight_version = -1
         text_config = config.get_text_config()
         self._config = config

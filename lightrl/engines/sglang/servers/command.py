@@ -119,14 +119,20 @@ def command_line(
         args: SGLang's arguments by their own names, with `_` or `-`: True is the bare flag, False and None omit it, a
             list is several values, a dict is JSON. They override lightrl's defaults.
     """
-    named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
-    for name in sorted(_OURS.keys() & named.keys()):
-        raise ValueError(f"server_args has {name}, which lightrl sets. Remove it and use {_OURS[name]}.")
+    named = check_server_args(args)
     settings = {**_DEFAULTS, **(_CPU_DEFAULTS if python.is_plain_cpu else {}), **named}
     return [
         *(python.path, "-m", python.module, "--model-path", str(model_folder)),
         *("--host", host, "--port", str(port), "--config", str(secrets_file), *flags(settings)),
     ]
+
+
+def check_server_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by SGLang's names; raises ValueError for one that lightrl sets."""
+    named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
+    for name in sorted(_OURS.keys() & named.keys()):
+        raise ValueError(f"server_args has {name}, which lightrl sets. Remove it and use {_OURS[name]}.")
+    return named
 
 
 def usable_token(token: str | None) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from lightrl.checks.printable import count_text
 from lightrl.engines.sglang.servers.server import SGLangServer
 from lightrl.errors import EngineError, LightRLError
 
@@ -185,8 +186,8 @@ class ServerFleet:
             log.warning("%s could not be restarted: %s", server.name, reason)
             server.stop(grace_s=0)
         message = (
-            f"{server.name} is given up after {policy.restarts} restarts in a row. Last reason: {reason}. "
-            f"{server.last_output()}"
+            f"{server.name} is given up after {count_text(policy.restarts, 'restart')} in a row. Last reason: "
+            f"{reason}. {server.last_output()}"
         )
         log.error("%s", message)
         self._on_given_up(server.url, message)

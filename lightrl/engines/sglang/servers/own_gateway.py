@@ -56,17 +56,20 @@ class Router:
         self._setting = setting
         self._fleet: ServerFleet | None = None
 
+    def check(self) -> None:
+        """Raises ValueError if smg is to be started and not installed."""
+        if self._setting == "smg" and importlib.util.find_spec("smg") is None:
+            raise ValueError(
+                "router: smg needs SGLang's gateway: pip install smg. Or set router to a gateway's address."
+            )
+
     def start(self, members: Members, folder: Path, token: str | None, timeouts: Timeouts) -> None:
-        """Sets the members' gateway, which gets the servers' token; raises ValueError if smg is not installed."""
+        """Sets the members' gateway, which gets the servers' token."""
         if self._setting is None:
             return
         if self._setting != "smg":
             members.gateway = Gateway(as_url(self._setting), token, members.pool, timeouts=timeouts)
             return
-        if importlib.util.find_spec("smg") is None:
-            raise ValueError(
-                "router: smg needs SGLang's gateway: pip install smg. Or set router to a gateway's address."
-            )
         with socket.create_server(("127.0.0.1", 0)) as free:
             metrics_port = free.getsockname()[1]
         command = [sys.executable, "-c", _PROGRAM, *_ARGUMENTS, f"--prometheus-port={metrics_port}"]

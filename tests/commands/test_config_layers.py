@@ -1,0 +1,105 @@
+"""Config files are read and parsed once: by the parser as by what names a line."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+from chat_texts import CHATML, chat_tokenizer
+from jsonargparse import get_loader
+from parsed import parsed
+
+from lightrl.commands.cli import LightRLCLI
+from lightrl.commands.config_layers import UsageError, Written
+from lightrl.commands.main import main
+from lightrl.commands.serve import settings_of
+
+
+class _BuiltError(Exception):
+    pass
+
+
+class _BuildingOnly(LightRLCLI):
+    def before_fit(self) -> None:
+        raise _BuiltError(self.model)
+
+
+def pipe(name: str, text: str) -> str:
+    """A pipe that gives this text once, as the shell's `<(cat run.yaml)` does."""
+    os.mkfifo(name)
+    threading.Thread(target=Path(name).write_text, args=(text,), daemon=True).start()
+    return name
+
+
+def test_a_config_may_come_from_a_pipe_and_errors_name_its_lines(settings, config):
+    file = config(settings)
+    text = Path(file).read_text()
+    found = parsed("fit", "--config", pipe("pipe", text), "--model.lr", "0.5")
+    assert (found.model.init_args.group_size, found.model.init_args.lr) == (2, 0.5)
+    assert [str(path) for path in found.config] == ["pipe"]
+    line = 1 + text.splitlines().index("    group_size: 2")
+    with pytest.raises(UsageError, match=rf"model.init_args.group_size must be an integer, got 'two' \(wrong:{line}\)"):
+        parsed("fit", "--config", pipe("wrong", text.replace("group_size: 2", "group_size: two")))
+    with pytest.raises(SystemExit):  # help of the class in the pipe
+        parsed("fit", "--config", pipe("asked", text), "--model.sampling.help")
+
+
+def test_a_pipe_is_refused_where_several_processes_would_read_it(settings, config, capsys):
+    name = pipe("pipe", Path(config(settings)).read_text())
+    assert main(["fit", "--config", name, "--trainer.devices=2"]) == 2
+    assert "--config pipe can be read once, by the first of 2 processes. Write it to a file." in capsys.readouterr().err
+
+
+def test_servers_take_a_config_from_a_pipe(config):
+    engine = {"class_path": "SGLangEngine", "init_args": {"servers": 2}}
+    config({})
+    assert settings_of([pipe("pipe", yaml.safe_dump({"trainer": {"engine": engine}}))])[1]["servers"] == 2
+
+
+def test_a_file_that_a_config_names_is_relative_to_it(settings, config):
+    Path(config({})).parent.joinpath("below").mkdir()
+    trainer = settings.pop("trainer")
+    config(trainer, "below/trainer.yaml")
+    found = parsed("fit", "--config", config({**settings, "trainer": "trainer.yaml"}, "below/run.yaml"))
+    assert found.trainer.max_steps == trainer["max_steps"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1e-3", "1.5E5", "-2e+4", "1_0.5e3", ".5", "3", "0x1F", "1.0", "yes", "null", "2026-11-26", "1e", "e5", ".inf"],
+)
+def test_a_value_in_a_file_is_what_the_parser_makes_of_it(value, config):
+    Path(config({})).write_text(f"a: [{value}, x]")
+    (found, _), (expected, _) = (
+        Written.read(["--config", "run.yaml"]).settings["a"],
+        get_loader("yaml")(f"[{value}, x]"),
+    )
+    assert (found, type(found)) == (expected, type(expected))
+
+
+def test_a_merged_mapping_is_no_key_that_stands_twice(config):
+    Path(config({})).write_text("a: &base {lr: 1, b: 2}\nc:\n  <<: *base\n  lr: 3\n")
+    written = Written.read(["--config", "run.yaml"])
+    assert written.settings["c"] == {"lr": 3, "b": 2}
+    assert written.origin("c.lr") == " (run.yaml:4)"
+
+
+def test_the_tools_of_a_configuration_are_as_the_page_on_environments_shows(settings, config):
+    page = (Path(__file__).parents[2] / "docs/write-an-environment.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?ToolEnvironment.*?)```", page.partition("## Tools")[2], re.DOTALL)
+    text = text.replace("my_project.tools.search", "lightrl.workflows.tools.python")
+    config(yaml.safe_load(text), "tools.yaml")
+    with pytest.raises(_BuiltError) as built:
+        _BuildingOnly(["fit", "--config", config(settings), "--config", "tools.yaml"])
+    environment = built.value.args[0].workflow(chat_tokenizer(CHATML)).make_environment()
+    assert (list(environment.tools), environment.max_calls) == (["python", "calculator"], 2)
+
+
+def test_a_second_file_adds_callbacks_to_those_of_the_first(settings, config):
+    more = {"trainer": {"callbacks+": [{"class_path": "Trace"}]}}
+    found = parsed("fit", "--config", config(settings), "--config", config(more, "more.yaml"))
+    assert [item.class_path.rpartition(".")[2] for item in found.trainer.callbacks] == ["StalenessControl", "Trace"]
