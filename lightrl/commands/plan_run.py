@@ -111,7 +111,8 @@ def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:
 def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, given: Collection[str]) -> None:
     """Sets what a GPU's memory decides, unless it is among the paths that the user has `given`, and prints it."""
     strategy, engine = trainer.strategy, trainer.engine
-    names, chosen = {path.rpartition(".")[2] for path in given}, []
+    names = {path.rpartition(".")[2] for path in given}
+    chosen: list[str] = []
     may_checkpoint = isinstance(strategy, FSDP2Strategy) and "activation_checkpointing" not in names
     may_cut = hasattr(module, "microbatch_tokens") and "microbatch_tokens" not in names
     try:

@@ -225,7 +225,7 @@ class DecodeThread(threading.Thread):
         with self._condition:
             weight_version = self.weight_version  # it changes only at a boundary
             is_stale, self._is_stale = self._is_stale, False
-            capacity = batch.capacity(self._waiting)
+            capacity = batch.capacity(self._waiting) if self._waiting else batch.max_rows
             free = capacity - batch.size
             num_needed = min(len(self._waiting), max(1, capacity // _ADMIT_FRACTION))
             rows: list[Row] = []
