@@ -414,10 +414,11 @@ class Trainer(RLTrainer):
                 )
 
     def _check_engine(self, *, is_fit: bool) -> None:
-        if isinstance(self.engine, ChecksSettings):
-            self.engine.check()
+        engine: RolloutEngine = self.engine
+        if isinstance(engine, ChecksSettings):
+            engine.check()
         control = next(item for item in self.callbacks if isinstance(item, StalenessControl))
-        is_colocated = isinstance(self.engine, SharesDevices) and self.engine.placement == "colocated"
+        is_colocated = isinstance(engine, SharesDevices) and engine.placement == "colocated"
         if is_fit and is_colocated and control.max_staleness > 0:
             raise ValueError(
                 f"max_staleness must be 0 with a colocated engine, got {control.max_staleness}: the engine has no "

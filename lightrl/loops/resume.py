@@ -46,8 +46,9 @@ def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> dict[str, 
     """
     settings = trainer.settings
     if settings is None:
-        module: Any = trainer.lightning_module
-        names = {name for kind in type(module).__mro__ for name in inspect.signature(kind.__init__).parameters}
+        module = trainer.lightning_module
+        kinds: Any = type(module).__mro__
+        names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
         kept = {name: value for name, value in vars(module).items() if name in names}
         settings = {"model": kept, "trainer": {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}}
     found = by_path({name: value for name, value in settings.items() if name not in ("config", "ckpt_path")})
