@@ -414,7 +414,7 @@ class Trainer(RLTrainer):
                 )
 
     def _check_engine(self, *, is_fit: bool) -> None:
-        engine: RolloutEngine | None = self.engine
+        engine: Any = self.engine
         if isinstance(engine, ChecksSettings):
             engine.check()
         control = next(item for item in self.callbacks if isinstance(item, StalenessControl))
