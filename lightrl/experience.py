@@ -43,7 +43,7 @@ class Experience:
     """Trajectories as tensors. Frozen: phases add fields with `with_tensors`.
 
     The outputs of a user's own model calls are kept in `extras` under their key, read as `experience["key"]`, and
-    travel with the other fields. Rows keep the (prompt, sample) order of the rollout. Pictures are stored once and
+    travel with the other fields. Rows keep the (prompt, sample) order of the rollout. Images are stored once and
     shared by parts; `image_rows` says which of them a row shows.
     """
 
@@ -63,8 +63,8 @@ class Experience:
     bootstrap_values: Tensor | None = None  # float32 [B], of the critic, of the state after a truncated end; else 0
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
-    pixel_values: Tensor | None = None  # float32 [M, 3, height, width], all pictures
-    image_rows: Tensor | None = None  # int64 [B, I], the pictures of each row in order, as indices of those; -1: none
+    pixel_values: Tensor | None = None  # float32 [M, 3, height, width], all images
+    image_rows: Tensor | None = None  # int64 [B, I], the images of each row in order, as indices of those; -1: none
     supports: Tensor | None = None  # uint8 [S], in host memory: the codes of all supports (functional/supports.py)
     support_starts: Tensor | None = None  # int64 [B], in host memory: where the codes of a row begin
     support_sizes: Tensor | None = None  # int64 [B], in host memory: bytes of its codes

@@ -13,8 +13,8 @@ Reading order:
     status_file.py      what the run does now, for `lightrl status`; problems.py  warnings, errors and drops
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
-    learning_curve.py   the run's curve as a picture; run_files.py  what the files of a run are
-    loggers.py          tables, pictures and models for Weights & Biases, MLflow and TensorBoard
+    learning_curve.py   the run's curve as an image; run_files.py  what the files of a run are
+    loggers.py          tables, images and models for Weights & Biases, MLflow and TensorBoard
     timed_checkpoint.py a checkpoint every ten minutes
     export.py           the policy as a Hugging Face folder
 

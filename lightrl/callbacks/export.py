@@ -10,6 +10,7 @@ from lightrl.callbacks.loggers import log_model, takers_of_models
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.disk_errors import check_local
 from lightrl.models import ParallelModel, Role
+from lightrl.models.images import save_processor
 from lightrl.models.lora import has_adapters
 from lightrl.models.model_folder import (
     HEAD_STAYS_BEHIND,
@@ -18,7 +19,6 @@ from lightrl.models.model_folder import (
     replaced_folder,
     save_model,
 )
-from lightrl.models.pictures import save_processor
 from lightrl.strategies import LogprobSettings, Ranks, SplitsModels, parallel_model, ranks_of, whole
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""LearningCurve: the run as one picture, and at its end a list of the files in the run's folder."""
+"""LearningCurve: the run as one image, and at its end a list of the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightrl.callbacks.loggers import log_picture
+from lightrl.callbacks.loggers import log_image
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents
 from lightrl.checks.disk_errors import write_problem
@@ -82,17 +82,17 @@ class LearningCurve(RLCallback):
 
     When `fit` ends, by itself or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
     keeps the metrics, the plotted numbers to `learning_curve.csv`; Weights & Biases, MLflow and TensorBoard get the
-    picture. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run draws
+    image. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run draws
     the whole curve: of more than 1,000 iterations the means over 2, 4, 8, … of them, so that checkpoints stop growing.
 
     Iteration i on the axis means: sampled by the weights after i iterations. With `num_sanity_val_steps=-1` there is a
     held-out accuracy of iteration 0. It draws what `RolloutMetrics` and validation log; a run without these has no
-    picture.
+    image.
 
     Args:
         constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
         constant_label: its name in the legend.
-        title: of the picture; the module's class name if None.
+        title: of the image; the module's class name if None.
         held_out: the validation metric to draw; SFT's is `val/token_accuracy_fraction`.
         held_out_label: its name in the legend; DPO and RewardModel count pairs.
     """
@@ -168,7 +168,7 @@ class LearningCurve(RLCallback):
                     constant_label=self.constant_label,
                     held_out_label=self.held_out_label,
                 )
-                log_picture(trainer.loggers, run_folder / "learning_curve.png", trainer.global_step)
+                log_image(trainer.loggers, run_folder / "learning_curve.png", trainer.global_step)
             except ImportError as error:
                 log.warning("No learning curve was drawn: matplotlib cannot be imported (%s). Install it.", error)
             except OSError as error:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 KINDS = {
     "config.yaml": "all settings; fit --config config.yaml repeats the run",
     "learning_curve.png": "reward and accuracy over the iterations",
-    "learning_curve.csv": "the numbers of the picture",
+    "learning_curve.csv": "the numbers of the image",
     "metrics.csv": "every metric, a row per iteration",
     "events.out.tfevents*": "the same for tensorboard --logdir .",
     "trajectories": "what the policy wrote, a line each; lightrl inspect",

@@ -66,7 +66,7 @@ class RolloutEngine(Protocol):
     ) -> list[Completion]:
         """`n` completions of one prompt; requests are admitted in the order of the calls.
 
-        `images` are the prompt's pictures, whose image tokens are in `token_ids`; it is passed only if there are some,
+        `images` are the prompt's images, whose image tokens are in `token_ids`; it is passed only if there are some,
         so an engine for text may omit the parameter.
 
         With n > 1, completion i has a seed of its own, derived from (sampling.seed, i). On cancellation the request

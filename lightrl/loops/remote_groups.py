@@ -30,7 +30,7 @@ def _is_on_rank_0(record: str, prompt_id: str, name: str) -> NoReturn:
 
 
 class RemotePrompt(Prompt):
-    """A prompt of rank 0: its id and pictures."""
+    """A prompt of rank 0: its id and images."""
 
     def __init__(self, id: str, images: Sequence[str] = ()) -> None:
         vars(self).update(id=id, images=tuple(images))

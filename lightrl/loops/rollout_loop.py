@@ -32,7 +32,7 @@ from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.sharing import accept_changes, accepted, respread, spread
 from lightrl.loops.update import GradientGuard, MinibatchLoss
-from lightrl.models.pictures import with_pictures
+from lightrl.models.images import with_images
 from lightrl.models.stop_tokens import with_stop_tokens
 from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
@@ -201,7 +201,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.sizes = f", with {len(experience)} trajectories of at most {longest} tokens"
         if size > 1:
             experience = spread(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
-        return with_pictures(experience, trajectories, module.pictures, rows=experience.rows_here)
+        return with_images(experience, trajectories, module.image_reader, rows=experience.rows_here)
 
     def _judged(
         self, module: RLModule, experience: SpreadExperience, trajectories: list[Trajectory]
@@ -221,7 +221,7 @@ class RolloutLoop(_AutomaticOptimization):
             has_token_rewards=has_token_rewards,
         )
         kept = [trajectory for trajectory in trajectories if trajectory.reward is not None]
-        return with_pictures(judged, kept, module.pictures, rows=judged.rows_here) if is_fewer else judged
+        return with_images(judged, kept, module.image_reader, rows=judged.rows_here) if is_fewer else judged
 
     @property
     def _minibatch_seed(self) -> int:

@@ -5,7 +5,7 @@ Reading order:
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     lora.py           adapters trained instead of weights
-    pictures.py       models and prompts with pictures
+    images.py       models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent
     load_role.py      a role's model, checked against what the role is for
     optimizer.py      parameters by role, and the schedule of the learning rate

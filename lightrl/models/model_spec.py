@@ -15,7 +15,7 @@ from urllib.request import getproxies
 
 import torch
 
-from lightrl.models.pictures import auto_model, sees_pictures
+from lightrl.models.images import auto_model, sees_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -277,9 +277,9 @@ class ModelSpec:
         """Loads the model with a linear head `score` of one output; zeros if the checkpoint has none."""
         from transformers import AutoModelForSequenceClassification
 
-        if sees_pictures(self.load_config()):
+        if sees_images(self.load_config()):
             raise ValueError(
-                "A model that sees pictures cannot have a scalar head. Use critic='shared', which is a head on the "
+                "A model that sees images cannot have a scalar head. Use critic='shared', which is a head on the "
                 "policy's body, or another reward."
             )
         body = replace(self, head="vocabulary").load_model() if self.config is not None else None

@@ -415,7 +415,7 @@ def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
 
 
 def _shown(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With the pictures that these rows show, each once."""
+    """Keeps of the images those that these rows show, each once."""
     if "pixel_values" not in rows:
         return dict(rows)
     image_rows = rows["image_rows"]

@@ -68,8 +68,8 @@ from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.writer import RequestLimits, Writer
 from lightrl.errors import EngineError
 from lightrl.models import context_tokens
+from lightrl.models.images import ImageReader
 from lightrl.models.lora import AdapterShape
-from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder
 
@@ -304,7 +304,7 @@ class SGLangEngine(
         self.weight_version = -1
         text_config = config.get_text_config()
         self._config = config
-        self._limits = RequestLimits(int(text_config.vocab_size), context_tokens(config), Pictures.of(config))
+        self._limits = RequestLimits(int(text_config.vocab_size), context_tokens(config), ImageReader.of(config))
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
         num_servers = len(urls) if urls is not None else self.num_servers or 1
         limit = raise_open_files()

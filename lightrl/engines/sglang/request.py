@@ -20,7 +20,7 @@ import numpy as np
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
-from lightrl.models.pictures import Pictures, data_url, refusal
+from lightrl.models.images import ImageReader, data_url, refusal
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _ABOVE_0_NATS = 1e-3  # rounding
@@ -46,19 +46,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class RequestPictures:
-    """The pictures of a prompt as `/generate` takes them."""
+class RequestImages:
+    """The images of a prompt as `/generate` takes them."""
 
-    prompt: list[int]  # the prompt's token ids, with one image token for each picture: the server repeats it
+    prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
     image_data: list[str]  # data: URLs, for servers on other machines
 
     @classmethod
-    def of(cls, pictures: Pictures | None, images: Sequence[str], token_ids: list[int]) -> RequestPictures:
-        """The pictures of a prompt, given how the policy reads them; raises ValueError if it takes none."""
-        if pictures is None:
+    def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> RequestImages:
+        """The images of a prompt, given how the policy reads them; raises ValueError if it takes none."""
+        if image_reader is None:
             raise ValueError(refusal(len(images)))
-        pictures.check(images, token_ids)
-        prompt = pictures.collapsed(token_ids, len(images))
+        image_reader.check(images, token_ids)
+        prompt = image_reader.collapsed(token_ids, len(images))
         return cls(prompt, [data_url(image) for image in images])
 
 
@@ -83,7 +83,7 @@ class CompletionDraft:
     weight_versions: TokenArray[int] = _NO_IDS
     supports: TokenArray[int] = _NO_CODES
     finish_reason: FinishReason | None = None
-    pictures: RequestPictures | None = None
+    images: RequestImages | None = None
     adapter: AdapterVersion | None = None  # of the latest request
 
     @property
@@ -110,18 +110,18 @@ class CompletionDraft:
             params["stop_token_ids"] = list(sampling.stop_token_ids)
         else:  # SGLang then ignores the stop ids of the request too
             params["ignore_eos"] = True
-        pictures = self.pictures
+        images = self.images
         body = {
             "rid": rid,
-            "input_ids": (self.prompt if pictures is None else pictures.prompt) + list(self.token_ids),
+            "input_ids": (self.prompt if images is None else images.prompt) + list(self.token_ids),
             "sampling_params": params,
             "return_logprob": True,
             "extra_key": cache_key,
         }
         if sampling.is_truncated:
             body["return_sampling_mask"] = True
-        if pictures is not None:
-            body["image_data"] = pictures.image_data
+        if images is not None:
+            body["image_data"] = images.image_data
         if self.adapter is not None:
             body["lora_path"] = self.adapter.name
         return body

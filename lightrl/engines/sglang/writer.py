@@ -24,10 +24,10 @@ from lightrl.engines.sglang.client import ABORT_TIMEOUT_S, SGLangClient, abort_a
 from lightrl.engines.sglang.connection import OutOfFiles, ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
-from lightrl.engines.sglang.request import Answer, CompletionDraft, MalformedAnswer, RequestPictures, read_answer
+from lightrl.engines.sglang.request import Answer, CompletionDraft, MalformedAnswer, RequestImages, read_answer
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.models.pictures import Pictures
+from lightrl.models.images import ImageReader
 from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
 
@@ -53,7 +53,7 @@ class RequestLimits:
 
     vocab_size: int
     max_context: int | None  # tokens of prompt and completion
-    pictures: Pictures | None  # how it reads pictures; None if it takes none
+    image_reader: ImageReader | None  # how it reads images; None if it takes none
 
 
 class NoFollowers:
@@ -105,10 +105,10 @@ class Writer:
         """
         limits = self._limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
-        pictures = RequestPictures.of(limits.pictures, images, token_ids) if images else None
+        images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
         with self._home.counted():
             if n == 1:
-                draft = CompletionDraft(token_ids, sampling, pictures=pictures)
+                draft = CompletionDraft(token_ids, sampling, images=images)
                 if written is not None:
                     draft.token_ids = token_array("token_ids", written.token_ids)
                     draft.logprobs = token_array("behavior_logprobs", written.logprobs)
@@ -119,7 +119,7 @@ class Writer:
                     return [await self._write(draft, session)]
                 finally:
                     self._drafts.pop(sampling.seed, None)
-            drafts = [CompletionDraft(token_ids, sampling, sample, pictures=pictures) for sample in range(n)]
+            drafts = [CompletionDraft(token_ids, sampling, sample, images=images) for sample in range(n)]
             writing = [asyncio.ensure_future(self._write(draft, session)) for draft in drafts]
             try:
                 return list(await asyncio.gather(*writing))
