@@ -26,11 +26,11 @@ from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.models import LONGROPE_LENGTH, ModelSpec, Outputs, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models import Metric as LossMetric
+from lightrl.models.chat_template import stop_token_ids
 from lightrl.models.images import ImageReader
-from lightrl.models.load_role import load_role, trainable_policy
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import parameter_groups, with_schedule
-from lightrl.models.stop_tokens import stop_token_ids
+from lightrl.models.role import load_role, trainable_policy
 from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
 from lightrl.rewards.hook import REWARD_THREAD

@@ -14,7 +14,7 @@ from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.data import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
-from lightrl.functional.preference import PreferenceLoss
+from lightrl.functional.losses import PreferenceLoss
 from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.models.lora import adapters_off
 from lightrl.strategies import LogprobSettings, parallel_model

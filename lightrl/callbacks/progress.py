@@ -1,4 +1,4 @@
-"""RolloutProgressBar: a bar for the run, one for its present phase, and above them lines that stay."""
+"""RolloutProgressBar: a bar for the run, one for its phase, and lines that stay; ModelLines: what is trained."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import TQDMProgressBar
+import lightning as L
+from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.printable import duration_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import lightning as L
 
     from lightrl.experience import Experience
     from lightrl.module import RLModule
@@ -352,3 +353,35 @@ def _styled(text: str, style: str) -> str:
 def _colour(name: str) -> str | None:
     """Formats seconds as tqdm does."""
     return name if _has_color() else None
+
+
+class ModelLines(ModelSummary):
+    """Takes the place of Lightning's default summary, whose FLOPs are 0 and whose modes are those that we set.
+
+    policy: Qwen3ForCausalLM, 789 K parameters
+    789 K of 789 K parameters are trained, 3.2 MB
+    """
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pp = getattr(trainer.strategy, "pp", 1)
+        self._summarize_kwargs["of"] = f" in rank 0's of {pp} pipeline stages" if pp > 1 else ""
+        super().on_fit_start(trainer, pl_module)
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        *_: Any,
+        of: str = "",
+        **__: Any,
+    ) -> None:
+        columns = dict(summary_data)
+        rows = zip(columns["Name"], columns["Type"], columns["Params"], strict=True)
+        # FSDP2 gives a model a class of its own
+        lines = [f"{name}: {kind.removeprefix('FSDP')}, {num.strip()} parameters{of}" for name, kind, num in rows]
+        trained, total = (
+            " ".join(get_human_readable_count(num).split()) for num in (trainable_parameters, total_parameters)
+        )
+        rank_zero_info("\n".join([*lines, f"{trained} of {total} parameters{of} are trained, {model_size:.1f} MB"]))

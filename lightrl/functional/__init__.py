@@ -8,13 +8,11 @@ Reading order:
     advantages.py   rewards → advantages
     returns.py      rewards per token and values → advantages and returns (GAE); reward shaping
     values.py       the critic's loss, its running normalization
-    losses.py       the clipped and other policy losses
+    losses.py       the clipped and other policy losses; of pairs: DPO, IPO, Bradley-Terry
     importance.py   ratios; importance weights of stale logprobs, M2PO's mask, an interpolated proximal policy
-    preference.py   losses of pairs: DPO, IPO, Bradley-Terry
-    kl.py           estimators of the KL divergence, its adaptive weight
-    divergence.py   KL and Jensen-Shannon divergence over a teacher's likeliest tokens
+    kl.py           estimators of the KL divergence, its adaptive weight; divergences over a teacher's top-k tokens
     reduction.py    masking before and after the loss, and three ways to average it
-    device_copy.py  copies to a device that the host does not wait for; compilation.py  whether it can compile
+    device_copy.py  copies to a device that the host does not wait for
     rows.py         trajectories as rows of tensors, checked; packing.py  of unequal length, without their padding
     supports.py     what a truncated draw chose from: its code, and the softmax over it
 
@@ -25,9 +23,7 @@ beside it in tests/functional/ a value worked by hand and an independent slow im
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages
-from lightrl.functional.compilation import can_compile
 from lightrl.functional.device_copy import on_host, to_device
-from lightrl.functional.divergence import Divergence, check_divergence, rest_mass, topk_divergence
 from lightrl.functional.importance import (
     ImportanceWeights,
     interpolated_proximal_logprobs,
@@ -35,9 +31,10 @@ from lightrl.functional.importance import (
     second_moment_mask,
     sequence_ratio,
 )
-from lightrl.functional.kl import KLController, kl
+from lightrl.functional.kl import Divergence, KLController, check_divergence, kl, rest_mass, topk_divergence
 from lightrl.functional.logprobs import (
     aligned_to_tokens,
+    can_compile,
     hidden_logprobs,
     hidden_topk,
     predicted_token_ids,
@@ -46,17 +43,19 @@ from lightrl.functional.logprobs import (
     token_topk,
 )
 from lightrl.functional.losses import (
+    bradley_terry_loss,
     cispo_loss,
     clipped_policy_loss,
     clipped_ratio_loss,
     is_clipped,
     leaves_trust_region,
+    preference_loss,
+    preference_margin,
     regression_loss,
     sapo_loss,
     tapered_weights,
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
-from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
 from lightrl.functional.returns import RewardShaping, gae, on_last_loss_token, on_loss_tokens
 from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, num_coded_tokens

@@ -15,6 +15,8 @@ token it describes, so position 0, which nothing predicts, is 0. The model path 
 from __future__ import annotations
 
 import functools
+import logging
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +24,33 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lightrl.functional.compilation import can_compile
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.shapes import check_same_shape
 from lightrl.functional.supports import Supports, support_scores
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def can_compile(device_type: str) -> bool:
+    """Whether functions and layers are compiled on this device: on NVIDIA GPUs, unless Triton or a compiler is missing.
+
+    TORCH_COMPILE_DISABLE=1, torch's own variable, turns compilation off everywhere.
+    """
+    if device_type != "cuda":
+        return False
+    try:
+        torch.compile(_trial, dynamic=True)(torch.ones(2, device=device_type))
+    except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        log.warning("torch.compile fails on this GPU: decoder layers and the head run slower, uncompiled (%s)", reason)
+        return False
+    return True
+
+
+def _trial(values: Tensor) -> Tensor:
+    return values.exp() + 1
+
 
 # Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
 _KEPT_LOGITS = 2**24

@@ -1,13 +1,16 @@
-"""Policy losses per token: tensors in, tensors out; the framework masks and averages.
+"""Policy losses per token, and losses of pairs; the framework masks and averages.
 
-Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes: `logprobs[b, t]` is the
-log-probability of `token_ids[b, t]` given the tokens before it. Logprobs are in nats.
+Shapes: B trajectories, or pairs with the logprobs of whole completions; T tokens. Every [B, T] tensor is aligned to the
+token it describes: `logprobs[b, t]` is the log-probability of `token_ids[b, t]` given the tokens before it, in nats.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lightrl.functional.importance import policy_ratio
 from lightrl.functional.reduction import neutralize
@@ -255,3 +258,72 @@ def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip
 def _check_clip(clip_low: float, clip_high: float) -> None:
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"clip_low and clip_high must be >= 0, got {clip_low} and {clip_high}.")
+
+
+PreferenceLoss = Literal["sigmoid", "ipo"]
+
+
+def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
+    """-log P(chosen is preferred) where P = sigmoid(difference of the rewards), [B].
+
+    Source: Bradley and Terry, 1952, https://doi.org/10.2307/2334029; for reward models,
+    https://arxiv.org/abs/2203.02155, equation 1.
+
+    Args:
+        chosen_rewards, rejected_rewards: [B], of the two trajectories of each pair; both carry the gradient.
+
+    Raises:
+        ValueError: if the tensors differ in shape.
+    """
+    check_same_shape(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
+    return -logsigmoid(chosen_rewards - rejected_rewards)
+
+
+def preference_margin(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    reference_chosen_logprobs: Tensor,
+    reference_rejected_logprobs: Tensor,
+) -> Tensor:
+    """How much more than the reference policy the policy prefers the chosen completion, [B] nats.
+
+    Args:
+        chosen_logprobs, rejected_logprobs: [B], Σ over the completion's tokens; carry the gradient.
+        reference_chosen_logprobs, reference_rejected_logprobs: [B], the same for the reference policy.
+
+    Raises:
+        ValueError: if the tensors differ in shape.
+    """
+    check_same_shape(
+        chosen_logprobs=chosen_logprobs,
+        rejected_logprobs=rejected_logprobs,
+        reference_chosen_logprobs=reference_chosen_logprobs,
+        reference_rejected_logprobs=reference_rejected_logprobs,
+    )
+    chosen = chosen_logprobs - reference_chosen_logprobs.detach()
+    return chosen - (rejected_logprobs - reference_rejected_logprobs.detach())
+
+
+def preference_loss(margin: Tensor, *, kl_coef: float = 0.1, kind: PreferenceLoss = "sigmoid") -> Tensor:
+    """DPO ("sigmoid") or IPO ("ipo") of each pair's margin, [B].
+
+    sigmoid: -log sigmoid(kl_coef · margin), which increases every margin without end; ipo: (margin - 1/(2·kl_coef))²,
+    which has a target.
+
+    Source: DPO, equation 7, https://arxiv.org/abs/2305.18290; IPO, equation 17, https://arxiv.org/abs/2310.12036.
+
+    Args:
+        margin: [B] of `preference_margin`; carries the gradient.
+        kl_coef: β (DPO) or τ (IPO) of the papers: the larger, the closer the policy stays to the reference.
+        kind: which loss.
+
+    Raises:
+        ValueError: if `kl_coef` is not above 0, or the kind is unknown.
+    """
+    if kl_coef <= 0:
+        raise ValueError(f"kl_coef must be above 0 (0.1 is usual), got {kl_coef}.")
+    if kind == "sigmoid":
+        return -logsigmoid(kl_coef * margin)
+    if kind == "ipo":
+        return (margin - 1 / (2 * kl_coef)).square()
+    raise ValueError(f"kind must be sigmoid or ipo, got {kind!r}.")

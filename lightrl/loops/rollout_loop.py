@@ -32,8 +32,8 @@ from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.sharing import accept_changes, accepted, respread, spread
 from lightrl.loops.update import GradientGuard, MinibatchLoss
+from lightrl.models.chat_template import with_stop_tokens
 from lightrl.models.images import with_images
-from lightrl.models.stop_tokens import with_stop_tokens
 from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer

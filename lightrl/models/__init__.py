@@ -1,16 +1,14 @@
 """Models: what a role is, how its model is loaded and saved, and what a strategy can do with it.
 
 Reading order:
-    role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh)
+    role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh); its model, checked
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     lora.py           adapters trained instead of weights
     images.py       models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent
-    load_role.py      a role's model, checked against what the role is for
     optimizer.py      parameters by role, and the schedule of the learning rate
-    chat_template.py  chats as text, and what the policy wrote
-    stop_tokens.py    which ids end a completion
+    chat_template.py  chats as text, what the policy wrote, and which ids end a completion
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
 needed here: transformers loads it. strategies/tensor_plans.py lists the families that can be split.

@@ -11,13 +11,14 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.trajectory import Prompt, content_text
+from lightrl.trajectory import Prompt, Sampling, content_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -238,3 +239,26 @@ def _begun(messages: Messages) -> str:
     """The text of a last message of the assistant, which the policy continues."""
     last = messages[-1]
     return content_text(last.get("content")) if last.get("role") == "assistant" else ""
+
+
+def stop_token_ids(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> dict[str, list[int]]:
+    """Source of stop tokens → their ids."""
+    sources: dict[str, list[int]] = {"sampling": list(sampling.stop_token_ids)}
+    generation_config = getattr(policy, "generation_config", None)
+    for name, value in (
+        ("generation config", getattr(generation_config, "eos_token_id", None)),
+        ("model config", getattr(policy.config, "eos_token_id", None)),
+        ("tokenizer", tokenizer.eos_token_id),
+        ("turn end", ChatTemplate(tokenizer).turn_end()),
+    ):
+        if value is not None:
+            sources[name] = [int(item) for item in (value if isinstance(value, Sequence) else [value])]
+    return {name: ids for name, ids in sources.items() if ids}
+
+
+def with_stop_tokens(sampling: Sampling, sources: dict[str, list[int]]) -> Sampling:
+    """`sampling` with the ids of `stop_token_ids` added."""
+    ids = {token_id for ids in sources.values() for token_id in ids}
+    return replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from lightrl.errors import WeightSyncError
-from lightrl.weights.bucket import Bucket
-from lightrl.weights.server_form import OUTPUT_HEAD, ServerForm
+from lightrl.weights.bucket import OUTPUT_HEAD, Bucket, ServerForm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

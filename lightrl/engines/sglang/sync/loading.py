@@ -29,7 +29,7 @@ from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import Bucket, SharedFolder
-from lightrl.weights.rank_share import read_back
+from lightrl.weights.disk import read_back
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -14,8 +14,8 @@ import torch
 from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.servers.server_process import ServerProcess
 from lightrl.weights import Digests, ServerForm, ServerLayout
+from lightrl.weights.bucket import OUTPUT_HEAD
 from lightrl.weights.digests import RankDigests, unknown_layout
-from lightrl.weights.server_form import OUTPUT_HEAD
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
