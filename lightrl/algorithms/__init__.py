@@ -37,28 +37,7 @@ from lightrl.algorithms.relatives import (
 from lightrl.algorithms.reward_model import RewardModel
 from lightrl.algorithms.sft import SFT
 
-__all__ = [
-    "AdaptiveKL",
-    "CISPO",
-    "DAPO",
-    "DPO",
-    "DPPO",
-    "GRPO",
-    "GSPO",
-    "IPO",
-    "M2PO",
-    "OAPL",
-    "PPO",
-    "RLOO",
-    "SAPO",
-    "SFT",
-    "TOPR",
-    "Distillation",
-    "DrGRPO",
-    "EarlyStop",
-    "LitePPO",
-    "ReferenceKL",
-    "ReinforceBaseline",
-    "ReinforcePlusPlus",
-    "RewardModel",
-]
+__all__ = ["Distillation", "DPO", "IPO", "GRPO", "DPPO", "OAPL", "TOPR", "PPO", "EarlyStop"]
+__all__ += ["AdaptiveKL", "ReferenceKL"]
+__all__ += ["CISPO", "DAPO", "GSPO", "M2PO", "RLOO", "SAPO", "DrGRPO", "LitePPO", "ReinforceBaseline"]
+__all__ += ["ReinforcePlusPlus", "RewardModel", "SFT"]

@@ -32,16 +32,5 @@ from lightrl.callbacks.trace import Trace
 from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.callbacks.weight_sync import WeightSync
 
-__all__ = [
-    "DynamicSampling",
-    "HuggingFaceExport",
-    "LearningCurve",
-    "PromptCurriculum",
-    "RLCallback",
-    "RolloutMetrics",
-    "RolloutProgressBar",
-    "StalenessControl",
-    "Trace",
-    "TrajectoryLog",
-    "WeightSync",
-]
+__all__ = ["DynamicSampling", "PromptCurriculum", "HuggingFaceExport", "LearningCurve", "RolloutProgressBar"]
+__all__ += ["RLCallback", "RolloutMetrics", "StalenessControl", "Trace", "TrajectoryLog", "WeightSync"]

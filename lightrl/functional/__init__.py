@@ -61,61 +61,15 @@ from lightrl.functional.returns import RewardShaping, gae, on_last_loss_token, o
 from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, num_coded_tokens
 from lightrl.functional.values import ValueNormalizer, explained_variance, value_loss
 
-__all__ = [
-    "EVERY_TOKEN",
-    "Supports",
-    "can_compile",
-    "encode_supports",
-    "joined_supports",
-    "num_coded_tokens",
-    "token_logprobs",
-    "hidden_logprobs",
-    "token_topk",
-    "hidden_topk",
-    "predicting_positions",
-    "predicted_token_ids",
-    "aligned_to_tokens",
-    "group_advantages",
-    "optimal_advantages",
-    "batch_normalized",
-    "gae",
-    "RewardShaping",
-    "on_last_loss_token",
-    "on_loss_tokens",
-    "value_loss",
-    "explained_variance",
-    "ValueNormalizer",
-    "KLController",
-    "clipped_policy_loss",
-    "clipped_ratio_loss",
-    "policy_ratio",
-    "sequence_ratio",
-    "cispo_loss",
-    "sapo_loss",
-    "tapered_weights",
-    "regression_loss",
-    "leaves_trust_region",
-    "second_moment_mask",
-    "interpolated_proximal_logprobs",
-    "bradley_terry_loss",
-    "preference_margin",
-    "preference_loss",
-    "ImportanceWeights",
-    "is_clipped",
-    "kl",
-    "Divergence",
-    "topk_divergence",
-    "rest_mass",
-    "check_divergence",
-    "neutralize",
-    "masked_mean",
-    "loss_counts",
-    "reduce_loss",
-    "rectangles",
-    "bins",
-    "Packed",
-    "on_host",
-    "pack",
-    "to_device",
-    "unpack",
-]
+__all__ = ["group_advantages", "optimal_advantages", "batch_normalized", "on_host", "to_device"]
+__all__ += ["policy_ratio", "sequence_ratio", "second_moment_mask", "interpolated_proximal_logprobs"]
+__all__ += ["ImportanceWeights", "KLController", "kl", "Divergence", "topk_divergence", "rest_mass", "check_divergence"]
+__all__ += ["can_compile", "token_logprobs", "hidden_logprobs", "token_topk", "hidden_topk", "predicting_positions"]
+__all__ += ["predicted_token_ids", "aligned_to_tokens"]
+__all__ += ["clipped_policy_loss", "clipped_ratio_loss", "cispo_loss", "sapo_loss", "tapered_weights"]
+__all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "preference_margin", "preference_loss"]
+__all__ += ["is_clipped", "rectangles", "bins", "Packed", "pack", "unpack"]
+__all__ += ["neutralize", "masked_mean", "loss_counts", "reduce_loss"]
+__all__ += ["gae", "RewardShaping", "on_last_loss_token", "on_loss_tokens"]
+__all__ += ["EVERY_TOKEN", "Supports", "encode_supports", "joined_supports", "num_coded_tokens"]
+__all__ += ["value_loss", "explained_variance", "ValueNormalizer"]

@@ -28,24 +28,8 @@ from lightrl.models.optimizer import check_adamw
 from lightrl.models.parallel_model import Backward, LossFunction, Metric, More, Outputs, ParallelModel, asked_of_policy
 from lightrl.models.role import Role, RoleMesh, models_made_by
 
-__all__ = [
-    "CONTEXT",
-    "LONGROPE_LENGTH",
-    "Backward",
-    "LoRA",
-    "LossFunction",
-    "Metric",
-    "ModelSpec",
-    "More",
-    "Outputs",
-    "ParallelModel",
-    "Role",
-    "RoleMesh",
-    "asked_of_policy",
-    "check_adamw",
-    "context_tokens",
-    "is_silent",
-    "models_made_by",
-    "scalar_head",
-    "untrained_reward_model",
-]
+__all__ = ["LoRA"]
+__all__ += ["CONTEXT", "LONGROPE_LENGTH", "ModelSpec", "context_tokens", "is_silent", "scalar_head"]
+__all__ += ["untrained_reward_model", "check_adamw"]
+__all__ += ["Backward", "LossFunction", "Metric", "More", "Outputs", "ParallelModel", "asked_of_policy"]
+__all__ += ["Role", "RoleMesh", "models_made_by"]

@@ -22,16 +22,5 @@ from lightrl.weights.digests import Digests, ServerLayout
 from lightrl.weights.disk import SharedFolder, WeightFolder
 from lightrl.weights.shared_memory import SharedBucket
 
-__all__ = [
-    "BroadcastGroup",
-    "Bucket",
-    "Digests",
-    "HostCopy",
-    "ServerForm",
-    "ServerLayout",
-    "SharedBucket",
-    "SharedFolder",
-    "WeightFolder",
-    "WrittenFile",
-    "bucketed",
-]
+__all__ = ["BroadcastGroup", "Bucket", "ServerForm", "WrittenFile", "bucketed", "HostCopy", "Digests", "ServerLayout"]
+__all__ += ["SharedFolder", "WeightFolder", "SharedBucket"]

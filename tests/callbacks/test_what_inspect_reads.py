@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, tokenizer
 
 from lightrl import StalenessControl, TrajectoryLog
+from lightrl.callbacks import run_files
 from lightrl.callbacks.run_files import ProblemLog
 from lightrl.inspect.answers import Answers
 from lightrl.inspect.run_folder import find_runs
