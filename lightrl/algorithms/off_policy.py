@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from lightrl.algorithms.grpo import GRPO
 from lightrl.experience import Experience
 from lightrl.functional import leaves_trust_region, optimal_advantages, regression_loss, tapered_weights
+from lightrl.functional.reduction import LossReduction
 from lightrl.models import ModelSpec, Outputs, Role
 
 
@@ -33,7 +34,7 @@ class OAPL(GRPO):
         policy: str | ModelSpec | Role,
         *,
         beta: float = 0.25,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "fixed",
+        loss_reduction: LossReduction = "fixed",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -58,11 +59,7 @@ class OAPL(GRPO):
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         assert experience.advantages is not None
         return regression_loss(
-            outputs.logprobs,
-            experience.behavior_logprobs,
-            experience.advantages,
-            experience.loss_mask,
-            beta=self.beta,
+            outputs.logprobs, experience.behavior_logprobs, experience.advantages, experience.loss_mask, beta=self.beta
         )
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
@@ -77,13 +74,7 @@ class TOPR(GRPO):
 
     def __init__(self, policy: str | ModelSpec | Role, **kwargs: Any) -> None:
         super().__init__(
-            policy,
-            clip_low=1.0,
-            clip_high=math.inf,
-            dual_clip=None,
-            ratio_level="token",
-            decoupled=False,
-            **kwargs,
+            policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, ratio_level="token", decoupled=False, **kwargs
         )
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:

@@ -12,6 +12,7 @@ from lightrl.algorithms.grpo import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import batch_normalized, cispo_loss, group_advantages, sapo_loss, second_moment_mask
+from lightrl.functional.reduction import LossReduction
 from lightrl.models import ModelSpec, Outputs, Role
 
 
@@ -22,11 +23,7 @@ class DrGRPO(GRPO):
     """
 
     def __init__(
-        self,
-        policy: str | ModelSpec | Role,
-        *,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "fixed",
-        **kwargs: Any,
+        self, policy: str | ModelSpec | Role, *, loss_reduction: LossReduction = "fixed", **kwargs: Any
     ) -> None:
         super().__init__(policy, advantage_std=None, loss_reduction=loss_reduction, **kwargs)
 
@@ -44,7 +41,7 @@ class DAPO(GRPO):
         policy: str | ModelSpec | Role,
         *,
         clip_high: float = 0.28,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "token",
+        loss_reduction: LossReduction = "token",
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, clip_high=clip_high, loss_reduction=loss_reduction, **kwargs)
@@ -60,11 +57,7 @@ class RLOO(GRPO):
     """
 
     def __init__(
-        self,
-        policy: str | ModelSpec | Role,
-        *,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "fixed",
-        **kwargs: Any,
+        self, policy: str | ModelSpec | Role, *, loss_reduction: LossReduction = "fixed", **kwargs: Any
     ) -> None:
         super().__init__(
             policy,
@@ -98,7 +91,7 @@ class GSPO(GRPO):
         *,
         clip_low: float = 3e-4,
         clip_high: float = 4e-4,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "sequence",
+        loss_reduction: LossReduction = "sequence",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -156,7 +149,7 @@ class SAPO(GRPO):
         *,
         temperature_positive: float = 1.0,
         temperature_negative: float = 1.05,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "sequence",
+        loss_reduction: LossReduction = "sequence",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -189,11 +182,7 @@ class LitePPO(GRPO):
     """
 
     def __init__(
-        self,
-        policy: str | ModelSpec | Role,
-        *,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "token",
-        **kwargs: Any,
+        self, policy: str | ModelSpec | Role, *, loss_reduction: LossReduction = "token", **kwargs: Any
     ) -> None:
         super().__init__(policy, advantage_mean="group", advantage_std="batch", loss_reduction=loss_reduction, **kwargs)
 
@@ -259,13 +248,7 @@ class M2PO(GRPO):
 
     advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # it sorts all tokens of the iteration
 
-    def __init__(
-        self,
-        policy: str | ModelSpec | Role,
-        *,
-        second_moment_threshold: float = 0.04,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, policy: str | ModelSpec | Role, *, second_moment_threshold: float = 0.04, **kwargs: Any) -> None:
         super().__init__(policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, **kwargs)
         if self.importance_weights is not None and self.importance_weights.approximate_proximal:
             raise ValueError("M2PO's mask needs the exact proximal logprobs: leave out decoupled.approximate_proximal.")

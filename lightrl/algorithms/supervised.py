@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.choices import check_choice
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models.model_folder import fill_in, keep_trained
@@ -64,8 +65,7 @@ class SupervisedModule(L.LightningModule):
     ) -> None:
         super().__init__()
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
-        if lr_decay not in ("constant", "linear", "cosine"):
-            raise ValueError(f"lr_decay must be constant, linear or cosine, got {lr_decay!r}.")
+        check_choice(("constant", "linear", "cosine"), lr_decay=lr_decay)
         check_bounds(0, warmup_steps=warmup_steps)
         self.policy_role = Role.of(policy)
         self.check_role("policy", self.policy_role)

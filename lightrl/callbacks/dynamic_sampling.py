@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rollout_metrics import MeansSince
+from lightrl.checks.bounds import check_bounds
+from lightrl.checks.choices import check_choice
 from lightrl.checks.dotted_path import function_of
 from lightrl.data import SuccessRateCurriculum
 from lightrl.module import RLModule
@@ -69,13 +71,9 @@ class DynamicSampling(RLCallback):
         oversample_fraction: float = 0.0,
         max_dropped_groups_per_iteration: int | None = None,
     ) -> None:
-        if incomplete_groups not in ("train", "redraw", "drop"):
-            raise ValueError(f"incomplete_groups must be train, redraw or drop, got {incomplete_groups!r}.")
-        if not 0 <= oversample_fraction <= 10:
-            raise ValueError(f"oversample_fraction must be from 0 to 10, got {oversample_fraction}.")
-        bound = max_dropped_groups_per_iteration
-        if bound is not None and bound < 0:
-            raise ValueError(f"max_dropped_groups_per_iteration must be at least 0 or None, got {bound}.")
+        check_choice(("train", "redraw", "drop"), incomplete_groups=incomplete_groups)
+        check_bounds(0, 10, oversample_fraction=oversample_fraction)
+        check_bounds(0, max_dropped_groups_per_iteration=max_dropped_groups_per_iteration)
         self.group_filter = GroupFilter(
             drop_zero_variance=drop_zero_variance,
             min_success=min_success,
@@ -85,7 +83,7 @@ class DynamicSampling(RLCallback):
         )
         self.incomplete_groups = incomplete_groups
         self.oversample_fraction = oversample_fraction
-        self.max_dropped_groups_per_iteration = bound
+        self.max_dropped_groups_per_iteration = max_dropped_groups_per_iteration
         self._reasons: set[str] = set()  # those that have occurred are logged from then on
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

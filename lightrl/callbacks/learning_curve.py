@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightrl.callbacks.loggers import log_image
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import write_problem
 
 if TYPE_CHECKING:
@@ -106,10 +107,7 @@ class LearningCurve(RLCallback):
         held_out: str = HELD_OUT_ACCURACY,
         held_out_label: str = "held-out prompts",
     ) -> None:
-        if constant_baseline is not None and not 0 <= constant_baseline <= 1:
-            raise ValueError(
-                f"constant_baseline must be a fraction from 0 to 1, got {constant_baseline}. Divide percent by 100."
-            )
+        check_bounds(0, 1, constant_baseline=constant_baseline)
         self.constant_baseline = constant_baseline
         self.constant_label = constant_label
         self.title = title
@@ -250,7 +248,7 @@ def draw_learning_curve(
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Centered mean over at most `window` values, fewer at both ends; as many as there are values."""
     half = window // 2
-    return [_mean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
+    return [statistics.fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
 
 def _plot_held_out(panel: Axes, curve: Curve, label: str) -> None:
@@ -265,7 +263,3 @@ def _plot_running_mean(panel: Axes, curve: Curve, *, color: str, label: str) -> 
     if window > 1:
         panel.plot(iterations, values, color=color, lw=0.8, alpha=0.3)
     panel.plot(iterations, running_mean(values, window), color=color, lw=2.0, label=label, zorder=3)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import duration_text
 
 if TYPE_CHECKING:
@@ -83,11 +84,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         print_every_n_iterations: int = 10,
     ) -> None:
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
-        if print_every_n_iterations < 1:
-            raise ValueError(
-                f"print_every_n_iterations must be at least 1, got {print_every_n_iterations}. Set "
-                "enable_progress_bar=False to print nothing."
-            )
+        check_bounds(1, print_every_n_iterations=print_every_n_iterations)
         self.print_every_n_iterations = print_every_n_iterations
         self._is_training = False  # there is a first line
         self._phase_bar: Tqdm | None = None
@@ -102,8 +99,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def is_disabled(self) -> bool:
         """True if no bar is drawn; lines may still be printed."""
         return not self.is_enabled or not _is_terminal()
-
-    # ------------------------------------------------------------------ the run
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.train_progress_bar = self.init_train_tqdm()
@@ -148,8 +143,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._close_bars()
 
-    # ------------------------------------------------------------------ the phase
-
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._show_phase("rollout", 0, self._num_trajectories)
 
@@ -181,8 +174,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         self._show_phase("weight sync")
 
-    # ------------------------------------------------------------------ validation
-
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._close_phase_bar()  # Lightning's validation bar takes its line
         super().on_validation_start(trainer, pl_module)
@@ -201,8 +192,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             names = sorted(values, key=lambda name: (name not in first, name))
             shown = {name.removeprefix("val/"): values[name] for name in names}
             self._print_line(f"validation after iteration {_num_batches_done(trainer)}", _telling(shown))
-
-    # ------------------------------------------------------------------ drawing
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
@@ -263,15 +252,9 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             return
         if self._phase_bar is None:
             self._phase = ""
-            self._phase_bar = Tqdm(
-                total=total,
-                position=2 * self.process_position + 1,
-                leave=False,
-                dynamic_ncols=True,
-                file=sys.stdout,
-                bar_format=_PHASE_FORMAT,
-                colour=_colour("cyan"),
-            )
+            settings = {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "bar_format": _PHASE_FORMAT}
+            place = 2 * self.process_position + 1
+            self._phase_bar = Tqdm(total=total, position=place, colour=_colour("cyan"), **settings)
         phase = name.partition(",")[0]
         is_new_phase, self._phase = phase != self._phase, phase
         self._phase_bar.desc = f"  {name}" if done is None else f"  {name}: "
@@ -351,7 +334,6 @@ def _styled(text: str, style: str) -> str:
 
 
 def _colour(name: str) -> str | None:
-    """Formats seconds as tqdm does."""
     return name if _has_color() else None
 
 

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightrl.callbacks.monitors import check_monitors, is_ours, names_of_validation
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class RolloutMetrics(RLCallback):
     """
 
     def __init__(self, zero_variance_patience: int = 3, *, metrics: dict[str, Metric] | None = None) -> None:
-        if zero_variance_patience < 1:
-            raise ValueError(f"zero_variance_patience must be at least 1 iteration, got {zero_variance_patience}.")
+        check_bounds(1, zero_variance_patience=zero_variance_patience)
         self.zero_variance_patience = zero_variance_patience
         self.metrics = dict(metrics or {})
         for metric in self.metrics.values():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.rollout import RolloutSettings
 
 if TYPE_CHECKING:
@@ -122,13 +123,9 @@ class StalenessControl(RLCallback):
         rollout_timeout_s: float = 1800.0,
         loop_timeout_s: float = 60.0,
     ) -> None:
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness must be 0 (on-policy) or more, got {max_staleness}.")
-        if max_concurrent is not None and max_concurrent < 1:
-            raise ValueError(f"max_concurrent must be at least 1 or None, got {max_concurrent}.")
-        for name, seconds in (("rollout_timeout_s", rollout_timeout_s), ("loop_timeout_s", loop_timeout_s)):
-            if seconds <= 0:
-                raise ValueError(f"{name} must be above 0, got {seconds}.")
+        check_bounds(0, max_staleness=max_staleness)
+        check_bounds(1, max_concurrent=max_concurrent)
+        check_positive(rollout_timeout_s=rollout_timeout_s, loop_timeout_s=loop_timeout_s)
         self.max_staleness = max_staleness
         self.max_concurrent = max_concurrent
         self.redraw_stragglers = redraw_stragglers

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import write_problem
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.trace import Event, MemoryPeaks, Summary, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
@@ -54,8 +55,7 @@ class Trace(RLCallback):
     def __init__(self, max_cost: float = 0.005, max_mib: int = 256) -> None:
         if not 0 < max_cost <= 1:
             raise ValueError(f"max_cost must be above 0 and at most 1, as a share of the run's time, got {max_cost}.")
-        if max_mib < 1:
-            raise ValueError(f"max_mib must be at least 1, got {max_mib}.")
+        check_bounds(1, max_mib=max_mib)
         self.max_cost = max_cost
         self.max_mib = max_mib
         self._tape: Tape | None = None  # None: no fit is traced

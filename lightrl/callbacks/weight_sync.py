@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
 
 from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.callbacks.probe import Probe
 from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.checks.choices import check_effect
+from lightrl.engines.abilities import SharesDevices
 from lightrl.errors import EngineTimeout, WeightSyncError, WeightSyncUndone
 from lightrl.module import RLModule
 from lightrl.rollout import Rollout
@@ -24,12 +29,6 @@ if TYPE_CHECKING:
     import lightning as L
 
     from lightrl.trajectory import Group
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from lightrl.engines.abilities import SharesDevices
 
 log = logging.getLogger(__name__)
 
@@ -133,15 +132,10 @@ class WeightSync(RLCallback):
         max_probe_nats: float | None = None,
         sync_timeout_s: float = 1800.0,
     ) -> None:
-        for name, value in (("every_n_iterations", every_n_iterations), ("bucket_mib", bucket_mib)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        if not 0 <= probe <= 4:
-            raise ValueError(f"probe must be 0 to 4 sequences, got {probe}.")
-        if probe_tokens < 2:
-            raise ValueError(f"probe_tokens must be at least 2, got {probe_tokens}: the first token has no logprob.")
-        if max_probe_nats is not None and max_probe_nats <= 0:
-            raise ValueError(f"max_probe_nats must be above 0 or None, got {max_probe_nats}.")
+        check_bounds(1, every_n_iterations=every_n_iterations, bucket_mib=bucket_mib)
+        check_bounds(0, 4, probe=probe)
+        check_bounds(2, probe_tokens=probe_tokens)  # the first token has no logprob
+        check_positive(max_probe_nats=max_probe_nats)
         if probe == 0:
             check_effect("with probe=0", max_probe_nats=(max_probe_nats, None), probe_tokens=(probe_tokens, 32))
         if blocking:

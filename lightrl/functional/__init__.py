@@ -1,6 +1,6 @@
 """Equations: tensors in, tensors out. Nothing here knows a trainer or a process group.
 
-Read this room for what is computed; the framework sums over microbatches and ranks.
+The framework sums over microbatches and ranks. Shapes and settings are checked on entry: ValueError.
 
 Reading order:
     shapes.py       the check on entry: equal shapes, so that nothing broadcasts by accident

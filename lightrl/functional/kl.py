@@ -43,9 +43,6 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
 
     Returns:
         The estimate for each token, [B, T], nats.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or the estimator is unknown.
     """
     check_same_shape(logprobs=logprobs, reference_logprobs=reference_logprobs)
     difference = logprobs - reference_logprobs.detach()
@@ -123,9 +120,6 @@ def topk_divergence(
 
     Returns:
         The divergence at each position, [...], nats.
-
-    Raises:
-        ValueError: if the tensors differ in shape, the divergence is unknown or `jsd_beta` is not between 0 and 1.
     """
     check_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs)
     check_divergence(divergence, jsd_beta)

@@ -82,9 +82,6 @@ def token_logprobs(
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
         0. Both carry gradient.
-
-    Raises:
-        ValueError: if shapes do not fit, the temperature is not positive, or only one of the two masks is given.
     """
     if logits.dim() != 3 or logits.shape[:2] != token_ids.shape[:2]:
         raise ValueError(
@@ -178,9 +175,6 @@ def hidden_logprobs(
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have gradients of zeros.
-
-    Raises:
-        ValueError: if shapes do not fit, a number is not positive, or only one of the two masks is given.
     """
     if token_ids.dim() not in (1, 2) or token_ids.shape[:1] != hidden.shape[:1]:
         raise ValueError(
@@ -195,7 +189,8 @@ def hidden_logprobs(
         num = part.shape[0]
         if num <= chunk_tokens and (are_few_logits(num, weight.shape[0]) or not can_compile(part.device.type)):
             return _logits_logprobs(linear(part, weight, bias), ids, temperature, part_mask, entropy_gradient)
-        return _head_logprobs(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
+        head: Callable[..., tuple[Tensor, Tensor]] = _HeadLogprobs.apply
+        return head(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
 
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
@@ -225,9 +220,6 @@ def hidden_topk(
         hidden, weight, bias, chunk_tokens, masked_ids, masked_rows: as in `hidden_logprobs`.
         num: at most V.
         num_ids: only the first `num_ids` ids; None for all.
-
-    Raises:
-        ValueError: if shapes do not fit, or there are fewer ids than `num`.
     """
     hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
     mask = _checked(1.0, masked_ids, masked_rows, hidden)
@@ -411,33 +403,9 @@ class _LogitsLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         log_probabilities, probabilities, token_ids, entropy = ctx.saved_tensors
-        gradient = _logits_gradient(
-            log_probabilities,
-            probabilities,
-            token_ids,
-            entropy,
-            grad_logprobs,
-            grad_entropy,
-            ctx.temperature,
-            ctx.mask,
-        )
+        scores, settings = (log_probabilities, probabilities), (ctx.temperature, ctx.mask)
+        gradient = _logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, *settings)
         return gradient.to(ctx.dtype), None, None, None, None
-
-
-def _head_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_ids: Tensor,
-    temperature: float,
-    mask: _Mask | None,
-    entropy_gradient: bool,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, token_ids, temperature, mask, entropy_gradient, chunk_tokens
-    )
-    return results
 
 
 class _HeadLogprobs(torch.autograd.Function):

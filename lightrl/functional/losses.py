@@ -42,9 +42,6 @@ def clipped_policy_loss(
 
     Returns:
         The loss of each token, [B, T]; lower is better.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a setting is out of range.
     """
     return clipped_ratio_loss(
         policy_ratio(logprobs, proximal_logprobs),
@@ -72,9 +69,6 @@ def clipped_ratio_loss(
 
     Returns:
         The loss of each token, [B, T].
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a setting is out of range.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     _check_clip(clip_low, clip_high)
@@ -107,9 +101,6 @@ def cispo_loss(
 
     Returns:
         The loss of each token, [B, T]. Its gradient is what counts; its value means little.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a clip bound is negative.
     """
     check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs, advantages=advantages)
     _check_clip(clip_low, clip_high)
@@ -134,9 +125,6 @@ def sapo_loss(
 
     Returns:
         The loss of each token, [B, T].
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a temperature is not above 0.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     if min(temperature_positive, temperature_negative) <= 0:
@@ -163,9 +151,6 @@ def tapered_weights(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Ten
 
     Returns:
         [B, T], detached; the loss is -weight · advantage · logprob.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
     ratio = policy_ratio(logprobs.detach(), behavior_logprobs)
@@ -192,9 +177,6 @@ def regression_loss(
 
     Returns:
         The loss of each token, [B, T]. Its gradient is what counts; its value means little.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, loss_mask=loss_mask)
     policy, behavior = neutralize(loss_mask, logprobs.detach(), behavior_logprobs)
@@ -219,9 +201,6 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
 
     Returns:
         bool [B, T].
-
-    Raises:
-        ValueError: if the tensors differ in shape, or the bound is not above 0.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
     if not max_nats > 0:
@@ -244,9 +223,6 @@ def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip
 
     Returns:
         float [B, T], detached.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a clip bound is negative.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     _check_clip(clip_low, clip_high)
@@ -271,9 +247,6 @@ def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tens
 
     Args:
         chosen_rewards, rejected_rewards: [B], of the two trajectories of each pair; both carry the gradient.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
     return -logsigmoid(chosen_rewards - rejected_rewards)
@@ -290,9 +263,6 @@ def preference_margin(
     Args:
         chosen_logprobs, rejected_logprobs: [B], Σ over the completion's tokens; carry the gradient.
         reference_chosen_logprobs, reference_rejected_logprobs: [B], the same for the reference policy.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(
         chosen_logprobs=chosen_logprobs,

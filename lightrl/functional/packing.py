@@ -128,9 +128,6 @@ def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:
     Args:
         token_ids: int64 [B, T], right-padded.
         lengths: tokens of each trajectory, 0 to T; numbers, so that the host does not wait for the device.
-
-    Raises:
-        ValueError: if shapes do not fit, or a length exceeds T.
     """
     if token_ids.dim() != 2 or len(lengths) != len(token_ids):
         raise ValueError(

@@ -59,9 +59,6 @@ def masked_mean(values: Tensor, mask: Tensor, total: Total = of_one_rank) -> Ten
         values: [B, T] or [B]; masked ones have no effect on value or gradient.
         mask: bool, of the same shape.
         total: over ranks that have other trajectories.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     (selected,) = neutralize(mask, values)
     return total(selected.sum()) / total(mask.sum()).clamp(min=1)
@@ -105,9 +102,6 @@ def reduce_loss(
 
     Returns:
         A scalar; 0, with a gradient of zeros, if no token trains.
-
-    Raises:
-        ValueError: if shapes differ, the mode is unknown, or "fixed" has no `max_new_tokens`.
     """
     check_choice(get_args(LossReduction), mode=mode)
     if mode == "fixed" and (max_new_tokens is None or max_new_tokens < 1):

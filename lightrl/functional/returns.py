@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.functional.reduction import neutralize
 from lightrl.functional.shapes import check_same_shape
 
@@ -40,14 +41,9 @@ def gae(
 
     Returns:
         Advantages and returns, [B, T], without gradient, 0 where the mask is False.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or gamma or lam is not between 0 and 1.
     """
     check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask)
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= number <= 1:
-            raise ValueError(f"{name} must be from 0 to 1, got {number}.")
+    check_bounds(0, 1, gamma=gamma, lam=lam)
     rewards, values = neutralize(loss_mask, rewards.detach(), values.detach())
     advantages = torch.zeros_like(values)
     advantage = torch.zeros_like(values[:, 0])
@@ -71,9 +67,6 @@ def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 
     Returns:
         [B, T].
-
-    Raises:
-        ValueError: if the tensors differ in B.
     """
     check_same_shape(rewards=rewards, loss_mask=loss_mask.any(1))
     left = loss_mask.flip(1).cumsum(1).flip(1)  # loss tokens from here on
@@ -91,9 +84,6 @@ def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 
     Returns:
         [B, T], 0 where the mask is False.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(rewards=rewards, loss_mask=loss_mask)
     columns = torch.arange(loss_mask.shape[1], device=loss_mask.device).expand_as(loss_mask)

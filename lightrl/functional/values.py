@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_positive
 from lightrl.checks.choices import check_choice
 from lightrl.functional.advantages import moments
 from lightrl.functional.reduction import Total, of_one_rank
@@ -43,14 +44,9 @@ def value_loss(
 
     Returns:
         [B, T].
-
-    Raises:
-        ValueError: if the tensors differ in shape, a bound is not positive, or `value_clip` has no old values.
     """
     check_same_shape(values=values, returns=returns)
-    for name, bound in (("value_clip", value_clip), ("huber_delta", huber_delta)):
-        if bound is not None and bound <= 0:
-            raise ValueError(f"{name} must be above 0 or None, got {bound}.")
+    check_positive(value_clip=value_clip, huber_delta=huber_delta)
     loss = _distance_loss(values - returns.detach(), huber_delta)
     if value_clip is None:
         return loss

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.models.lora import LoRA
 from lightrl.models.model_spec import ModelSpec, is_silent, untrained_reward_model
 from lightrl.models.optimizer import check_adamw
@@ -40,10 +41,8 @@ class RoleMesh:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("first_rank", 0), ("num_ranks", 1), ("pp", 1), ("tp", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} of a role's mesh must be at least {least}, got {value}.")
+        check_bounds(0, first_rank=self.first_rank)
+        check_bounds(1, num_ranks=self.num_ranks, pp=self.pp, tp=self.tp)
 
     def ranks(self, world_size: int) -> range:
         """The ranks of this mesh in a run of `world_size`.

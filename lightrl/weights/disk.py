@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import is_disk_full
 from lightrl.errors import WeightSyncError
 from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile
@@ -61,8 +62,7 @@ class WeightFolder:
         keep: int = 2,
         is_durable: bool = True,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, the version that the servers have, got {keep}.")
+        check_bounds(1, keep=keep)  # the version that the servers have
         self.root = Path(root).absolute()
         self.config = config
         self.form = form or ServerForm.of(config)

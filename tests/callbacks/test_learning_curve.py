@@ -133,5 +133,5 @@ def test_any_part_of_the_curves_can_be_drawn(tmp_path: Path, curves: dict[str, d
 
 
 def test_a_baseline_in_percent_is_refused() -> None:
-    with pytest.raises(ValueError, match="constant_baseline must be a fraction from 0 to 1, got 34"):
+    with pytest.raises(ValueError, match="constant_baseline must be between 0 and 1, got 34"):
         LearningCurve(constant_baseline=34)
