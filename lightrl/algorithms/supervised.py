@@ -1,9 +1,7 @@
 """The base of SFT, DPO and reward models: a model trained on given data, by Lightning's own loop.
 
-A subclass computes losses and metrics of a batch in `measure`; checkpoints, logging and export are as usual.
-
-Under FSDP2Strategy all ranks read the same batches and each measures its share of the rows. Losses and metrics are sums
-over the share, divided by the whole batch's count: the update is that of one process.
+A subclass computes losses and metrics of a batch in `measure`. Under FSDP2Strategy all ranks read the same batches and
+each measures its share of the rows, so that the update is that of one process.
 """
 
 from __future__ import annotations

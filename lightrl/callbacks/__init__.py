@@ -2,7 +2,7 @@
 
 Reading order:
     rl_callback.py      the hooks, and when each is called
-    weight_sync.py      the trainer's weights to the engine, with a version; rank_shares.py  which ranks write them
+    weight_sync.py      the trainer's weights to the engine, with a version; which ranks write them
       probe.py          a few sequences that both score after a load: within a bound?
       lag_probe.py      how far the policy moves in η versions
     staleness.py        how far behind a trajectory may be

@@ -31,17 +31,14 @@ class DynamicSampling(RLCallback):
     more rollouts, and an epoch of the data lasts fewer iterations.
 
     Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits for the fastest P
-    and not for the slowest. It is biased: completions that take long, which are the long ones, are left out more often,
-    and the policy can learn to be short from that alone; watch `rollout/length_tokens`. On-policy, whatever is still in
-    flight when P groups are done is given up, and which groups those are depends on timing: such a run is not
-    repeatable to the bit. With `max_staleness` > 0, stragglers stay in flight within the staleness bound and only those
-    that would hold a batch back are given up; their prompts come again in the next epoch.
+    and not for the slowest. It is biased: long completions are left out more often, and the policy can learn to be
+    short from that alone; watch `rollout/length_tokens`. On-policy, the groups in flight when P are done are given up:
+    such a run is not repeatable to the bit. With `max_staleness` > 0 only those that would hold a batch back are given
+    up; their prompts come again in the next epoch.
 
     It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, since the last iteration, and with
-    over-sampling `rollout/given_up_fraction`, of the groups drawn: it bounds the Kolmogorov-Smirnov distance between
-    sampled and trained durations. What the rules prefer is seen by comparing RolloutMetrics' `rollout/dropped_*` with
-    the metrics of what is trained on: `rollout/dropped_length_tokens` with `rollout/length_tokens`,
-    `rollout/dropped_accuracy_fraction` with `rollout/accuracy_fraction`.
+    over-sampling `rollout/given_up_fraction`, of the groups sampled. RolloutMetrics' `rollout/dropped_length_tokens`
+    and `rollout/dropped_accuracy_fraction` show what the rules prefer.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
@@ -114,7 +111,7 @@ class DynamicSampling(RLCallback):
         drops = trainer.rollout.drain_group_drops()
         self._reasons |= set(drops)
         values: dict[str, float] = {
-            f"rollout/dropped_groups_{reason}": drops.get(reason, 0) for reason in sorted(self._reasons)
+            f"rollout/dropped_groups_{name}": drops.get(name, 0) for name in sorted(self._reasons)
         }
         values["rollout/dropped_groups"] = sum(drops.values())
         if self.oversample_fraction:
@@ -127,15 +124,13 @@ class DynamicSampling(RLCallback):
 class PromptCurriculum(RLCallback):
     """Skips prompts by their past success, so that iterations consist of prompts that teach.
 
-    When a prompt's turn comes in an epoch, it is played with the probability that the curriculum gives it. So prompts
-    keep the stream's order, some are skipped, and an epoch of the data lasts fewer iterations than the loader says. The
-    curriculum's state is saved in the checkpoint with the rollouts; a resumed run plays the prompts that an
-    uninterrupted one would have played.
+    When a prompt's turn comes in an epoch, it is run with the probability that the curriculum gives it: prompts keep
+    the stream's order, and an epoch lasts fewer iterations than the loader says. The curriculum's state is part of the
+    checkpoint, so that a resumed run takes the same prompts.
 
-    RolloutMetrics logs how many it skips as `rollout/skipped_prompts`. What it prefers: the mean past success of the
-    prompts that it played again, and of those that it skipped since the last iteration, is logged as
-    `rollout/played_success_fraction` and `rollout/skipped_success_fraction`, if the curriculum has a method
-    `success_rate`, as SuccessRateCurriculum has.
+    RolloutMetrics logs how many are skipped as `rollout/skipped_prompts`. The mean past success of the prompts that ran
+    again and of those skipped is logged as `rollout/played_success_fraction` and `rollout/skipped_success_fraction`, if
+    the curriculum has a method `success_rate`, as SuccessRateCurriculum has.
 
     Args:
         curriculum: any object with the methods of `lightrl.rollout.Curriculum`; SuccessRateCurriculum() if None.

@@ -87,8 +87,7 @@ class LearningCurve(RLCallback):
     the whole curve: of more than 1,000 iterations the means over 2, 4, 8, … of them, so that checkpoints stop growing.
 
     Iteration i on the axis means: sampled by the weights after i iterations. With `num_sanity_val_steps=-1` there is a
-    held-out accuracy of iteration 0. It draws what `RolloutMetrics` and validation log; a run without these has no
-    image.
+    held-out accuracy of iteration 0. A run without the metrics of `RolloutMetrics` and validation has no image.
 
     Args:
         constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.

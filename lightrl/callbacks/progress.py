@@ -57,16 +57,13 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         Training:  40%|████      | 80/200 [00:09<00:14, reward=0.531, accuracy=0.410, held-out=0.430]
           rollout:  58%|█████▊    | 300/512, tokens/s=12.3k, sync_s=0.004
 
-    The second line says what the run waits for: `rollout, waits for 2 slow` groups, `rewards`, `scores`, `update`,
-    `weight sync`. Above the two stays a line of at most 100 characters for every `print_every_n_iterations`, and for
-    each iteration that ends ten seconds after the last line or later, and for each validation; what does not fit is in
-    the metrics. The accuracy is left out where it is the reward or the reward gives none: `held-out` then is the
-    reward. Staleness and waits are left out where they are 0. If standard output is no terminal (a log file, a pipe),
-    there are only these lines, with the time left, and one a minute of the phase in which a long iteration is. Color
-    is for terminals, unless NO_COLOR is set.
+    The second line says what the run waits for. Above the two stays a line of at most 100 characters for every
+    `print_every_n_iterations`, for each iteration that ends ten seconds after the last line or later, and for each
+    validation. The accuracy is left out where it is the reward or the reward gives none: `held-out` then is the reward.
+    If standard output is no terminal (a log file, a pipe), there are only these lines, with the time left, and one a
+    minute of the phase in which a long iteration is. Color is for terminals, unless NO_COLOR is set.
 
-    The first line counts the run's batches, of which an RL run has one per iteration: up to `max_steps` or the end of
-    `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
+    The first line counts the run's batches over all epochs, of which an RL run has one per iteration. A plain
     LightningModule has the first line only, with whatever it logs with `prog_bar=True`.
 
     Args:

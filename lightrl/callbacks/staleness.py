@@ -92,8 +92,7 @@ class StalenessControl(RLCallback):
 
     With 0 the loop is on-policy: it collects an iteration, learns, syncs, collects the next. With η > 0 rollouts
     continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
-    continues under the new weights. It is one loop in both cases: rollout/group_book.py decides what starts and what is
-    taken.
+    continues under the new weights.
 
     Groups are trained on in the order of the prompt stream, none is thrown away, and where the next one is slow the
     trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see

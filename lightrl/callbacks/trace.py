@@ -35,14 +35,10 @@ _MIB = 2**20
 class Trace(RLCallback):
     """Writes `<run folder>/trace/`: one file per process, and at the end `trace.json` of all together on one clock.
 
-    Open it at https://ui.perfetto.dev, which sends nothing anywhere, or in `lightrl inspect`. It has the phases, each
-    generation and request with its server, rewards, forwards and backwards of microbatches, collectives, the parts of a
-    weight sync, what the rollout waits for, callbacks above 1 ms, and memory. While a fit runs the files are readable
-    too. At its end `summary.json` is written and printed: the mean time by area, the area to look at first, what an
-    iteration without it would gain, the largest memory of each phase, and what each role's model takes.
-
-    It measures its own time, and leaves out as many iterations as it must to stay within `max_cost`: long iterations
-    are all there, of short ones some, over the whole run.
+    Open it at https://ui.perfetto.dev, which sends nothing anywhere, or in `lightrl inspect`, also while a fit runs. At
+    its end `summary.json` is written and printed: the mean time by area, the area to look at first, what an iteration
+    without it would gain, the largest memory of each phase, and what each role's model takes. The callback leaves out
+    as many short iterations as it must to stay within `max_cost`.
 
     Times are the host's. On a GPU a forward only starts there; what it waits for is in the next step that needs a
     number. For kernels use `profiler: pytorch`. Collectives within FSDP's layers are part of forward and backward.

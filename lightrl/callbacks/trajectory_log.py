@@ -57,17 +57,12 @@ class TrajectoryLog(RLCallback):
         {"iteration": 12, "weight_version": 12, "advantage": 0.87, "reward": 1.0, ..., "trajectory": {"prompt": ...}}
 
     `advantage` is the mean over the trajectory's loss tokens; `advantages` has each token's where they differ, and
-    `trainer_logprobs` the trainer's before the update, to compare with the engine's. What is before `trajectory` is
-    what `lightrl inspect` shows in its table, which so reads the beginning of a line only. `tokens.jsonl` has the text
-    of each token id that occurred.
-
-    There is one file per iteration, moved into place when it is complete: a killed run leaves no half line, a resumed
-    one replaces the iterations that it repeats. If the disk is full or read-only, one warning is logged, the log ends
-    and the run continues.
+    `trainer_logprobs` the trainer's before the update. `tokens.jsonl` has the text of each token id that occurred. A
+    file is moved into place when it is complete, and a resumed run replaces the iterations that it repeats. If the disk
+    is full or read-only, one warning is logged, the log ends and the run continues.
 
     Args:
-        every_n_iterations: 1 keeps everything that a run trained on. The default is 10 because writing 512 short
-            trajectories takes about 10 ms and an iteration of a small model 60 ms.
+        every_n_iterations: 1 keeps everything that a run trained on.
         max_per_iteration: only this many trajectories of an iteration; None for all, which a replay needs.
         table_every_n_iterations: how often a table is printed, and given to Weights & Biases, MLflow and TensorBoard
             as `samples`, with what each part of the reward gave; None for never.

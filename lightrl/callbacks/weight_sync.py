@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -13,17 +15,20 @@ from torch import Tensor
 
 from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.callbacks.probe import Probe
-from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.checks.choices import check_effect
-from lightrl.engines.abilities import SharesDevices
+from lightrl.engines.abilities import ServesAdapters, SharesDevices, SharesFolder
 from lightrl.errors import EngineTimeout, WeightSyncError, WeightSyncUndone
+from lightrl.models import ParallelModel
+from lightrl.models.lora import Part
 from lightrl.module import RLModule
 from lightrl.rollout import Rollout
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
-from lightrl.weights import Bucket, HostCopy
+from lightrl.strategies.shared_folder import ranks_without
+from lightrl.weights import Bucket, HostCopy, SharedFolder
+from lightrl.weights.disk import ShareWriter, files_of
 
 if TYPE_CHECKING:
     import lightning as L
@@ -93,19 +98,15 @@ class WeightSync(RLCallback):
     is loaded before the first request, also after a resume and before sanity check, validate, test and predict.
 
     The engine checks names, shapes and values, and keeps the old weights if something is wrong. After each sync trainer
-    and engine score a probe, a few fixed sequences of random tokens. `sync/probe_abs_dlogp_nats`, their mean difference
-    (the largest of all replicas), has a bound; see probe.py. One wrong replica of several is dropped and gets the
-    weights again, otherwise the run stops. LocalEngine, to which weights are copied in memory, is probed after every
-    tenth sync. `sync/verified_fraction` is the share of replicas whose digests are the trainer's; an engine without
-    digests does not log it. The first sync logs which checks there are. A sync that fails is tried once more if the
-    engine serves the version before.
+    and engine compute the logprobs of a probe, a few fixed sequences of random tokens. `sync/probe_abs_dlogp_nats`,
+    their mean difference (the largest of all replicas), has a bound; see probe.py. One wrong replica of several is
+    dropped and gets the weights again, otherwise the run stops. `sync/verified_fraction` is the share of replicas whose
+    digests are the trainer's. A sync that fails is tried once more if the engine serves the version before.
 
-    Two things keep behavior and present logprobs apart, and `policy/kl_behavior_nats` measures both together. The
-    engine's numbers: `sync/mismatch_*` compares the trained tokens of the present version, with the logprobs that the
-    engine gave when it sampled, in an iteration's first minibatch; without such tokens, as when each group waits its η
-    versions, the probe remains. `sync/mismatch_present_abs_dlogp_nats` is over trajectories of the present version
-    alone and has a bound too, and the largest difference another: they show stale caches, and restarts between syncs.
-    The policy's lag: `policy/lag_*`, by the trainer's numbers alone; see lag_probe.py.
+    `policy/kl_behavior_nats` measures two things together. The engine's numbers: `sync/mismatch_*` compares the tokens
+    that the present version sampled with the trainer's logprobs, in an iteration's first minibatch;
+    `sync/mismatch_present_abs_dlogp_nats` and the largest difference have bounds, which show stale caches and restarts
+    between syncs. The policy's lag: `policy/lag_*`, by the trainer's numbers alone; see lag_probe.py.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates.
@@ -308,3 +309,104 @@ class _BackgroundLoad:
                     f"{timeout_s:g}. Check its servers, or increase WeightSync.sync_timeout_s."
                 )
         return self.error
+
+
+# If the engine loads files from a folder that every rank sees, each rank writes its share there; otherwise rank 0
+# gathers all of them and hands them to the engine.
+
+
+class RankShares:
+    """Makes the buckets of each sync; decides at the first one who writes, the same on every rank."""
+
+    def __init__(self) -> None:
+        self._folder: SharedFolder | None = None
+        self._rollout: object = None  # `_folder` was decided for it
+
+    def buckets(
+        self, trainer: RLTrainer, module: RLModule, bucket_bytes: int, *, is_blocking: bool
+    ) -> Iterator[Bucket]:
+        """Yields buckets for `rollout.load_weights`; collective, each rank must read them to the end.
+
+        An engine that serves adapters gets these, and after them the base if it needs that. A load in the background
+        takes everything from rank 0, which copies it first.
+        """
+        model = module.parallel_models["policy"]
+        holders = ranks_of(trainer.strategy).of_role("policy")
+        if not holders.is_here:
+            return model.full_parameters(bucket_bytes)
+        engine: object = trainer.rollout.engine
+        needs_base: bool | None = None
+        if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+            needs_base = engine.needs_base()
+        needs_base = holders.broadcast_json(needs_base)  # None: the adapters are merged
+        if needs_base is None:
+            return self._whole(trainer, model, bucket_bytes, "merged", holders, is_blocking)
+        adapters = model.full_parameters(bucket_bytes, part="adapters")
+        if not needs_base:
+            return adapters
+        base = self._whole(trainer, model, bucket_bytes, "base", holders, is_blocking)
+        return itertools.chain(adapters, base)
+
+    def _whole(
+        self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks, is_blocking: bool
+    ) -> Iterator[Bucket]:
+        """All parameters, from every rank or from rank 0."""
+        if holders.size == 1 or not is_blocking:
+            return model.full_parameters(bucket_bytes, part=part)
+        if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
+            self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)
+        if self._folder is None:
+            return model.full_parameters(bucket_bytes, part=part)
+        return shared(model.full_parameters(bucket_bytes, part=part, is_spread=True), self._folder, holders)
+
+
+def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
+    """Yields on rank 0 its own share and then the files of the others, which write theirs meanwhile.
+
+    Raises:
+        WeightSyncError: on rank 0 if a rank could not write its share, or has not within `folder.timeout_s`.
+    """
+    if not holders.is_main:
+        writer = ShareWriter(folder, holders.rank)
+        for bucket in buckets:
+            writer.add(bucket)
+            del bucket  # else it stays alive while the next is gathered
+        _gather_records(writer.record(), folder, holders)
+        yield Bucket({}, is_last=True)
+        return
+    for bucket in buckets:
+        if not bucket.is_last:
+            yield bucket
+            continue
+        records = _gather_records({"problem": None, "files": []}, folder, holders)
+        yield Bucket(bucket.tensors, is_last=True, written=files_of(records))
+
+
+def _gather_records(record: dict[str, object], folder: SharedFolder, holders: Ranks) -> list[dict[str, object]]:
+    try:
+        return holders.gather_json(record, timeout_s=folder.timeout_s)
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"Not every rank has written its share of the weights to {folder.root!r} within engine.timeouts.sync_s="
+            f"{folder.timeout_s:g}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _shared_folder(engine: object, holders: Ranks) -> SharedFolder | None:
+    """Rank 0's folder if every rank sees it and can write there; else None, which is logged."""
+    folder = engine.shared_folder() if isinstance(engine, SharesFolder) else None
+    fields = holders.broadcast_json(None if folder is None else vars(folder))
+    if fields is None:
+        return None
+    folder = SharedFolder(**fields)
+    missing = ranks_without(Path(folder.root), holders)
+    if not missing:
+        return folder
+    if holders.is_main:
+        log.warning(
+            "weight_folder=%s is not visible and writable for %s, so rank 0 gathers and writes all weights. Set "
+            "engine.weight_folder to a folder that all hosts of the trainer share.",
+            folder.root,
+            ", ".join(f"rank {rank} on {host}" for rank, host in missing),
+        )
+    return None

@@ -3,7 +3,6 @@
 The framework sums over microbatches and ranks. Shapes and settings are checked on entry: ValueError.
 
 Reading order:
-    shapes.py       the check on entry: equal shapes, so that nothing broadcasts by accident
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
     advantages.py   rewards → advantages
     returns.py      rewards per token and values → advantages and returns (GAE); reward shaping

@@ -10,9 +10,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_same_shape
 from lightrl.checks.choices import check_choice
 from lightrl.functional.reduction import Total, of_one_rank
-from lightrl.functional.shapes import check_same_shape
 
 Statistic = Literal["group", "batch"]
 

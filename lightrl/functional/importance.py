@@ -12,10 +12,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_same_shape
 from lightrl.checks.choices import check_choice
 from lightrl.functional.kl import kl
 from lightrl.functional.reduction import neutralize
-from lightrl.functional.shapes import check_same_shape
 
 # A ratio is the exponential of a difference of logprobs. The difference is clamped to ±20 (a ratio of 4.9e8 or 2.1e-9,
 # with zero gradient), so that values that far out stay finite; all others are untouched.

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lightrl.checks.bounds import check_same_shape
 from lightrl.functional.device_copy import on_host, to_device
-from lightrl.functional.shapes import check_same_shape
 from lightrl.functional.supports import Supports, support_scores
 
 log = logging.getLogger(__name__)

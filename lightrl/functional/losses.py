@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lightrl.checks.bounds import check_same_shape
 from lightrl.functional.importance import policy_ratio
 from lightrl.functional.reduction import neutralize
-from lightrl.functional.shapes import check_same_shape
 
 _MIN_REST = 1e-9  # probability of the other tokens; a likely token's logprob may be rounded to 0 or above
 

@@ -8,8 +8,8 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     │ b   · │  │ e       · · │             └──────┴────┴──────┴──┘   at each trajectory
     └───────┘  └─────────────┘
 
-In a rectangle the padding is on the right, where a causal model needs no attention mask: no token sees what comes after
-it. In a packed row positions restart with each trajectory; attention is told where (strategies/packed_attention.py).
+In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row attention is
+told where trajectories start (strategies/packed_attention.py).
 """
 
 from __future__ import annotations

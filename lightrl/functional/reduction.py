@@ -2,8 +2,8 @@
 
 Shapes: B trajectories, T tokens. The loss mask is bool [B, T], True where a token trains.
 
-Masking only after the loss is not enough: where a masked log-ratio is infinite, the gradient is 0 · inf = NaN. So
-masked values become 0 before the loss (`neutralize`) and do not count after it (`reduce_loss`).
+Where a masked log-ratio is infinite, the gradient would be 0 · inf = NaN. So masked values become 0 before the loss
+(`neutralize`) and do not count after it (`reduce_loss`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_same_shape
 from lightrl.checks.choices import check_choice
-from lightrl.functional.shapes import check_same_shape
 
 LossReduction = Literal["token", "sequence", "fixed"]
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, check_same_shape
 from lightrl.functional.reduction import neutralize
-from lightrl.functional.shapes import check_same_shape
 
 
 def gae(

@@ -11,11 +11,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_positive
+from lightrl.checks.bounds import check_positive, check_same_shape
 from lightrl.checks.choices import check_choice
 from lightrl.functional.advantages import moments
 from lightrl.functional.reduction import Total, of_one_rank
-from lightrl.functional.shapes import check_same_shape
 
 ValueNormalization = Literal["exponential", "running"]
 

@@ -1,9 +1,5 @@
 """FailureLog: writes the trajectories that a reward failed on; replay: runs a reward on them again and reports.
 
-    judge = FailureLog(make_judge("my_rewards.exact"), run_folder / "failed_rewards.jsonl")
-    for row in replay(run_folder / "failed_rewards.jsonl", "my_rewards.exact"):
-        print(row)
-
 One line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` also reads the files of
 the trajectory log, whose lines have a trajectory too.
 """

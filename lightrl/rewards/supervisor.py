@@ -1,11 +1,7 @@
 """Supervisor: hands trajectories to workers in batches, enforces the deadline of each call, and finds which one hangs.
 
 A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread here, which starts it, sends it a
-batch, receives its outcomes, and ends and replaces it when a call is overdue or the worker died:
-
-    score() on the event loop ─► waiting calls ─► supervising thread ─► worker
-              ▲                                          │
-              └────────── outcome, by call_soon_threadsafe
+batch, receives its outcomes, and ends and replaces it when a call is overdue or the worker died.
 
 Which call is at fault: a sync function runs one trajectory after another, so the first unfinished one of the batch is
 at fault and the rest waits for the next worker. An async function runs the whole batch together; if its worker hangs or

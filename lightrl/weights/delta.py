@@ -9,8 +9,7 @@ moves about one bfloat16 value in a hundred, mostly to the neighboring one; so o
 
 compressed unless that takes longer than it saves. The change is `new - old` of the bits, so a delta also leads back.
 
-Some chunks together are a block: numpy's calls cost more than their work on a single chunk. A part of a delta is some
-blocks, each `[lengths][header][body]`.
+Some chunks together are a block, for numpy's sake. A part of a delta is some blocks, each `[lengths][header][body]`.
 """
 
 from __future__ import annotations

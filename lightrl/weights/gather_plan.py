@@ -3,10 +3,9 @@
     parameter   held by                          owner   sent
     q_proj      ranks 0, 1, 2, 3, a quarter each     2   ranks 0, 1 and 3 send their quarters to rank 2
     norm        ranks 0 to 3, each all of it         1   nothing
-    layer 7     ranks 4 to 7 (a pipeline stage)      5   ranks 4, 6 and 7 send to rank 5
 
-No owner receives what it holds, and nothing is sent twice: the plan reaches the lower bound of bytes for its owners.
-What a server fuses, such as q, k and v, has one owner, so that this rank can make the digest of the fused tensor.
+No owner receives what it holds, and nothing is sent twice. What a server fuses, such as q, k and v, has one owner, so
+that this rank can make the digest of the fused tensor.
 """
 
 from __future__ import annotations
