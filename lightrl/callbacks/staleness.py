@@ -42,11 +42,10 @@ FIRST_ITERATIONS = 20  # their steps are large in healthy runs too
 class LagWatch:
     """Tells when the policy is too far from its trajectories, or soon will be, by means over the last iterations.
 
-    A few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or, where a loss bounds
-    its weights and they stay even, the policy has left what it learns from: KL(behavior ‖ policy) is above
-    `HIGH_KL_NATS`. Or its steps are larger than its gradients explain: KL(before ‖ after) of an iteration, in a
-    geometric mean, since a single one may be very large, is above `LARGE_STEP_NATS` · √(mean gradient norm). AdamW's
-    step does not shrink with the gradient. The numbers are from `benchmarks.lag`: docs/algorithms.md.
+    A few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or the policy has left
+    what it learns from: KL(behavior ‖ policy) is above `HIGH_KL_NATS`. Or its steps are larger than its gradients
+    explain, as AdamW's can be: the geometric mean of an iteration's KL(before ‖ after) is above `LARGE_STEP_NATS` ·
+    √(mean gradient norm). The numbers are from `benchmarks.lag`: docs/algorithms.md.
     """
 
     def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:

@@ -37,13 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Engine and trainer on the same devices: each has the memory while it works.
-#
-#     rollouts      engine: weights, key-values         optimizer state in host memory
-#     update        engine: nothing                     optimizer state on the device
-#     sync          engine: weights, then key-values    optimizer state in host memory
-#
-# WeightSync calls this; without a colocated engine nothing happens.
+# Engine and trainer on the same devices: during the update the engine has no memory and the optimizer's state is on the
+# device, otherwise in host memory. Without a colocated engine nothing happens.
 
 
 def colocated_engine(trainer: RLTrainer) -> SharesDevices | None:

@@ -53,12 +53,7 @@ def clipped_policy_loss(
 
 
 def clipped_ratio_loss(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> Tensor:
     """`clipped_policy_loss` of a given ratio: that of `policy_ratio`, or of `sequence_ratio` for GSPO.
 
@@ -79,12 +74,7 @@ def clipped_ratio_loss(
 
 
 def cispo_loss(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 1.0,
-    clip_high: float,
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 1.0, clip_high: float
 ) -> Tensor:
     """CISPO: the policy gradient with a clipped ratio as its weight, so that no token loses its gradient.
 

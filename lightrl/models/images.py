@@ -3,9 +3,8 @@
     Prompt.images ─► pixel values ─► features ─► embeddings of K tokens each
     paths, data:     [M, 3, H, W]    [M, K, H]   of the prompt
 
-An image is a fixed number K of image tokens, which the prompt's token ids contain from the start: token in, token out
-holds with images too. Only the first K · (number of images) image tokens of a row are images; an image token that
-the policy itself samples is a token like any other, for the engine and for the trainer.
+An image is a fixed number K of image tokens, which the prompt's token ids contain from the start. Only the first
+K · (number of images) image tokens of a row are images; one that the policy samples is a token like any other.
 
 Shapes: B trajectories, T tokens, M images, I most images of a row, K tokens per image, H hidden size.
 """

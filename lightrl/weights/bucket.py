@@ -35,7 +35,7 @@ class Bucket:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """The number of bytes of all its parameters, the written ones too."""
+        """Hugging Face name → shape of all its parameters, the written ones too."""
         shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
         for file in self.written:
             shapes |= file.shapes
@@ -90,11 +90,8 @@ class ServerForm:
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) in the bucket's order; contiguous, without gradient."""
-        for name, tensor in bucket.tensors.items():
-            if name in self.skip_names:
-                continue
-            dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-            yield name, tensor.detach().to(dtype).contiguous()
+        for name, dtype, _ in self.layout(bucket):
+            yield name, bucket.tensors[name].detach().to(dtype).contiguous()
 
     def layout(self, bucket: Bucket) -> list[tuple[str, torch.dtype, torch.Size]]:
         """(name, dtype, shape) of each of `tensors`, without converting them."""
