@@ -5,8 +5,7 @@ The framework sums over microbatches and ranks. Shapes and settings are checked 
 Reading order:
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
     advantages.py   rewards → advantages
-    returns.py      rewards per token and values → advantages and returns (GAE); reward shaping
-    values.py       the critic's loss, its running normalization
+    values.py       a critic's values → advantages and returns (GAE); its loss and normalization; reward shaping
     losses.py       the clipped and other policy losses; of pairs: DPO, IPO, Bradley-Terry
     importance.py   ratios; importance weights of stale logprobs, M2PO's mask, an interpolated proximal policy
     kl.py           estimators of the KL divergence, its adaptive weight; divergences over a teacher's top-k tokens
@@ -56,9 +55,16 @@ from lightrl.functional.losses import (
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
-from lightrl.functional.returns import RewardShaping, gae, on_last_loss_token, on_loss_tokens
 from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, num_coded_tokens
-from lightrl.functional.values import ValueNormalizer, explained_variance, value_loss
+from lightrl.functional.values import (
+    RewardShaping,
+    ValueNormalizer,
+    explained_variance,
+    gae,
+    on_last_loss_token,
+    on_loss_tokens,
+    value_loss,
+)
 
 __all__ = ["group_advantages", "optimal_advantages", "batch_normalized", "on_host", "to_device"]
 __all__ += ["policy_ratio", "sequence_ratio", "second_moment_mask", "interpolated_proximal_logprobs"]
