@@ -295,7 +295,7 @@ def num_batches_of_run(trainer: L.Trainer) -> int | None:
 
 
 def _telling(values: Mapping[str, object]) -> dict[str, object]:
-    """Without zeros that are expected, and without an accuracy or a held-out reward that is the other."""
+    """Drops zeros that are expected, and an accuracy or a held-out reward that equals the other."""
     telling = {name: value for name, value in values.items() if name not in _OFTEN_ZERO or float(str(value))}
     for name, other in (("accuracy", "reward"), ("reward", "accuracy_fraction")):
         if other in telling and telling.get(name) == telling[other]:

@@ -282,7 +282,7 @@ def experience_metrics(experience: Experience, weight_version: int) -> dict[str,
 
 
 def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
-    """Why no group of two or more has reward variance, and what to try; for a warning."""
+    """Explains why no group of two or more has reward variance, and what to try."""
     groups = _comparable(groups)
     rewards = [_reward(group.trajectories[0]) for group in groups]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]

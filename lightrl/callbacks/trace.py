@@ -203,7 +203,7 @@ def _both(watch: Callable[[str], None], own: Callable[[str], None]) -> Callable[
 
 
 def _offset_ns(ranks: Ranks) -> int:
-    """How far this process's clock is ahead of rank 0's; a collective."""
+    """Measures how far this process's clock is ahead of rank 0's; a collective."""
     if ranks.size == 1:
         return 0
     readings = []

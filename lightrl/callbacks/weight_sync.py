@@ -50,7 +50,7 @@ def colocated_engine(trainer: RLTrainer) -> SharesDevices | None:
 
 
 def to_trainer(trainer: RLTrainer) -> None:
-    """Before the update: the engine releases its memory, then the optimizer's state comes to the device."""
+    """Prepares the update: the engine releases its memory, then the optimizer's state comes to the device."""
     engine, ranks = colocated_engine(trainer), ranks_of(trainer.strategy)
     if engine is None:
         return
@@ -62,7 +62,7 @@ def to_trainer(trainer: RLTrainer) -> None:
 
 
 def to_engine(trainer: RLTrainer) -> None:
-    """After the update, before the load: the optimizer's state goes to host memory."""
+    """Prepares the load: the optimizer's state goes to host memory."""
     if colocated_engine(trainer) is None:
         return
     device = trainer.strategy.root_device

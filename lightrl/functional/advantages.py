@@ -1,4 +1,4 @@
-"""How much better than expected: advantages of trajectories from their rewards.
+"""Advantages of trajectories from their rewards: how much better than expected.
 
 Shapes: B trajectories, of the whole iteration, so that statistics do not depend on how the work is spread.
 """

@@ -83,7 +83,7 @@ class KLController:
             )
 
     def update(self, kl_nats: float, num_trajectories: int) -> None:
-        """After an iteration with this mean KL per token."""
+        """Adapts the weight after an iteration with this mean KL per token."""
         if self.target_nats is None:
             return
         error = min(max(kl_nats / self.target_nats - 1, -0.2), 0.2)
@@ -100,7 +100,7 @@ _LOWEST_LOGPROB = -1e4
 def topk_divergence(
     logprobs: Tensor, teacher_logprobs: Tensor, divergence: Divergence = "reverse_kl", *, jsd_beta: float = 0.5
 ) -> Tensor:
-    """How far the policy is from the teacher at each position, over K tokens and one outcome for all the others.
+    """Divergence of the policy from the teacher at each position, over K tokens and one outcome for all the others.
 
     Both are distributions over these K + 1 outcomes, so it is a divergence: never negative, and 0 only where they
     agree. It is at most the divergence over the whole vocabulary (the data-processing inequality), and equal to it if

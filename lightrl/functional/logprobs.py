@@ -273,7 +273,7 @@ def _prepared(
 
 
 def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
-    """How many of `num` positions get their logits at once; all of them if the logits are few enough to be kept.
+    """Counts the positions, of `num`, that get their logits at once; all if the logits are few enough to be kept.
 
     Args:
         form: the type of the device, or `fused` where the head's functions are compiled.
@@ -541,7 +541,7 @@ _Pass = Callable[..., Any]
 
 
 def _passes(device_type: str) -> tuple[_Pass, _Pass]:
-    """What reads a chunk's logits, and what gives their gradient."""
+    """Functions that read a chunk's logits, and that give their gradient."""
     return (_compiled(_fused_read), _compiled(_fused_gradient)) if can_compile(device_type) else (_read, _gradient)
 
 

@@ -248,7 +248,7 @@ def preference_margin(
     reference_chosen_logprobs: Tensor,
     reference_rejected_logprobs: Tensor,
 ) -> Tensor:
-    """How much more than the reference policy the policy prefers the chosen completion, [B] nats.
+    """Preference of the policy for the chosen completion, beyond that of the reference policy, [B] nats.
 
     Args:
         chosen_logprobs, rejected_logprobs: [B], Σ over the completion's tokens; carry the gradient.

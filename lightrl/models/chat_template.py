@@ -157,7 +157,7 @@ class ChatTemplate:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, less the tokens that end a turn or pad it; other special tokens are text."""
+        """The text of the policy's tokens, less those that end a turn or pad it; other special tokens are text."""
         ends, end = self.ends(), len(token_ids)
         while end and (token_ids[end - 1] in ends or token_ids[end - 1] == self.tokenizer.pad_token_id):
             end -= 1
@@ -212,7 +212,7 @@ class ChatTemplate:
 
 
 def opened(text: str) -> str:
-    """What a prompt's text opens of the policy's turn: `<think>`, or thinking that is already closed."""
+    """The part of the policy's turn that a prompt's text opens: `<think>`, or thinking that is already closed."""
     match = _OPENED.search(text)
     return match.group() if match else ""
 

@@ -53,7 +53,7 @@ class ImageReader:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ImageReader | None:
-        """For a model of this config; None if it takes token ids only.
+        """Makes the reader for a model of this config; None if it takes token ids only.
 
         The image processor comes from the checkpoint; for random weights one scales images to the tower's size.
         """

@@ -74,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """How a run of a program ended."""
+    """The end of a run of a program."""
 
     stdout: str
     stderr: str

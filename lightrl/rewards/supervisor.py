@@ -166,7 +166,7 @@ class Supervisor(ABC, Generic[Request]):
         return await self.score_group([trajectory])[0]
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
-        """As `score`, of each trajectory: a future of the running loop, with its judgment or its RewardError."""
+        """Futures of the running loop, one for each trajectory, with what `score` returns or raises."""
         if not self._threads:
             raise RuntimeError(f"Call start() of reward function {self._name} before score().")
         loop = asyncio.get_running_loop()
