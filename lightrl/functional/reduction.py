@@ -64,16 +64,6 @@ def masked_mean(values: Tensor, mask: Tensor, total: Total = of_one_rank) -> Ten
     return total(selected.sum()) / total(mask.sum()).clamp(min=1)
 
 
-def loss_counts(loss_mask: Tensor) -> tuple[int, int]:
-    """N and B of `reduce_loss`: the number of loss tokens, and of trajectories with at least one.
-
-    Counts add up over microbatches and ranks.
-    """
-    per_trajectory = loss_mask.sum(dim=1)
-    num_tokens, num_sequences = torch.stack([per_trajectory.sum(), (per_trajectory > 0).sum()]).tolist()
-    return num_tokens, num_sequences
-
-
 def reduce_loss(
     per_token: Tensor,
     loss_mask: Tensor,

@@ -59,13 +59,6 @@ class GatherPlan:
     sends: Mapping[str, Sequence[Send]]  # exported tensor → sends of all parameters that it is made of
     rounds: Sequence[Sequence[str]]
 
-    def received_bytes(self) -> Counter[int]:
-        """Rank → bytes."""
-        total: Counter[int] = Counter()
-        for send in (send for sends in self.sends.values() for send in sends):
-            total[send.owner] += send.num_bytes
-        return total
-
 
 def make_plan(
     layouts: Iterable[Layout], sources: Mapping[str, Sequence[str]], *, ranks: Sequence[int], bucket_bytes: int
