@@ -119,10 +119,15 @@ class SupervisedModule(L.LightningModule):
         return run_inside(getattr(self, self.trained_role), function, *args)
 
     def on_fit_start(self) -> None:
-        role = self.trained_role
-        if ranks_of(self.trainer.strategy).size > 1 and role not in self.parallel_models:
+        if ranks_of(self.trainer.strategy).size > 1:
+            self.parallel(self.trained_role)
+
+    def parallel(self, role: str) -> ParallelModel:
+        """Returns the role's model under the strategy; made once."""
+        if role not in self.parallel_models:
             settings = LogprobSettings(entropy_needs_gradient=False)
             self.parallel_models[role] = parallel_model(self.trainer.strategy, getattr(self, role), settings)
+        return self.parallel_models[role]
 
     def configure_optimizers(self) -> Any:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]

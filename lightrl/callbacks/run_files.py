@@ -50,6 +50,12 @@ def contents(folder: Path) -> list[str]:
     return [f"  {name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items() if any(folder.glob(name))]
 
 
+def _written_folder(trainer: L.Trainer) -> Path | None:
+    """The run's folder; None without a logger or with `fast_dev_run`. A collective: it comes from rank 0."""
+    folder = trainer.log_dir
+    return Path(folder) if folder and trainer.loggers and not getattr(trainer, "fast_dev_run", False) else None
+
+
 class RunFiles(RLCallback):
     """Writes the README.txt when a stage is set up, logs the folder's path, and keeps lightrl's log lines of each rank.
 
@@ -60,15 +66,16 @@ class RunFiles(RLCallback):
         self._log_file: logging.FileHandler | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        folder = trainer.log_dir  # on all ranks: it comes from rank 0
-        for saves in trainer.checkpoint_callbacks if folder else []:
+        log_dir = trainer.log_dir  # on all ranks: it comes from rank 0
+        for saves in trainer.checkpoint_callbacks if log_dir else []:
             if getattr(saves, "dirpath", "") is None:  # where Lightning's are too, unless CSVLogger is not the first
-                vars(saves)["dirpath"] = str(Path(str(folder)) / "checkpoints")
-        if not (folder and trainer.loggers) or getattr(trainer, "fast_dev_run", False):
+                vars(saves)["dirpath"] = str(Path(str(log_dir)) / "checkpoints")
+        folder = _written_folder(trainer)
+        if folder is None:
             return
         self._close_log()
         with contextlib.suppress(OSError):
-            path = Path(folder) / "logs" / f"rank-{trainer.global_rank}.log"
+            path = folder / "logs" / f"rank-{trainer.global_rank}.log"
             path.parent.mkdir(parents=True, exist_ok=True)
             self._log_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
             self._log_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -83,8 +90,8 @@ class RunFiles(RLCallback):
             *(f"{name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items()),
         ]
         with contextlib.suppress(OSError):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_whole(Path(folder) / "README.txt", "\n".join(lines) + "\n")
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / "README.txt", "\n".join(lines) + "\n")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._close_log()
@@ -105,8 +112,7 @@ _EVERY_S = 1.0  # within a phase
 class StatusFile(RLCallback):
     """Writes `status.json` into the run's folder at each change of phase, and each second within one.
 
-    Nothing is written without a logger or with `fast_dev_run`. A full disk leaves the file as it was: what the run does
-    next fails with a better message.
+    A full disk leaves the file as it was: what the run does next fails with a better message.
     """
 
     def __init__(self) -> None:
@@ -115,9 +121,8 @@ class StatusFile(RLCallback):
         self._written_at = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        folder = trainer.log_dir  # on all ranks: it comes from rank 0
-        has_folder = trainer.is_global_zero and trainer.loggers and not getattr(trainer, "fast_dev_run", False)
-        self._path = Path(folder) / STATUS_FILE if has_folder and folder else None
+        folder = _written_folder(trainer)
+        self._path = folder / STATUS_FILE if folder is not None and trainer.is_global_zero else None
         self._content = {"stage": stage, "pid": os.getpid(), "host": socket.gethostname()}
         self._enter(trainer, "starting")
 
@@ -207,11 +212,9 @@ class ProblemLog(RLCallback):
         self._trainer: L.Trainer | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        folder = trainer.log_dir  # on all ranks: it comes from rank 0
-        has_folder = trainer.loggers and not getattr(trainer, "fast_dev_run", False)
+        folder = _written_folder(trainer)
         self._trainer = trainer
-        name = f"rank-{trainer.global_rank:05d}.jsonl"
-        self._path = Path(folder) / "problems" / name if has_folder and folder else None
+        self._path = None if folder is None else folder / "problems" / f"rank-{trainer.global_rank:05d}.jsonl"
         if self._path is not None and self._handler is None:
             self._handler = _Handler(self)
             logging.getLogger("lightrl").addHandler(self._handler)
