@@ -5,7 +5,7 @@ Reading order:
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     lora.py           adapters trained instead of weights
-    images.py       models and prompts with images
+    images.py         models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate
     chat_template.py  chats as text, what the policy wrote, and which ids end a completion

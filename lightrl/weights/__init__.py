@@ -11,8 +11,8 @@ Reading order:
 
 Within a process a bucket needs no carrier. engines/sglang/sync/server_sync.py has the requests around a transfer.
 
-May import: errors, trajectory, experience, functional. To add a transport: its sender here, which takes buckets one by
-one and needs at most one more bucket of memory; its requests in engines/sglang/sync/transports/.
+May import: errors, checks, trajectory, experience, functional. To add a transport: its sender here, which takes buckets
+one by one and needs at most one more bucket of memory; its requests in engines/sglang/sync/transports/.
 """
 
 from lightrl.weights.broadcast import BroadcastGroup
