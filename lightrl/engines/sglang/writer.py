@@ -105,10 +105,10 @@ class Writer:
         """
         limits = self._limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
-        images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
+        request_images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
         with self._home.counted():
             if n == 1:
-                draft = CompletionDraft(token_ids, sampling, images=images)
+                draft = CompletionDraft(token_ids, sampling, images=request_images)
                 if written is not None:
                     draft.token_ids = token_array("token_ids", written.token_ids)
                     draft.logprobs = token_array("behavior_logprobs", written.logprobs)
@@ -119,7 +119,7 @@ class Writer:
                     return [await self._write(draft, session)]
                 finally:
                     self._drafts.pop(sampling.seed, None)
-            drafts = [CompletionDraft(token_ids, sampling, sample, images=images) for sample in range(n)]
+            drafts = [CompletionDraft(token_ids, sampling, sample, images=request_images) for sample in range(n)]
             writing = [asyncio.ensure_future(self._write(draft, session)) for draft in drafts]
             try:
                 return list(await asyncio.gather(*writing))
