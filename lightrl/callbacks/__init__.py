@@ -7,7 +7,7 @@ Reading order:
       lag_probe.py      how far the policy moves in η versions
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced; which prompts are run, by past success
-    rollout_metrics.py  what is logged of each iteration; monitors.py  who waits for a metric that nobody logs
+    rollout_metrics.py  what is logged of each iteration; who waits for a metric that nobody logs
     progress.py         the two-line progress bar, and a line per iteration; what is trained
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
