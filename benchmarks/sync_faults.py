@@ -55,10 +55,10 @@ from lightrl import (
     Trajectory,
     WeightSync,
 )
-from lightrl.callbacks import RLCallback
+from lightrl.callbacks import RLCallback, weight_sync
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.servers.server import HeldPort
+from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
+from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.errors import LightRLError
 from lightrl.testing import QUIET
 
@@ -428,14 +428,15 @@ def fit(
 ) -> Result:
     """One run, with its warnings and its error."""
     start = time.perf_counter()
+    os.environ[RECEIVER_VARIABLE] = ",".join(receivers or [])
     engine = SGLangEngine(
-        urls=urls, token=token, probe_interval_s=0.1, receivers=receivers,
+        urls=urls, token=token,
         transport=transport,  # type: ignore[arg-type]
         adapters=adapters,  # type: ignore[arg-type]
-        weights_dtype=None if dtype == "float32" else dtype, timeouts=Timeouts(request_s=60, sync_s=60),
+        timeouts=Timeouts(sync_s=60),
     )  # fmt: skip
+    weight_sync.BUCKET_BYTES = BUCKET_BYTES
     sync = WeightSync()
-    sync.bucket_bytes = BUCKET_BYTES
     trainer = lightrl.Trainer(
         engine=engine, callbacks=[StalenessControl(max_staleness), sync, watch], max_steps=num_iterations,
         default_root_dir=tempfile.gettempdir(), **QUIET,

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrl.engines.abilities import ServesAdapters, SharesFolder
+from lightrl.engines import SGLangEngine
 from lightrl.errors import WeightSyncError
 from lightrl.models import ParallelModel
 from lightrl.models.lora import Part
@@ -46,7 +46,7 @@ class RankShares:
             return model.full_parameters(bucket_bytes)
         engine: object = trainer.rollout.engine
         needs_base: bool | None = None
-        if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+        if isinstance(engine, SGLangEngine) and engine.adapters == "served":
             needs_base = engine.needs_base()
         needs_base = holders.broadcast_json(needs_base)  # None: the adapters are merged
         if needs_base is None:
@@ -104,7 +104,7 @@ def _gathered(record: dict[str, object], folder: SharedFolder, holders: Ranks) -
 
 def _shared_folder(engine: object, holders: Ranks) -> SharedFolder | None:
     """Rank 0's folder if every rank sees it and can write there; else None, which is logged."""
-    folder = engine.shared_folder() if isinstance(engine, SharesFolder) else None
+    folder = engine.shared_folder() if isinstance(engine, SGLangEngine) else None
     fields = holders.broadcast_json(None if folder is None else vars(folder))
     if fields is None:
         return None

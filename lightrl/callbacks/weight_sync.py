@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 from lightrl.callbacks.lag_probe import LagProbe
-from lightrl.callbacks.probe import Probe
+from lightrl.callbacks.probe import PROBE_SEQUENCES, Probe
 from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds
 from lightrl.errors import EngineTimeout, WeightSyncError, WeightSyncUndone
 from lightrl.module import RLModule
 from lightrl.rollout import Rollout
@@ -28,9 +29,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightrl.engines.abilities import SharesDevices
+from lightrl.engines import SGLangEngine
 
 log = logging.getLogger(__name__)
+
+BUCKET_BYTES = 2**28  # size of the parts in which parameters travel
+BACKGROUND_TIMEOUT_S = 1800.0  # for a load that does not block, when the next sync or the end of the run waits for it
 
 # Engine and trainer on the same devices: each has the memory while it works.
 #
@@ -41,10 +45,10 @@ log = logging.getLogger(__name__)
 # WeightSync calls this; without a colocated engine nothing happens.
 
 
-def colocated_engine(trainer: RLTrainer) -> SharesDevices | None:
+def colocated_engine(trainer: RLTrainer) -> SGLangEngine | None:
     """The engine, if it is in use and on the trainer's devices; every rank has the settings, rank 0 the processes."""
     engine: object = trainer.engine
-    if trainer.rollout.is_recorded or not isinstance(engine, SharesDevices) or engine.placement == "separate":
+    if trainer.rollout.is_recorded or not isinstance(engine, SGLangEngine) or engine.placement == "separate":
         return None
     return engine
 
@@ -70,7 +74,7 @@ def to_trainer(trainer: RLTrainer) -> None:
         return
     with ranks.own_deadline():
         if ranks.is_main:
-            engine.make_room()
+            engine.release_memory()
         ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
     move_optimizer_state(trainer.optimizers, trainer.strategy.root_device)
 
@@ -127,46 +131,29 @@ class WeightSync(RLCallback):
     Args:
         every_n_iterations: above 1 the engine lags behind on purpose; `StalenessControl.max_staleness` must be at least
             `every_n_iterations - 1`.
-        bucket_mib: size of the parts in which parameters travel, in MiB.
         blocking: False copies the parameters to host memory (one more model there) and lets the trainer continue while
             the engine loads them. The next sync waits for this one; an error ends the run at the next wait or sync.
-        probe: how many sequences are scored after each sync, 0 for none.
-        probe_tokens: length of each.
-        max_probe_nats: allowed mean difference; None is about 3e-5 in float32 and 0.2 in bfloat16; see probe.py.
-        sync_timeout_s: how long the next sync, or the end of the run, waits for one that does not block.
+        verify: False trusts the engine: no probe, no digests, no bound on the mismatch.
     """
 
-    def __init__(
-        self,
-        every_n_iterations: int = 1,
-        bucket_mib: int = 256,
-        blocking: bool = True,
-        probe: int = 2,
-        probe_tokens: int = 32,
-        max_probe_nats: float | None = None,
-        sync_timeout_s: float = 1800.0,
-    ) -> None:
-        for name, value in (("every_n_iterations", every_n_iterations), ("bucket_mib", bucket_mib)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        if not 0 <= probe <= 4:
-            raise ValueError(f"probe must be 0 to 4 sequences, got {probe}.")
-        if probe_tokens < 2:
-            raise ValueError(f"probe_tokens must be at least 2, got {probe_tokens}: the first token has no logprob.")
-        if max_probe_nats is not None and max_probe_nats <= 0:
-            raise ValueError(f"max_probe_nats must be above 0 or None, got {max_probe_nats}.")
+    def __init__(self, every_n_iterations: int = 1, blocking: bool = True, verify: bool = True) -> None:
+        check_bounds(1, every_n_iterations=every_n_iterations)
         self.blocking = blocking
-        self.sync_timeout_s = sync_timeout_s
+        self.verify = verify
         self._copy = HostCopy()
         self._shares = RankShares()
         self._load: _BackgroundLoad | None = None
         self._acknowledged_version = -1
-        self._probe = Probe(probe, probe_tokens, max_probe_nats)
+        self._probe = Probe(PROBE_SEQUENCES if verify else 0)
         self._lag = LagProbe()
         self._metrics: dict[str, float] = {}  # of the last sync, until they are logged
         self.every_n_iterations = every_n_iterations
-        self.bucket_bytes = bucket_mib * 2**20
         self.last_sync_s = 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        engine = getattr(trainer, "engine", None)
+        if isinstance(engine, SGLangEngine):
+            engine.should_verify = self.verify
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(pl_module, RLModule):
@@ -232,7 +219,7 @@ class WeightSync(RLCallback):
         ranks = ranks_of(trainer.strategy)
 
         def buckets() -> Iterator[Bucket]:
-            shares = self._shares.buckets(trainer, module, self.bucket_bytes, is_blocking=self.blocking)
+            shares = self._shares.buckets(trainer, module, BUCKET_BYTES, is_blocking=self.blocking)
             return _gathered(shares, ranks)
 
         if self.blocking:
@@ -251,7 +238,7 @@ class WeightSync(RLCallback):
             return
         ranks = ranks_of(trainer.strategy)
         with ranks.own_deadline():
-            error = load.wait(self.sync_timeout_s)
+            error = load.wait(BACKGROUND_TIMEOUT_S)
             message = ranks.broadcast_json(None if error is None else str(error))
         if error is not None:
             raise error
@@ -321,7 +308,7 @@ class _BackgroundLoad:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 return EngineTimeout(
-                    f"The engine did not acknowledge weight version {self.weight_version} within sync_timeout_s="
-                    f"{timeout_s:g}. Check its servers, or increase WeightSync.sync_timeout_s."
+                    f"The engine did not acknowledge weight version {self.weight_version} within "
+                    f"{timeout_s:g} s. Check its servers, or set WeightSync.blocking to true."
                 )
         return self.error

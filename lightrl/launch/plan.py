@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES
-from lightrl.engines.sglang.servers.registry import SCHEME
+from lightrl.engines.sglang.registry import SCHEME
 from lightrl.launch.memory import PlannedRun
 from lightrl.launch.model_checks import check_memory, check_model
 from lightrl.launch.run_facts import RunFacts

@@ -22,7 +22,7 @@ from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import _is_of_interest, reported
 from lightrl.commands.earlier_runs import last_checkpoint
 from lightrl.commands.main import COMMANDS, main
-from lightrl.engines.sglang.servers.server import HeldPort
+from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.errors import OtherRankFailed
 
 

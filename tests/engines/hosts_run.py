@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -16,8 +17,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from waits import Deadlines
 
-from lightrl.engines import Timeouts
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
@@ -43,14 +44,13 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
 
 def main() -> None:
     transport, model_folder, weight_folder, *urls = sys.argv[1:]
-    timeouts = Timeouts(hang_s=2, request_s=5, sync_s=8, connect_s=5, server_wait_s=5)
+    timeouts = Deadlines(hang_s=2, request_s=5, sync_s=8, connect_s=5, server_wait_s=5, probe_interval_s=0.2)
+    os.environ["LIGHTRL_RECEIVER_ADDRS"] = ",".join(url.rpartition(":")[0] + ":31000" for url in urls)
     engine = SGLangEngine(
         urls=urls,
         transport=transport,  # type: ignore[arg-type]
         weight_folder=weight_folder or None,
-        receivers=[url.rpartition(":")[0] + ":31000" for url in urls] if transport == "delta" else None,
         timeouts=timeouts,
-        probe_interval_s=0.2,
     )
     config = AutoConfig.from_pretrained(model_folder)
     torch.manual_seed(1)

@@ -8,7 +8,7 @@ ADDRESS_VARIABLES = ("LIGHTRL_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS")
 RECEIVER_VARIABLE = "LIGHTRL_RECEIVER_ADDRS"  # of the delta transport
 TOKEN_VARIABLE = "LIGHTRL_SERVER_TOKEN"
 RECEIVER_HELP = (
-    "`lightrl serve` starts a weight receiver beside its servers and prints its address. Beside other servers run "
+    "`lightrl serve` starts a weight receiver for its servers and prints its address. For other servers run "
     f"`{TOKEN_VARIABLE}=… python -m lightrl.engines.sglang.sync.receiver --host HOST --port PORT`, and set "
     f"{RECEIVER_VARIABLE}."
 )

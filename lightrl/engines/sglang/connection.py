@@ -8,25 +8,50 @@ never queues behind 4,096 generations.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
+import resource
 import secrets
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 
 from lightrl.concurrency.body import body_of
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.open_files import CONTROL_CONNECTIONS, is_out_of_files
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 MAX_BACKOFF_S = 5.0
 _SLICE_BYTES = 2**18  # of a request's body
 _MAX_ANSWER_BYTES = 2**30
+MAX_CONNECTIONS = 4096  # concurrent generations at a server; more of them queue here
+_KEPT_FILES = 128  # for files, and for pipes and sockets of rewards and agents
+CONTROL_CONNECTIONS = 16  # to each server
+
+
+def raise_open_files() -> int:
+    """Allows as many open files as the system permits; returns the new limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def connections_within(limit: int, num_servers: int) -> int:
+    """How many requests to each server may be in flight, so that this process stays within its limit of open files."""
+    num_open = sum(1 for _ in Path("/dev/fd").iterdir())
+    return max(1, (limit - num_open - _KEPT_FILES) // max(1, num_servers) - CONTROL_CONNECTIONS)
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Whether this process, or this machine, could not open another file: nothing that a server could help."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class ServerRefused(EngineError):
@@ -64,7 +89,7 @@ class Connection:
         timeouts: Timeouts | None = None,
         num_retries: int = 3,
         backoff_s: float = 0.2,
-        max_connections: int = 4096,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"A server's address must look like http://host:port, got {url!r}.")
@@ -170,7 +195,7 @@ class Connection:
             raise EngineUnreachable(f"The connection to {self.name} was closed before it took {name}.") from error
         except aiohttp.ServerTimeoutError as error:  # of the connection; the whole request's is below
             raise EngineUnreachable(
-                f"{self.name} accepted no connection for {name} within engine.timeouts.connect_s="
+                f"{self.name} accepted no connection for {name} within engine.timeouts.request_s="
                 f"{self.timeouts.connect_s:g}; {self.describe()}. It may hang, or have too many connections."
             ) from error
         except asyncio.TimeoutError as error:
@@ -182,7 +207,7 @@ class Connection:
             if is_out_of_files(error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error):
                 raise OutOfFiles(
                     f"This machine could not open a connection to {self.name}: too many open files. Raise the limit "
-                    "(ulimit -n, LimitNOFILE) of this process, or lower engine.max_connections."
+                    "(ulimit -n, LimitNOFILE) of this process."
                 ) from error
             raise EngineUnreachable(
                 f"{self.name} gave no answer to {name}: {_reason(error)}; {self.describe()}. Check that it is running "

@@ -1,4 +1,4 @@
-"""The weight receiver: keeps, beside SGLang servers, the weights that they load; takes full versions and deltas.
+"""The weight receiver: keeps, next to SGLang servers, the weights that they load; takes full versions and deltas.
 
     LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.sglang.sync.receiver --host HOST --port PORT [--folder FOLDER]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.server import Server
+from lightrl.engines.sglang.sync.report import SyncServers
 from lightrl.engines.sglang.sync.transports.streaming import Streaming, num_ranks
 from lightrl.weights import Bucket, ServerForm, SharedBucket, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
@@ -23,22 +24,22 @@ class SharedMemoryTransport(Streaming):
         super().__init__(form)
         self.part_bytes = part_bytes
         self._shared = SharedBucket(self.form)
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[Server, int] = {}  # ranks
 
-    async def _connect(self, fleet: Fleet) -> None:
-        self._sizes = await fleet.ask(num_ranks)
+    async def _connect(self, servers: SyncServers) -> None:
+        self._sizes = await servers.ask(num_ranks)
 
-    async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+    async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
         for part in bucketed(bucket.tensors.items(), self.part_bytes):
             await in_thread(self._shared.fill, part)
-            await self._send_part(fleet, version if part.is_last else None)
+            await self._send_part(servers, version if part.is_last else None)
 
-    async def _send_part(self, fleet: Fleet, version: str | None) -> None:
-        await fleet.ask(
-            lambda client: client.update_weights_from_tensor(
-                [self._shared.payload() for _ in range(self._sizes[client.url])],  # one for each rank
+    async def _send_part(self, servers: SyncServers, version: str | None) -> None:
+        await servers.ask(
+            lambda server: server.client.update_weights_from_tensor(
+                [self._shared.payload() for _ in range(self._sizes[server])],  # one for each rank
                 version,
-                timeout_s=fleet.timeout_s,
+                timeout_s=servers.timeout_s,
             )
         )
 

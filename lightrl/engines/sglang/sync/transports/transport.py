@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.sync.report import SyncServers
 from lightrl.weights import Bucket, WeightFolder
 
 
@@ -14,15 +14,15 @@ class WeightTransport(Protocol):
 
     needs_bracket: bool  # SGLang's begin_weight_update and end_weight_update
 
-    async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+    async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
         """What can be done while the servers still generate. Raises WeightSyncError; the servers are untouched then."""
         ...
 
-    async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        """Afterwards every server of the fleet has the version, or has left the fleet; returns the number of bytes."""
+    async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        """Afterwards every server that is left has the version; returns the number of bytes."""
         ...
 
-    async def load_held(self, fleet: Fleet, weight_version: int) -> int:
+    async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         """As `load`, with a version that the transport has kept; see `holds`."""
         ...
 

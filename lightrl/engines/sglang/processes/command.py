@@ -1,6 +1,6 @@
 """The command line of an SGLang server: which Python has SGLang, its arguments as flags, each server's devices.
 
-Pure, except that it checks whether a Python exists; server.py runs the result.
+Pure, except that it checks whether a Python exists; process.py runs the result.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -178,3 +178,40 @@ def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> l
             f"({', '.join(map(str, devices))}). Lower servers or tp, or list more devices."
         )
     return [[str(device) for device in devices[index * tp : (index + 1) * tp]] for index in range(servers)]
+
+
+def gpus_of_servers(
+    num: int,
+    *,
+    available: int,
+    trainer: Collection[int],
+    placement: Literal["separate", "colocated"],
+) -> list[int] | None:
+    """`num` GPUs of this machine, numbered as torch numbers them; None if there are none.
+
+    Args:
+        num: servers times `tp`.
+        available: GPUs that torch sees.
+        trainer: those of the trainer's ranks on this machine.
+        placement: of the engine.
+
+    Raises:
+        ValueError: if there are too few.
+    """
+    if available == 0:
+        return None
+    free = [gpu for gpu in range(available) if (gpu in trainer) == (placement == "colocated")]
+    if len(free) < num:
+        whose = "of the trainer" if placement == "colocated" else f"next to the trainer's {sorted(trainer)}"
+        raise ValueError(
+            f"The servers need {num} GPUs (servers × tp) {whose}, but there are {len(free)} of {available}. Lower "
+            "servers, tp or trainer.devices, or set placement to "
+            f"{'separate' if placement == 'colocated' else 'colocated'}."
+        )
+    return free[:num]
+
+
+def visible(gpus: Sequence[int]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls them: torch numbers only those that this process sees."""
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [seen[gpu] if gpu < len(seen) else str(gpu) for gpu in gpus]

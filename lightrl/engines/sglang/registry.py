@@ -1,6 +1,6 @@
 """Registry: a folder that all hosts see, in which running servers say where they are, until they leave or fall silent.
 
-    lightrl serve ─► Announcement: HOST-PORT.json, written again every 2 s ─► Registry ─► Members: join, drain, lose
+    lightrl serve ─► Announcement: HOST-PORT.json, written again every 2 s ─► Registry ─► Watch: join, drain, lose
                           leaving: true ──────────────────────────────────────► requests move to other servers
                           waits until the file is gone ◄───────────────────────  removed once the server is unused
 
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 SCHEME = "file://"
 BEAT_S = 2.0
-LOOK_EVERY_S = 0.5
+READ_EVERY_S = 0.5
 EXPIRE_S = 20.0  # without a beat; network file systems may show a new content seconds late
 
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """What a server says of itself."""
+    """Entry of one server, by itself."""
 
     url: str
     receiver: str | None = None  # of weights, for the delta transport
@@ -151,11 +151,11 @@ class Registry:
                     raise EngineTimeout(f"{few} Start one with `lightrl serve --register {self.folder}`.")
                 log.warning("%s Starting with these.", few)
                 break
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(READ_EVERY_S)
         return found
 
     def release(self, url: str) -> None:
-        """Tells a server that leaves that no request of this run is left."""
+        """Marks a server that leaves: no request of this run is left."""
         with contextlib.suppress(OSError):
             (self.folder / _name(url)).unlink(missing_ok=True)
 
