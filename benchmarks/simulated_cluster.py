@@ -284,7 +284,7 @@ class SimulatedCluster:
             if not self._left[request.position]:
                 self.order.finish(request.position)
                 has_finished = True
-        if self.fleet.servers[server.url].state == "syncing" and not server.running:
+        if self.fleet.servers[server.url].state == "draining" and not server.running:
             server.pause(self.hardware.sync_s)
             self._at(server.paused_until, "loaded", server.url)
         self._schedule(server)
@@ -308,7 +308,7 @@ class SimulatedCluster:
                 self.fleet.admit(self.fleet.servers[server.url], self.version)
                 self._schedule(server)
             else:
-                self.fleet.hold(self.fleet.servers[server.url], "it gets weights when its requests are done")
+                self.fleet.drain(self.fleet.servers[server.url])  # it gets weights when its requests are done
 
     def _on_synced(self, number: int) -> None:
         if number == self._update:

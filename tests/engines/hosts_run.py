@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from waits import Deadlines
 
+from lightrl.engines import Timeouts
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
@@ -42,9 +42,17 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return json.loads(answer.read())
 
 
+class Short(Timeouts):
+    """Notices a lost server, and that none returns, within seconds; a server that starts has its 15 minutes."""
+
+    hang_s = 2.0
+    server_wait_s = 5.0
+    probe_interval_s = 0.2
+
+
 def main() -> None:
     transport, model_folder, weight_folder, *urls = sys.argv[1:]
-    timeouts = Deadlines(hang_s=2, request_s=5, sync_s=8, connect_s=5, server_wait_s=5, probe_interval_s=0.2)
+    timeouts = Short(request_s=5, sync_s=8)
     os.environ["LIGHTRL_RECEIVER_ADDRS"] = ",".join(url.rpartition(":")[0] + ":31000" for url in urls)
     engine = SGLangEngine(
         urls=urls,

@@ -27,7 +27,7 @@ A, B = ServerEntry("http://a:1", "http://a:9"), ServerEntry("http://b:2")
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "BEAT_S", 0.1)
-    monkeypatch.setattr("lightrl.engines.sglang.members.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("lightrl.engines.sglang.watch.READ_EVERY_S", 0.05)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from engine_contract import recomputed_logprobs as recomputed
 from fake_sglang import python_of_fakes
 from fake_sglang.process import FakeServerProcess
 from real_sglang import sglang_python, tiny_config
-from sync_cases import asked
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import until
 
@@ -136,7 +135,7 @@ def check_scores(case: AdapterCase, version: int) -> None:
 def listed(case: AdapterCase) -> list[list[str]]:
     """The adapters of each server."""
     engine: Any = case.engine
-    return [sorted(asked(server, "adapters")) for server in engine.fleet.in_state()]
+    return [sorted(engine._home.call(server.client.adapters(), 10)) for server in engine.fleet.in_state()]
 
 
 def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case):

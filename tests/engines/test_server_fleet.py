@@ -92,15 +92,6 @@ def test_a_server_that_joined_again_is_another_one() -> None:
     assert after.state == "starting"
 
 
-def test_a_held_server_gets_nothing_until_it_is_admitted_again() -> None:
-    fleet, (server,) = fleet_of("a")
-    fleet.hold(server, "sync")
-    assert fleet.choose("s") is None
-    assert fleet.has_hope()
-    fleet.admit(server, 1)
-    assert fleet.choose("s") is server
-
-
 def test_a_run_without_loads_remembers_a_bounded_number_of_sessions() -> None:
     fleet, (server,) = fleet_of("a")
     for number in range(MAX_SESSIONS + 10):
@@ -114,7 +105,7 @@ def test_a_server_that_leaves_gets_no_new_request_and_finishes_those_it_has() ->
     fleet.start_request(leaving, 10)
     assert fleet.drain(leaving)
     assert {fleet.choose(f"session {number}") for number in range(20)} == {staying}
-    assert fleet.in_state("starting", "routable", "syncing") == [staying]
+    assert fleet.in_state("starting", "routable") == [staying]
     fleet.end_request(leaving, 10)
     assert not fleet.drain(leaving)
 

@@ -62,14 +62,6 @@ class SGLangClient(Connection):
         """The arguments it was started with; `weight_version` is the initial one."""
         return await self.request("GET", "/server_info", timeout_s=timeout_s)  # type: ignore[no-any-return]
 
-    async def is_ready(self) -> bool:
-        """Whether it is up, healthy and not paused."""
-        try:
-            await self.request("GET", "/ready", num_retries=0, read=None)
-        except EngineError:
-            return False
-        return True
-
     async def pause(self, *, timeout_s: float = 0.0) -> None:
         """Stops running requests at a token; after `resume` they continue with recomputed key-values."""
         await self.request("POST", "/pause_generation", {"mode": "retract"}, timeout_s=timeout_s, read=None)

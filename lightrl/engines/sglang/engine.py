@@ -31,7 +31,7 @@ from lightrl.concurrency.call_within import call_all
 from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.abilities import ContinuesCompletions, HasReplicas, NamesDtypes, ScoresTokens, Verification
 from lightrl.engines.engine import Completion, RolloutEngine
-from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
+from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url, check_routes
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import MAX_CONNECTIONS, Connection, connections_within, raise_open_files
 from lightrl.engines.sglang.fleet import ServerFleet
@@ -45,7 +45,6 @@ from lightrl.engines.sglang.processes.keeper import end_all, keep, start_all
 from lightrl.engines.sglang.processes.process import ServerProcess, make_servers, write_model_folder
 from lightrl.engines.sglang.registry import registry_at
 from lightrl.engines.sglang.request_loop import RequestLimits, RequestLoop
-from lightrl.engines.sglang.routes import check_routes
 from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync.adapter_versions import AdapterVersions
 from lightrl.engines.sglang.sync.cache_canary import CacheCanary

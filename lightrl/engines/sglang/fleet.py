@@ -1,8 +1,8 @@
 """ServerFleet: which servers may get requests, and which one a request goes to. Decisions only: no HTTP, no event loop.
 
-join ─► starting ──(has the weights)──► routable ◄──► syncing ──► draining ──► forgotten
-            ▲                              │              │
-            └── restarting, lost ◄── lose ─┴──────────────┘──► lost or retired for good
+join ─► starting ──(has the weights)──► routable ──► draining ──► forgotten
+            ▲                              │
+            └── restarting, lost ◄── lose ─┴──► lost or retired for good
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ class ServerFleet:
         """Makes a server routable that has acknowledged these weights."""
         server.state, server.reason, server.may_return = "routable", "", False
         server.weight_version = weight_version
-
-    def hold(self, server: Server, reason: str) -> None:
-        """Sends no new requests to a server while it gets weights."""
-        if server.state == "routable":
-            server.state, server.reason = "syncing", reason
 
     def drain(self, server: Server) -> bool:
         """Sends no new requests to a server that is about to leave; False if it has none to finish."""

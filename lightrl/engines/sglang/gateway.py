@@ -95,7 +95,7 @@ class Gateway(Connection):
                 raise EngineUnreachable(str(error)) from error
             raise
         url = headers.get(_SERVER_HEADER, "a server that it does not name")
-        if url not in self._fleet.urls("routable", "syncing", "draining"):
+        if url not in self._fleet.urls("routable", "draining"):
             raise MalformedAnswer(f"{self.name} sent a request to {url}, which does not have this run's weights.")
         return answer, url
 

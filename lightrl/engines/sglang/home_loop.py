@@ -157,13 +157,6 @@ class HomeLoop:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def track(self) -> None:
-        """Cancels the task that calls this when the loop changes or ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Cancels the task inside when the loop changes."""

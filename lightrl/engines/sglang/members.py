@@ -137,7 +137,7 @@ class Members:
 
     async def check(self, server: Server) -> None:
         """Checks a server after one of its requests failed."""
-        if not self.fleet.has(server) or server.state not in ("routable", "syncing"):
+        if not self.fleet.has(server) or server.state != "routable":
             return
         try:
             await server.client.model_info(timeout_s=self.probe_s, num_retries=1)

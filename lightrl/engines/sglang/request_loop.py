@@ -242,7 +242,7 @@ class RequestLoop:
             except EngineError as error:
                 self._members.lose(server, f"it could not be paused: {error}")
 
-        await asyncio.gather(*(pause(server) for server in self._fleet.in_state("routable", "syncing")))
+        await asyncio.gather(*(pause(server) for server in self._fleet.in_state("routable")))
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
         """Sends requests until the completion is finished: again after an abort, elsewhere after a loss."""

@@ -23,8 +23,8 @@ from lightrl.weights.digests import DTYPES, ServerLayout
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-State = Literal["starting", "routable", "syncing", "draining", "restarting", "lost", "retired"]
-ACTIVE: tuple[State, ...] = ("starting", "routable", "syncing")  # may get weights
+State = Literal["starting", "routable", "draining", "restarting", "lost", "retired"]
+ACTIVE: tuple[State, ...] = ("starting", "routable")  # may get weights
 GONE: tuple[State, ...] = ("restarting", "lost", "retired")
 MemoryPart = Literal["weights", "cuda_graph", "kv_cache"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = (

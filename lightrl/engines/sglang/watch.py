@@ -149,9 +149,10 @@ class Watch:
 
         async def join_with_weights() -> None:
             nonlocal current
-            await self._members.forget(current)
+            before = current
             current = self._fleet.join(Server(self._make_client(process.url), process, losses=lost.losses))
             self._home.wake()  # a sync may wait for it
+            await self._members.forget(before)
             if not await self._give_weights(current):
                 raise EngineError(current.reason)
 

@@ -21,7 +21,7 @@ from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.fleet import ServerFleet
 from lightrl.engines.sglang.request import AdapterVersion
 from lightrl.engines.sglang.server import Server
-from lightrl.engines.sglang.sync.transports.streaming import num_ranks
+from lightrl.engines.sglang.sync.transports.transport import num_ranks
 from lightrl.errors import EngineError
 from lightrl.models.lora import AdapterShape
 from lightrl.weights.shared_memory import payload_of
@@ -133,7 +133,7 @@ class AdapterVersions:
                 ", ".join(sorted({server.url for server in requests.values()})),
             )
             return
-        for server in self._fleet.in_state("routable", "syncing"):
+        for server in self._fleet.in_state("routable"):
             with contextlib.suppress(EngineError):  # it may have been lost meanwhile
                 await server.client.unload_adapter(name_of(version), timeout_s=self._timeout_s)
 

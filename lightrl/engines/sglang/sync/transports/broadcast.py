@@ -10,10 +10,10 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.sglang.routes import interface_of, trainer_address
+from lightrl.engines.sglang.addresses import interface_of, trainer_address
 from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync.report import SyncServers
-from lightrl.engines.sglang.sync.transports.streaming import Streaming, num_ranks
+from lightrl.engines.sglang.sync.transports.transport import Streaming, num_ranks
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen

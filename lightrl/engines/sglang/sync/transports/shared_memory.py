@@ -7,7 +7,7 @@ import torch
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync.report import SyncServers
-from lightrl.engines.sglang.sync.transports.streaming import Streaming, num_ranks
+from lightrl.engines.sglang.sync.transports.transport import Streaming, num_ranks
 from lightrl.weights import Bucket, ServerForm, SharedBucket, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
 
