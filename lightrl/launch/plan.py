@@ -206,7 +206,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[dict[str, Any], list[str
                 f"launch.servers={layout.servers} need SGLangEngine, but trainer.engine is {facts.engine}."
             )
         # the servers are started by the launch and found in its registry
-        arguments = {"servers": None, "devices": None, "tp": 1, "placement": layout.placement}
+        arguments = {"servers": None, "tp": 1, "placement": layout.placement}
         trainer["engine"] = {"class_path": "SGLangEngine", "init_args": arguments}
     return {"trainer": trainer}, notes
 

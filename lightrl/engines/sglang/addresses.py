@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from lightrl.errors import EngineUnreachable
 
 ADDRESS_VARIABLES = ("LIGHTRL_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS")
-RECEIVER_VARIABLE = "LIGHTRL_RECEIVER_ADDRS"  # of the delta transport
+RECEIVER_VARIABLE = "LIGHTRL_RECEIVER_ADDRS"  # weight receivers of the delta transport
 TOKEN_VARIABLE = "LIGHTRL_SERVER_TOKEN"
 RECEIVER_HELP = (
     "`lightrl serve` starts a weight receiver for its servers and prints its address. For other servers run "
@@ -79,13 +79,13 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
     """
     remote = remote_servers(urls)
     if trainer_host is None:
-        found = {_route_to(url)[1] for url in remote} or {"127.0.0.1"}
-        if len(found) > 1:
+        addresses = {_route_to(url)[1] for url in remote} or {"127.0.0.1"}
+        if len(addresses) > 1:
             raise ValueError(
-                f"The routes to {', '.join(remote)} start at {len(found)} addresses of this machine, "
-                f"{', '.join(sorted(found))}. Set engine.trainer_host to the one that all servers can reach."
+                f"The routes to {', '.join(remote)} start at {len(addresses)} addresses of this machine, "
+                f"{', '.join(sorted(addresses))}. Set engine.trainer_host to the one that all servers can reach."
             )
-        return found.pop()
+        return addresses.pop()
     address = _address_of(trainer_host)
     if remote and ipaddress.ip_address(address).is_loopback:
         raise ValueError(

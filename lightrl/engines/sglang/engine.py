@@ -180,7 +180,7 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     @property
     def last_sync(self) -> SyncReport | None:
-        """What happened to each server in the last load."""
+        """Outcome of the last load for each server."""
         return self._loader.last_report if self._loader is not None else None
 
     @property
@@ -309,7 +309,7 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     @property
     def leader(self) -> Leader:
-        """For processes that send requests to these servers; called after `start`, used on the controller's loop."""
+        """Leads processes that send requests to these servers; called after `start`, used on the controller's loop."""
         self._opened()
         assert self._leader is not None
         return self._leader
@@ -339,7 +339,7 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         await home.across(requests.resume())
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """By address of each server; waits for the slowest, as a request does."""
+        """Returns logprobs by address of each server; waits for the slowest, as a request does."""
         home, requests = self._opened()
         return home.call(requests.score(sequences), self.timeouts.generate_s)
 
@@ -351,7 +351,7 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             home.soon(lambda: members.lose(server, reason))
 
     def verified_by(self) -> dict[str, Verification]:
-        """By address of each routable server; SGLang has no digests of adapters."""
+        """Returns the check by address of each routable server; SGLang has no digests of adapters."""
         is_served = isinstance(self._loader, AdapterLoader)
         routable = self.fleet.in_state("routable")
         return {server.url: "version" if is_served else server.verified_by for server in routable}

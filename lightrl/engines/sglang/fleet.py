@@ -31,7 +31,7 @@ class ServerFleet:
     """
 
     def __init__(self, *, may_grow: bool = False, max_lead_tokens: int = 65536, salt: str | None = None) -> None:
-        self.servers: dict[str, Server] = {}  # by address
+        self.servers: dict[str, Server] = {}  # address to server
         self.weight_version = -1  # all routable servers have it
         self.is_loading = False  # servers may report either version
         self.may_grow = may_grow

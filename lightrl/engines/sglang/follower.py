@@ -85,7 +85,7 @@ class SGLangFollower:
         gateway = None if self.gateway is None else Gateway(*self.gateway, self._fleet, timeouts=self.timeouts)
         self._members = _FollowedMembers(self._home, self._fleet, gateway, self.timeouts, report)
         self._traffic = Traffic(is_held=True)  # until the first state
-        leader = Leader(self._home, self._members, self._traffic)  # of nobody
+        leader = Leader(self._home, self._members, self._traffic)  # leads nobody
         self._requests = RequestLoop(
             self._home, self._members, self._traffic, leader, limits=self.limits, timeouts=self.timeouts
         )

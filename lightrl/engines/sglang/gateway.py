@@ -46,7 +46,7 @@ _ARGUMENTS = [
 
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
-_TRY_AGAIN = (_NOT_FOUND, 408, 429)  # of /generate: it has no worker now, waited too long, or has too many requests
+_TRY_AGAIN = (_NOT_FOUND, 408, 429)  # statuses of /generate: no worker now, waited too long, too many requests
 _SETTLING_S, _SETTLED_S = 0.1, 1.0  # between two checks of its workers
 
 

@@ -90,7 +90,7 @@ class HomeLoop:
     async def end_tasks(self) -> None:
         """Cancels all tasks and waits for them; on the loop.
 
-        One that goes on is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
+        One that continues is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
         """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:

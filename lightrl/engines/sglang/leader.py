@@ -28,7 +28,7 @@ class Traffic:
     num_waiting: int = 0  # completions that wait for the gate or for a server
     is_held: bool = False  # requests wait for the end of a load
     is_paused: bool = False
-    has_minimum: bool = False  # of new tokens: a paused server would count it again, so its requests are aborted
+    has_minimum: bool = False  # a request has min_new_tokens: a paused server would count from 0, so it is aborted
 
     @property
     def is_open(self) -> bool:
@@ -37,7 +37,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class FleetState:
-    """What followers must know, to be pickled."""
+    """State that followers need; it is pickled."""
 
     weight_version: int
     is_open: bool  # requests may begin
@@ -48,7 +48,7 @@ class FleetState:
 
 @dataclass(frozen=True)
 class FollowerState:
-    """What a follower answers."""
+    """Answer of a follower."""
 
     num_running: int = 0  # completions that a server generates
     has_minimum: bool = False  # a request had `min_new_tokens`
@@ -79,7 +79,7 @@ class Leader:
         self._posting: asyncio.Task[Any] | None = None
 
     def lead(self, followers: FollowerProcesses | None) -> None:
-        """From now on these send the requests, and no one else; None ends that."""
+        """Leaves requests to these processes alone; None ends that."""
         if self._posting is not None:
             self._posting.cancel()
         self._followers = followers

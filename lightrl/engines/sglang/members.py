@@ -166,7 +166,7 @@ class Members:
             await self.gateway.settle()
         while self.fleet.drain(server) and time.monotonic() < deadline:
             self._home.wake()  # processes that follow learn of it
-            if self.fleet.urls("routable"):  # else its requests have nowhere to go on
+            if self.fleet.urls("routable"):  # else its requests cannot continue anywhere
                 with contextlib.suppress(EngineError):
                     await server.client.abort(abort_all=True)
             await asyncio.sleep(0.05)

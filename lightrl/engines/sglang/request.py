@@ -46,19 +46,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class RequestPictures:
-    """The pictures of a prompt as `/generate` takes them."""
+class RequestImages:
+    """The images of a prompt as `/generate` takes them."""
 
-    prompt: list[int]  # the prompt's token ids, with one image token for each picture: the server repeats it
+    prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
     image_data: list[str]  # data: URLs, for servers on other machines
 
     @classmethod
-    def of(cls, pictures: Pictures | None, images: Sequence[str], token_ids: list[int]) -> RequestPictures:
-        """The pictures of a prompt, given how the policy reads them; raises ValueError if it takes none."""
-        if pictures is None:
+    def of(cls, reader: Pictures | None, images: Sequence[str], token_ids: list[int]) -> RequestImages:
+        """The images of a prompt, given how the policy reads them; raises ValueError if it takes none."""
+        if reader is None:
             raise ValueError(refusal(len(images)))
-        pictures.check(images, token_ids)
-        prompt = pictures.collapsed(token_ids, len(images))
+        reader.check(images, token_ids)
+        prompt = reader.collapsed(token_ids, len(images))
         return cls(prompt, [data_url(image) for image in images])
 
 
@@ -68,7 +68,7 @@ class AdapterVersion:
 
     version: int
     name: str
-    base_version: int  # that the server must report
+    base_version: int  # the server must report it
 
 
 @dataclass
@@ -76,15 +76,15 @@ class CompletionDraft:
     """One completion in progress."""
 
     prompt: list[int]
-    sampling: Sampling  # of the whole completion; `max_new_tokens` counts all its requests together
-    sample: int = 0  # which of the n completions of the prompt
+    sampling: Sampling  # `max_new_tokens` counts all requests of the completion together
+    sample: int = 0  # number of the completion among the n of the prompt
     token_ids: TokenArray[int] = _NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = _NO_IDS
     supports: TokenArray[int] = _NO_CODES
     finish_reason: FinishReason | None = None
-    pictures: RequestPictures | None = None
-    adapter: AdapterVersion | None = None  # of the latest request
+    images: RequestImages | None = None
+    adapter: AdapterVersion | None = None  # adapter of the latest request
 
     @property
     def last_version(self) -> int:
@@ -92,7 +92,7 @@ class CompletionDraft:
 
     @property
     def max_tokens(self) -> int:
-        """Of prompt and completion together; a measure of a server's load."""
+        """Tokens of prompt and completion together; a measure of a server's load."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def body(self, rid: str, cache_key: str) -> dict[str, Any]:
@@ -110,18 +110,18 @@ class CompletionDraft:
             params["stop_token_ids"] = list(sampling.stop_token_ids)
         else:  # SGLang then ignores the stop ids of the request too
             params["ignore_eos"] = True
-        pictures = self.pictures
+        images = self.images
         body = {
             "rid": rid,
-            "input_ids": (self.prompt if pictures is None else pictures.prompt) + list(self.token_ids),
+            "input_ids": (self.prompt if images is None else images.prompt) + list(self.token_ids),
             "sampling_params": params,
             "return_logprob": True,
             "extra_key": cache_key,
         }
         if sampling.is_truncated:
             body["return_sampling_mask"] = True
-        if pictures is not None:
-            body["image_data"] = pictures.image_data
+        if images is not None:
+            body["image_data"] = images.image_data
         if self.adapter is not None:
             body["lora_path"] = self.adapter.name
         return body
@@ -184,7 +184,7 @@ class CompletionDraft:
 
 
 def request_seed(seed: int, sample: int) -> int:
-    """Of all requests of a completion, 0 to 2**63 - 1: SGLang hashes it with each token's place in the sequence."""
+    """Seed of all requests of a completion, 0 to 2**63 - 1: SGLang hashes it with each token's position."""
     # So a completion has the same tokens wherever it is interrupted.
     if sample == 0 and seed >= 0:
         return seed

@@ -24,7 +24,7 @@ from lightrl.engines.sglang.connection import OutOfFiles, ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.leader import Leader, Traffic
 from lightrl.engines.sglang.members import Members
-from lightrl.engines.sglang.request import Answer, CompletionDraft, MalformedAnswer, RequestPictures, read_answer
+from lightrl.engines.sglang.request import Answer, CompletionDraft, MalformedAnswer, RequestImages, read_answer
 from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync.adapter_versions import AdapterVersions
 from lightrl.engines.sglang.timeouts import Timeouts
@@ -36,7 +36,7 @@ from lightrl.trajectory import Sampling, token_array
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 5.0
-MAX_RETRIES = 8  # of a request in a row, without a token in between
+MAX_RETRIES = 8  # failures of a request in a row, without a token in between
 
 
 @dataclass
@@ -53,7 +53,7 @@ class RequestLimits:
 
     vocab_size: int
     max_context: int | None  # tokens of prompt and completion
-    pictures: Pictures | None  # how it reads pictures; None if it takes none
+    images: Pictures | None  # how it reads images; None if it takes none
 
 
 class RequestLoop:
@@ -77,7 +77,7 @@ class RequestLoop:
     ) -> None:
         self.traffic = traffic
         self.limits = limits
-        self._paused: set[Server] = set()  # by `pause`, and not resumed since
+        self._paused: set[Server] = set()  # servers that `pause` has paused and nothing resumed since
         self._at_load: set[Server] = set()  # a load pauses and resumes them
         self._drafts: dict[int, CompletionDraft] = {}  # seed to a completion that is generated alone
         self._home = home
@@ -106,10 +106,10 @@ class RequestLoop:
         """
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
-        pictures = RequestPictures.of(limits.pictures, images, token_ids) if images else None
+        request_images = RequestImages.of(limits.images, images, token_ids) if images else None
         with self._home.counted():
             if n == 1:
-                draft = CompletionDraft(token_ids, sampling, pictures=pictures)
+                draft = CompletionDraft(token_ids, sampling, images=request_images)
                 if written is not None:
                     draft.token_ids = token_array("token_ids", written.token_ids)
                     draft.logprobs = token_array("behavior_logprobs", written.logprobs)
@@ -120,7 +120,7 @@ class RequestLoop:
                     return [await self._generate(draft, session)]
                 finally:
                     self._drafts.pop(sampling.seed, None)
-            drafts = [CompletionDraft(token_ids, sampling, sample, pictures=pictures) for sample in range(n)]
+            drafts = [CompletionDraft(token_ids, sampling, sample, images=request_images) for sample in range(n)]
             tasks = [asyncio.ensure_future(self._generate(draft, session)) for draft in drafts]
             try:
                 return list(await asyncio.gather(*tasks))

@@ -120,7 +120,7 @@ class ServedScores:
 
 @dataclass(frozen=True)
 class ServedRewards:
-    """As ServedScores, for a server with a reward model, started with `--is-embedding`.
+    """Rewards as ServedScores gets logprobs, from a server with a reward model, started with `--is-embedding`.
 
     SGLang's Qwen2 and Qwen3 heads have a bias. For a checkpoint without one, which is what transformers writes, SGLang
     makes it random, and all rewards are off by that number; docs/model-calls.md shows how to set it to 0.

@@ -127,9 +127,9 @@ class Server:
                 await self.client.resume_memory([part])
 
     def note_answer(self, seconds: float, num_tokens: int) -> None:
-        kept = 1 - 1 / SPEED_ANSWERS
-        self.recent_s = self.recent_s * kept + seconds
-        self.recent_tokens = self.recent_tokens * kept + num_tokens
+        decay = 1 - 1 / SPEED_ANSWERS
+        self.recent_s = self.recent_s * decay + seconds
+        self.recent_tokens = self.recent_tokens * decay + num_tokens
         self.num_answers += 1
 
     @property

@@ -28,27 +28,27 @@ class Timeouts:
 
     @property
     def connect_s(self) -> float:
-        """For a connection; a stopped server accepts none."""
+        """Deadline of a connection; a stopped server accepts none."""
         return self.request_s
 
     @property
     def hang_s(self) -> float:
-        """Without any answer, after which a server is lost."""
+        """Silence after which a server is lost."""
         return self.request_s / 2
 
     @property
     def probe_interval_s(self) -> float:
-        """Between two health checks of a server."""
+        """Pause between two health checks of a server."""
         return self.hang_s / 15
 
     @property
     def server_wait_s(self) -> float:
-        """For a server, if all are starting, syncing or lost."""
+        """Wait for a server, if all are starting, syncing or lost."""
         return self.startup_s
 
     @property
     def generate_s(self) -> float:
-        """For one generation; then the server returns what it has, and the rest is requested again.
+        """Deadline of one generation; then the server returns what it has, and the rest is requested again.
 
         Below StalenessControl's rollout_timeout_s, so that a request that got lost in a server is repeated before the
         run ends.

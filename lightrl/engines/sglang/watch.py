@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _IDENTIFY_EVERY = 5  # health checks: the question reaches the scheduler, so it costs more than a sign of life
-_FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # of a thread's work; also no thread, no memory
+_FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # errors of a thread's work; also no thread, no memory
 
 
 class Watch:

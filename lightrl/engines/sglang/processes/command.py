@@ -66,20 +66,20 @@ class SGLangPython:
 
     @property
     def module(self) -> str:
-        """For `python -m`."""
+        """Module for `python -m`."""
         return "lightrl_sglang_cpu.launch" if self.is_plain_cpu else "sglang.launch_server"
 
     def environment(self) -> dict[str, str]:
         """The server's: the trainer's, without secrets and paths to its packages, and what lightrl relies on."""
         ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if self.path != sys.executable else set()
-        kept = {name: value for name, value in os.environ.items() if name not in ours and not _SECRET.search(name)}
+        variables = {name: value for name, value in os.environ.items() if name not in ours and not _SECRET.search(name)}
         # Without it the last tokens of an interrupted request are lost (up to 49).
-        kept["SGLANG_FORCE_STREAM_INTERVAL"] = "1"
-        kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `context_args`
-        kept.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder
+        variables["SGLANG_FORCE_STREAM_INTERVAL"] = "1"
+        variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `context_args`
+        variables.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder
         if self.is_plain_cpu:
-            kept["OMP_NUM_THREADS"] = "1"
-        return kept
+            variables["OMP_NUM_THREADS"] = "1"
+        return variables
 
 
 def find_python(path: str | None = None) -> SGLangPython:
@@ -146,7 +146,7 @@ def context_args(model_folder: Path) -> dict[str, Any]:
 
 
 def dtype_of_auto(config: PretrainedConfig | None) -> torch.dtype:
-    """What `dtype: auto` is in SGLang 0.5.23: the config's, but float16 for float32, or bfloat16 for Gemma."""
+    """Dtype that `auto` is in SGLang 0.5.23: the config's, but float16 for float32, or bfloat16 for Gemma."""
     dtype = getattr(config, "dtype", None) or torch.float32
     if dtype != torch.float32:
         return cast(torch.dtype, dtype)
@@ -212,6 +212,6 @@ def gpus_of_servers(
 
 
 def visible(gpus: Sequence[int]) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls them: torch numbers only those that this process sees."""
-    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return [seen[gpu] if gpu < len(seen) else str(gpu) for gpu in gpus]
+    """Names of GPUs in CUDA_VISIBLE_DEVICES: torch numbers only those that this process sees."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus]

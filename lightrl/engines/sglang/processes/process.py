@@ -83,11 +83,11 @@ class HeldPort:
 
 @dataclass
 class RestartPolicy:
-    """When to restart a lost process, and when to give it up."""
+    """Rule for restarting a lost process and for giving it up."""
 
     max_restarts: int = 3  # in a row
     backoff_s: float = 1.0  # before the first; doubled for each further one, up to a minute
-    stable_s: float = 600.0  # of running, after which the count starts over
+    stable_s: float = 600.0  # a run of this length resets the count
     restarts: int = 0  # in a row
 
     def delay_s(self, ran_s: float) -> float | None:
@@ -150,13 +150,13 @@ class ServerProcess:
         self.name = name
         self.token = usable_token(token)
         self.host = host
-        self.port = port or 0  # of the latest start
+        self.port = port or 0  # at the latest start
         self.startup_timeout_s = startup_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._model_folder = Path(model_folder).absolute()
         self._keeps_port = port is not None
         self._held_port: HeldPort | None = None  # while the process runs
-        self._secrets_file: Path | None = None  # which the guard removes
+        self._secrets_file: Path | None = None  # the guard removes it
         self._python: SGLangPython | None = find_python(python) if command is None else None
         defaults = {"random_seed": seed, **(context_args(Path(model_folder)) if command is None else {})}
         self._args = {**defaults, **{key.replace("-", "_"): value for key, value in (args or {}).items()}}
@@ -173,12 +173,12 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Of the latest start."""
+        """Address at the latest start."""
         return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Of the guard process, which ends with the server; None before the first start."""
+        """Process id of the guard, which ends with the server; None before the first start."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:

@@ -36,7 +36,7 @@ _POLL_S = 0.05
 class Adapter:
     """One version's tensors in host memory, for servers that come back."""
 
-    tensors: Mapping[str, Tensor]  # by peft's names
+    tensors: Mapping[str, Tensor]  # peft's name to tensor
     checksums: Mapping[str, str]
 
     @classmethod
@@ -102,9 +102,9 @@ class AdapterVersions:
     async def give(self, server: Server, version: int, adapter: Adapter, payload: str) -> None:
         """Afterwards the server has this adapter under the version's name, and lists it; others of ours are removed."""
         client, name = server.client, name_of(version)
-        kept = {name_of(one) for one in (*self._kept, *self._in_use)} - {name}
+        current = {name_of(one) for one in (*self._kept, *self._in_use)} - {name}
         for other in await client.adapters():
-            if other.startswith(_PREFIX) and other not in kept:  # of an earlier run, or of this one before a resume
+            if other.startswith(_PREFIX) and other not in current:  # of an earlier run, or of one before a resume
                 await client.unload_adapter(other, timeout_s=self._timeout_s)
         payloads = [payload] * await num_ranks(server)
         checksums = dict(adapter.checksums)

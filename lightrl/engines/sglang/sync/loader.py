@@ -62,7 +62,7 @@ class WeightLoader:
         self._timeouts = timeouts
         self._config = config
         self._is_colocated = is_colocated
-        self._shapes: dict[str, list[int]] | None = None  # of the first load
+        self._shapes: dict[str, list[int]] | None = None  # parameters of the first load
         self._is_over = False
 
     @property

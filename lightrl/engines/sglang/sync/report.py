@@ -17,10 +17,10 @@ _T = TypeVar("_T")
 
 @dataclass
 class SyncReport:
-    """What happened to each server: it serves a version again, or it is lost. Keys are addresses."""
+    """Outcome for each server: it serves a version again, or it is lost. Keys are addresses."""
 
     weight_version: int  # to be loaded
-    previous_version: int | None = None  # that the servers had before; None: none of this run
+    previous_version: int | None = None  # version that the servers had before; None if it is not of this run
     versions: dict[str, int] = field(default_factory=dict)  # the version it serves now
     lost: dict[str, str] = field(default_factory=dict)  # why it is paused or gone; it must get no request
     absent: dict[str, str] = field(default_factory=dict)  # why it took no part: it was lost before
@@ -35,8 +35,8 @@ class SyncReport:
             f"{url} serves version {version}" + (f" again ({self.rolled_back[url]})" if url in self.rolled_back else "")
             for url, version in self.versions.items()
         ]
-        gone = {**self.lost, **{url: f"took no part: {reason}" for url, reason in self.absent.items()}}
-        return "; ".join([*serve, *(f"{url}: {what}" for url, what in gone.items())])
+        failed = {**self.lost, **{url: f"took no part: {reason}" for url, reason in self.absent.items()}}
+        return "; ".join([*serve, *(f"{url}: {what}" for url, what in failed.items())])
 
 
 class SyncFailed(WeightSyncError):

@@ -43,7 +43,7 @@ class AdapterLoader(WeightLoader):
         super().__init__(*of_loader, **settings)
         self._versions = versions
         self._form = form
-        self._adapter_shapes: dict[str, torch.Size] | None = None  # of the first load
+        self._adapter_shapes: dict[str, torch.Size] | None = None  # adapters of the first load
 
     @property
     def weight_version(self) -> int:

@@ -108,7 +108,7 @@ class BucketFeed:
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
-    """From another thread: calls `wait` with a number of seconds until it is true.
+    """Calls `wait` with a number of seconds until it is true; from another thread.
 
     Raises:
         WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.

@@ -23,7 +23,7 @@ _SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may
 
 
 class BroadcastTransport(Streaming):
-    """By broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
+    """Sends by broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
 
     The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
     breaks it for all, a hanging one after `transfer_timeout_s`; the others then get everything from the copy, in a new
@@ -153,7 +153,7 @@ class BroadcastTransport(Streaming):
 
 
 async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """For what has a deadline of its own that it may not keep, such as NCCL on a device that hangs."""
+    """Bounds a step that has a deadline of its own and may not keep it, such as NCCL on a device that hangs."""
     try:
         return await asyncio.wait_for(step, timeout_s)
     except asyncio.TimeoutError as error:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _IN_FLIGHT = 4  # parts: hides the round trip, and bounds the memory
 _POLL_S = 0.2  # between two questions to a receiver that is starting
 
-Answers = dict[str, dict[str, Any]]  # by address; with `error` from a receiver that failed
+Answers = dict[str, dict[str, Any]]  # address to answer; with `error` from a receiver that failed
 
 
 class DeltaTransport(WeightTransport):
@@ -63,15 +63,15 @@ class DeltaTransport(WeightTransport):
     ) -> None:
         self.form = form
         self.copy = DeltaCopy(form)
-        self.num_bytes = 0  # that this process sent for the last version
+        self.num_bytes = 0  # bytes that this process sent for the last version
         self._config = served_config(config, form)
         self._connect = connect
         self._receiver_of = receiver_of
         self._wait_s = wait_s
         self._run = secrets.token_hex(8)
-        self._version = NOTHING  # of the copy
-        self._previous = NOTHING  # which the receivers can restore
-        self._folders: dict[str, str] = {}  # of receivers that have the version to load
+        self._version = NOTHING  # version of the copy
+        self._previous = NOTHING  # version that the receivers can restore
+        self._folders: dict[str, str] = {}  # receiver to folder, if it has the version to load
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
         base, self._version, self._previous = self._version, NOTHING, NOTHING
@@ -163,7 +163,7 @@ class DeltaTransport(WeightTransport):
                 servers.lose(server, reasons[url])
 
     async def _states(self, receivers: _Receivers, urls: Sequence[str]) -> Answers:
-        """What each receiver has; waits for those that do not answer."""
+        """Asks each receiver what it has; waits for those that do not answer."""
         deadline = time.monotonic() + self._wait_s
 
         async def ask(url: str) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class _Receivers:
         self, urls: Sequence[str], path: str, body: dict[str, Any] | bytes, fields: dict[str, Any] | None = None
     ) -> Answers:
         """Sends one request to each of these receivers, to all at the same time."""
-        asked = list(urls)  # the caller may remove some meanwhile
+        receivers = list(urls)  # the caller may remove some meanwhile
         query = f"?{urlencode(fields)}" if fields else ""
 
         async def ask(url: str) -> dict[str, Any]:
@@ -207,10 +207,10 @@ class _Receivers:
                 return {"error": str(error)}
             return answer
 
-        return dict(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
+        return dict(zip(receivers, await asyncio.gather(*map(ask, receivers)), strict=True))
 
     async def state(self, url: str) -> dict[str, Any]:
-        """With `error` if there is none, and `is_silent` if nothing answered."""
+        """Returns a receiver's state, with `error` if there is none, and `is_silent` if nothing answered."""
         connection = self._connect(url)
         try:
             state: dict[str, Any] = await connection.request("POST", "/state", {}, num_retries=0)
@@ -233,10 +233,10 @@ class _Sending:
     """One version, a delta if it has a base, on its way to some receivers, part by part."""
 
     def __init__(self, receivers: _Receivers, urls: Sequence[str], base: str) -> None:
-        self.urls = list(urls)  # those that have not failed
+        self.urls = list(urls)  # receivers that have not failed
         self.errors: dict[str, str] = {}
         self.folders: dict[str, str] = {}  # once it is finished
-        self.num_bytes = 0  # that left this process
+        self.num_bytes = 0  # bytes that left this process
         self._receivers = receivers
         self._base = base
         self._session = secrets.token_hex(8)

@@ -11,7 +11,7 @@ from lightrl.engines.sglang.sync.transports.transport import Streaming, num_rank
 from lightrl.weights import Bucket, ServerForm, SharedBucket, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
 
-GPU_PART_BYTES = 2**29  # of a block in GPU memory
+GPU_PART_BYTES = 2**29  # size of a block in GPU memory
 
 
 class SharedMemoryTransport(Streaming):
@@ -45,7 +45,7 @@ class SharedMemoryTransport(Streaming):
 
 
 class CudaIpcTransport(SharedMemoryTransport):
-    """As through shared memory, with the block in the memory of rank 0's GPU: no byte passes the host.
+    """Sends as through shared memory, with the block in the memory of rank 0's GPU: no byte passes the host.
 
     Every tp rank of a server gets a handle of its own to the block. A rank on another GPU reads it over NVLink or PCIe,
     which needs peer access between the two. **SGLang demands a pickle**, see weights/shared_memory.py.

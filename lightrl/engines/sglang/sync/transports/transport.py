@@ -19,7 +19,7 @@ class WeightTransport(Protocol):
     needs_bracket: bool  # SGLang's begin_weight_update and end_weight_update
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """What can be done while the servers still generate. Raises WeightSyncError; the servers are untouched then."""
+        """Does what it can while the servers still generate. Raises WeightSyncError; the servers are untouched then."""
         ...
 
     async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
@@ -27,7 +27,7 @@ class WeightTransport(Protocol):
         ...
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
-        """As `load`, with a version that the transport has kept; see `holds`."""
+        """Loads a version that the transport has kept; see `holds`."""
         ...
 
     def holds(self, weight_version: int) -> bool: ...
@@ -105,7 +105,7 @@ class Streaming(WeightTransport):
 
 
 async def num_ranks(server: Server) -> int:
-    """Of a server: its tensor-parallel and pipeline parts together."""
+    """Number of a server's ranks: its tensor-parallel and pipeline parts together."""
     info = await server.client.server_info()
     return int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)
 
