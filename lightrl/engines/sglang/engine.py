@@ -228,6 +228,8 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             urls or (), transport=self.transport, trainer_host=self.trainer_host, weight_folder=self.weight_folder
         )
         self.weight_version = -1
+        self._processes = []
+        self._members = self._leader = self._requests = self._loader = None
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
         self._limit_connections(len(urls) if urls is not None else self.num_servers or 1)
         self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
