@@ -32,13 +32,10 @@ class RankShares:
         self._folder: SharedFolder | None = None
         self._rollout: object = None  # that `_folder` was decided for
 
-    def buckets(
-        self, trainer: RLTrainer, module: RLModule, bucket_bytes: int, *, is_blocking: bool
-    ) -> Iterator[Bucket]:
+    def buckets(self, trainer: RLTrainer, module: RLModule, bucket_bytes: int) -> Iterator[Bucket]:
         """For `rollout.load_weights`; collective, each rank must read them to the end.
 
-        An engine that serves adapters gets these, and after them the base if it needs that. A load in the background
-        takes everything from rank 0, which copies it first.
+        An engine that serves adapters gets these, and after them the base if it needs that.
         """
         model = module.parallel_models["policy"]
         holders = ranks_of(trainer.strategy).of_role("policy")
@@ -50,18 +47,18 @@ class RankShares:
             needs_base = engine.needs_base()
         needs_base = holders.broadcast_json(needs_base)  # None: the adapters are merged
         if needs_base is None:
-            return self._whole(trainer, model, bucket_bytes, "merged", holders, is_blocking)
+            return self._whole(trainer, model, bucket_bytes, "merged", holders)
         adapters = model.full_parameters(bucket_bytes, part="adapters")
         if not needs_base:
             return adapters
-        base = self._whole(trainer, model, bucket_bytes, "base", holders, is_blocking)
+        base = self._whole(trainer, model, bucket_bytes, "base", holders)
         return itertools.chain(adapters, base)
 
     def _whole(
-        self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks, is_blocking: bool
+        self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
         """All parameters, from every rank or from rank 0."""
-        if holders.size == 1 or not is_blocking:
+        if holders.size == 1:
             return model.full_parameters(bucket_bytes, part=part)
         if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
             self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)

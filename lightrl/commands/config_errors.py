@@ -49,7 +49,8 @@ _REMOVED = {
     "WeightSync.probe": "Set verify.",
     "WeightSync.probe_tokens": "Remove it: the probe has 2 sequences of 32 tokens.",
     "WeightSync.max_probe_nats": "Set verify to false if the engine rounds logprobs more than its dtypes explain.",
-    "WeightSync.sync_timeout_s": "Remove it: a load that does not block has 1,800 s.",
+    "WeightSync.blocking": "Remove it: each sync ends before the trainer continues.",
+    "WeightSync.sync_timeout_s": "Remove it: timeouts.sync_s of the engine bounds each step of a sync.",
 }
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 

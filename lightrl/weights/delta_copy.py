@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -58,14 +58,6 @@ class HostCopy:
         if bucket.is_last:
             self.weight_version = self._coming_version
         return Bucket(copied, is_last=bucket.is_last)
-
-    def take(self, buckets: Iterable[Bucket], weight_version: int) -> list[Bucket]:
-        """Copies all buckets; returns the copies."""
-        self.begin(weight_version)
-        for bucket in buckets:
-            self.add(bucket)
-            del bucket  # else it stays alive while the next is gathered
-        return list(self.buckets())
 
     def buckets(self) -> Iterator[Bucket]:
         """The copy, in the original buckets."""

@@ -14,7 +14,7 @@ from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 from waits import Deadlines, until
 
-from lightrl import LocalEngine, ModelSpec, Role, SGLangEngine, WeightSync
+from lightrl import LocalEngine, ModelSpec, Role, SGLangEngine
 from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
 from lightrl.engines.abilities import HasReplicas
 from lightrl.errors import WeightSyncError
@@ -68,9 +68,8 @@ def test_the_base_without_its_adapters_ends_the_run(tmp_path):
     assert engine.num_wrong == 1
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_an_engine_without_digests_is_probed_and_logs_no_verified_fraction(tmp_path, blocking):
-    trainer = fit(tmp_path, Faulty("no parameter"), WeightSync(blocking=blocking), lr=1e-5)
+def test_an_engine_without_digests_is_probed_and_logs_no_verified_fraction(tmp_path):
+    trainer = fit(tmp_path, Faulty("no parameter"), lr=1e-5)
     assert trainer.callback_metrics["sync/probe_abs_dlogp_nats"] < 1e-5
     assert "sync/verified_fraction" not in trainer.callback_metrics
 
@@ -222,17 +221,14 @@ def test_servers_are_verified_by_digests_and_by_the_probe(tmp_path, servers):
     assert engine.last_sync.verified_by == {server.url: "digests" for server in servers}
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_sync_that_fails_once_is_tried_again_where_the_only_server_kept_its_weights(
-    tmp_path, servers, caplog, blocking
-):
+def test_a_sync_that_fails_once_is_tried_again_where_the_only_server_kept_its_weights(tmp_path, servers, caplog):
     class FailsOnce(Callback):
         def on_weights_synced(self, trainer, module, weight_version):
             if weight_version == 0:
                 servers[0].fault("error", "/update_weights_from_disk", count=1)
 
     engine = SGLangEngine(urls=[servers[0].url])
-    trainer = fit(tmp_path, engine, FailsOnce(), WeightSync(blocking=blocking), lr=1e-5, max_steps=2)
+    trainer = fit(tmp_path, engine, FailsOnce(), lr=1e-5, max_steps=2)
     assert trainer.weight_version == engine.weight_version == 2
     (warning,) = [record.message for record in caplog.records if "once more" in record.message]
     assert "Weight version 1 reached no server" in warning

@@ -1,6 +1,4 @@
-"""WeightSync in a real Trainer: probed syncs, loads in the background, and what happens when either goes wrong."""
-
-import threading
+"""WeightSync in a real Trainer: probed syncs, and what happens when one goes wrong."""
 
 import pytest
 import torch
@@ -15,22 +13,13 @@ from lightrl.errors import WeightSyncError
 
 
 class ScoringEngine(LocalEngine):
-    """Remembers what it loaded and from where; its scores may be off."""
+    """Its scores are off by so much."""
 
     probe_every_n_loads = 1
 
     def __init__(self, error_nats: float = 0.0, **settings) -> None:
         super().__init__(**settings)
         self.error_nats = error_nats
-        self.held: dict[str, torch.Tensor] = {}
-        self.loaded_versions: list[int] = []
-        self.loading_threads: list[str] = []
-
-    def load_weights(self, buckets, *, weight_version):
-        super().load_weights(buckets, weight_version=weight_version)
-        self.held = self.read_weights()
-        self.loaded_versions.append(weight_version)
-        self.loading_threads.append(threading.current_thread().name)
 
     def score(self, sequences):
         rows = super().score(sequences)["engine"]
@@ -69,49 +58,6 @@ def test_an_engine_that_says_other_logprobs_ends_the_run_with_both_numbers(tmp_p
 def test_an_engine_without_scores_is_not_probed(tmp_path):
     _, trainer = fit(tmp_path, FakeEngine())
     assert "sync/probe_abs_dlogp_nats" not in trainer.callback_metrics
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_load_in_the_background_ends_with_the_weights_of_a_blocking_one(tmp_path, max_staleness):
-    engine = ScoringEngine()
-    module, _ = fit(tmp_path, engine, WeightSync(blocking=False), StalenessControl(max_staleness))
-    assert engine.loaded_versions == [0, 1, 2, 3]
-    assert set(engine.loading_threads) == {"lightrl-weight-load"}
-    trained = dict(module.policy.named_parameters())
-    assert all(torch.equal(engine.held[name], trained[name]) for name in trained)
-
-
-class LoadsAmidAnUpdate(ScoringEngine):
-    """Its load of version 1 ends only when the trainer is at work on the next version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_training_on = threading.Event()
-
-    def load_weights(self, buckets, *, weight_version):
-        assert weight_version != 1 or self.is_training_on.wait(30), "the trainer waits for the load"
-        super().load_weights(buckets, weight_version=weight_version)
-
-
-class SaysSo(Callback):
-    def on_minibatch_start(self, trainer, module, minibatch, index, total):
-        if trainer.weight_version == 1:
-            assert trainer.engine.weight_version == 0
-            trainer.engine.is_training_on.set()
-
-
-def test_at_staleness_1_the_trainer_goes_on_while_the_engine_loads(tmp_path):
-    engine = LoadsAmidAnUpdate()
-    module, _ = fit(tmp_path, engine, WeightSync(blocking=False), StalenessControl(1), SaysSo())
-    assert engine.loaded_versions == [0, 1, 2, 3]
-    versions = [experience.weight_versions[experience.loss_mask] for experience in module.experiences]
-    assert [int(found.max()) for found in versions[:2]] == [0, 0]
-    assert all(int(found.min()) >= number - 1 for number, found in enumerate(versions))
-
-
-def test_an_error_of_a_load_in_the_background_ends_the_run(tmp_path):
-    with pytest.raises(WeightSyncError, match="fails the load of version 2"):
-        fit(tmp_path, FakeEngine(fail_loads=[2]), WeightSync(blocking=False))
 
 
 def test_the_first_token_has_no_logprob_to_compare():
