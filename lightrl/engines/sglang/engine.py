@@ -250,10 +250,7 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             self._loader = loader = self._assemble(config, home, members)
             if self.should_verify:
                 loader.check_models()
-            watch = Watch(
-                home, members, loader, self._client,
-                timeouts=self.timeouts, registry=registry, receivers=self._receivers,
-            )  # fmt: skip
+            watch = Watch(home, members, loader, self._receivers, registry, self._client, self.timeouts)
             home.keep(watch.run)
             undo.pop_all()
 
@@ -488,9 +485,7 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self._requests = requests = RequestLoop(
             home, members, traffic, self._leader, limits=limits, timeouts=timeouts, adapters=versions
         )
-        settings: dict[str, Any] = {
-            "timeouts": timeouts, "config": config, "is_colocated": self.placement == "colocated"
-        }  # fmt: skip
+        settings = {"timeouts": timeouts, "config": config, "is_colocated": self.placement == "colocated"}
         if versions is None:
             return WeightLoader(home, members, requests, sync, **settings)
         return AdapterLoader(versions, ServerForm(dtype), home, members, requests, sync, **settings)

@@ -89,9 +89,14 @@ class Server:
 
     def status(self) -> ServerStatus:
         return ServerStatus(
-            self.url, self.state, self.weight_version, self.num_requests, self.outstanding_tokens, self.reason,
-            self.may_return,
-        )  # fmt: skip
+            url=self.url,
+            state=self.state,
+            weight_version=self.weight_version,
+            num_requests=self.num_requests,
+            outstanding_tokens=self.outstanding_tokens,
+            reason=self.reason,
+            may_return=self.may_return,
+        )
 
     def describe(self) -> str:
         """One clause, for messages."""

@@ -40,11 +40,10 @@ class Watch:
         home: HomeLoop,
         members: Members,
         loader: WeightLoader,
-        make_client: Callable[[str], SGLangClient],
-        *,
-        timeouts: Timeouts,
-        registry: Registry | None = None,
         receivers: Receivers,
+        registry: Registry | None,
+        make_client: Callable[[str], SGLangClient],
+        timeouts: Timeouts,
     ) -> None:
         self._home = home
         self._members = members
