@@ -78,6 +78,10 @@ class DeltaCopy(HostCopy):
         # OpenMP's threads would spin beside those of the pool.
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
 
+    def close(self) -> None:
+        """Ends its threads."""
+        self._pool.shutdown(wait=False)
+
     def begin(self, weight_version: int) -> None:
         super().begin(weight_version)
         self.checksums = {}

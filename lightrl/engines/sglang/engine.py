@@ -20,7 +20,8 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,6 +71,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that must be saved
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of a started engine, each built from those before it."""
+
+    members: Members
+    leader: Leader
+    requests: RequestLoop
+    loader: WeightLoader
 
 
 class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtypes, HasReplicas):
@@ -171,17 +182,15 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self._processes: list[ServerProcess] = []  # started here
         self._receivers = Receivers()
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._home: HomeLoop | None = None  # this and what follows live from one `start` to the next
+        self._home = HomeLoop(self.fleet.describe)  # this and the parts live from one `start` to the next
         self._members: Members | None = None
-        self._leader: Leader | None = None
-        self._requests: RequestLoop | None = None
-        self._loader: WeightLoader | None = None
+        self._parts: _Parts | None = None
         self._is_open = False
 
     @property
     def last_sync(self) -> SyncReport | None:
         """Outcome of the last load for each server."""
-        return self._loader.last_report if self._loader is not None else None
+        return self._parts.loader.last_report if self._parts is not None else None
 
     @property
     def gateway(self) -> Gateway | None:
@@ -211,7 +220,8 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     def needs_base(self) -> bool:
         """Whether the next load must bring the base."""
-        return isinstance(self._loader, AdapterLoader) and self._loader.needs_base
+        loader = self._opened().loader
+        return isinstance(loader, AdapterLoader) and loader.needs_base
 
     def start(self, config: PretrainedConfig) -> None:
         """Starts servers or connects to running ones, and waits until all answer."""
@@ -229,7 +239,7 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         )
         self.weight_version = -1
         self._processes = []
-        self._members = self._leader = self._requests = self._loader = None
+        self._members = self._parts = None
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
         self._limit_connections(len(urls) if urls is not None else self.num_servers or 1)
         self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
@@ -247,21 +257,19 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
                     self._receivers.connect(receiver_urls, urls)
             self._members = members = Members(home, fleet, self._start_gateway(), self.timeouts)
             home.call(members.reach_all(), self.timeouts.startup_s + self.timeouts.request_s)
-            self._loader = loader = self._assemble(config, home, members)
+            self._parts = parts = self._assemble(config, members)
             if self.should_verify:
-                loader.check_models()
-            watch = Watch(home, members, loader, self._receivers, registry, self._client, self.timeouts)
+                parts.loader.check_models()
+            watch = Watch(home, members, parts.loader, self._receivers, registry, self._client, self.timeouts)
             home.keep(watch.run)
             undo.pop_all()
 
     async def attach(self) -> None:
         """Moves the engine to the running event loop, the controller's; it opens new connections there."""
-        assert self._home is not None
         await self._home.move_here(self._leave_loop)
 
     async def detach(self) -> None:
         """Ends what runs on this event loop, which is about to end."""
-        assert self._home is not None
         await self._leave_loop()
         self._home.forget()
 
@@ -270,19 +278,19 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         was_open, self._is_open = self._is_open, False
         if not was_open:
             return
-        home, loader, scratch = self._home, self._loader, self._scratch
-        steps: list[Callable[[], object]] = [] if loader is None else [loader.close]
-        if home is not None:
-            steps.append(lambda: home.close(lambda: self._leave_loop(for_good=True)))
-        steps += [lambda: end_all(self._processes, STOP_GRACE_S), self._receivers.stop]
-        if loader is not None:
-            steps.append(loader.close_transport)
-        if scratch is not None:
-            steps.append(scratch.cleanup)
-        call_all(*steps)
+        parts, scratch = self._parts, self._scratch
+        assert scratch is not None
+        call_all(
+            *([] if parts is None else [parts.loader.close]),
+            lambda: self._home.close(lambda: self._leave_loop(for_good=True)),
+            lambda: end_all(self._processes, STOP_GRACE_S),
+            self._receivers.stop,
+            *([] if parts is None else [parts.loader.close_transport]),
+            scratch.cleanup,
+        )
 
     def queue_depths(self) -> dict[str, int]:
-        traffic = self._requests.traffic if self._requests is not None else Traffic()
+        traffic = self._parts.requests.traffic if self._parts is not None else Traffic()
         return {"running": traffic.num_running, "waiting": traffic.num_waiting}
 
     async def generate(
@@ -296,11 +304,11 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         written: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions of one prompt; waits at most `timeouts.generate_s` for each request to a server."""
-        home, requests = self._opened()
+        requests = self._opened().requests
         if self.weight_version < 0:
             raise EngineError("SGLangEngine has no weights yet. Call load_weights before the first request.")
         try:
-            return await home.across(requests.generate(token_ids, sampling, session, n, images, written))
+            return await self._home.across(requests.generate(token_ids, sampling, session, n, images, written))
         except asyncio.CancelledError:
             if self._is_open:
                 raise
@@ -309,55 +317,44 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
     @property
     def leader(self) -> Leader:
         """Leads processes that send requests to these servers; called after `start`, used on the controller's loop."""
-        self._opened()
-        assert self._leader is not None
-        return self._leader
+        return self._opened().leader
 
     def follower(self, num_followers: int) -> SGLangFollower:
         """The engine of each of so many other processes, to be pickled, and opened there."""
-        self._opened()
-        assert self._members is not None
+        limits = self._opened().requests.limits
         share = min(self._num_connections, max(1, MAX_CONNECTIONS // num_followers))
-        gateway = None if (one := self._members.gateway) is None else (one.url, one.token)
-        assert self._requests is not None
-        return SGLangFollower(
-            self.fleet.salt, self._token, self.timeouts, share, self._requests.limits, gateway=gateway
-        )
+        gateway = None if self.gateway is None else (self.gateway.url, self.gateway.token)
+        return SGLangFollower(self.fleet.salt, self._token, self.timeouts, share, limits, gateway=gateway)
 
     async def unfinished(self) -> dict[int, Completion]:
         """Requests in flight are aborted, which is how servers return what they have, and continue after the pause."""
-        home, requests = self._opened()
-        return await home.across(requests.unfinished())
+        return await self._home.across(self._opened().requests.unfinished())
 
     async def pause(self) -> None:
-        home, requests = self._opened()
-        await home.across(requests.pause())
+        await self._home.across(self._opened().requests.pause())
 
     async def resume(self) -> None:
-        home, requests = self._opened()
-        await home.across(requests.resume())
+        await self._home.across(self._opened().requests.resume())
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns logprobs by address of each server; waits for the slowest, as a request does."""
-        home, requests = self._opened()
-        return home.call(requests.score(sequences), self.timeouts.generate_s)
+        return self._home.call(self._opened().requests.score(sequences), self.timeouts.generate_s)
 
     def drop_replica(self, name: str, reason: str) -> None:
         """The server at this address gets no more requests until it has loaded the weights again."""
-        home, members = self._opened()[0], self._members
-        assert members is not None
-        if (server := self.fleet.servers.get(name)) is not None:
-            home.soon(lambda: members.lose(server, reason))
+        members, server = self._opened().members, self.fleet.servers.get(name)
+        if server is not None:
+            self._home.soon(lambda: members.lose(server, reason))
 
     def verified_by(self) -> dict[str, Verification]:
         """Returns the check by address of each routable server; SGLang has no digests of adapters."""
-        is_served = isinstance(self._loader, AdapterLoader)
+        is_served = isinstance(self._opened().loader, AdapterLoader)
         routable = self.fleet.in_state("routable")
         return {server.url: "version" if is_served else server.verified_by for server in routable}
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Raises WeightSyncError only if no server has the new weights; `last_sync` has what happened to each."""
-        loader = self._opened_loader()
+        loader = self._opened().loader
         try:
             loader.load(buckets, weight_version)
         finally:
@@ -365,30 +362,22 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     def release_memory(self) -> None:
         """Colocated servers give their memory to the trainer until the next load; others do nothing."""
-        self._opened_loader().release_memory()
+        self._opened().loader.release_memory()
 
     def shared_folder(self) -> SharedFolder | None:
         """The folder into which every rank may write its share of the weights; None if they travel in another way."""
-        return self._opened_loader().shared_folder()
+        return self._opened().loader.shared_folder()
 
     def dtypes(self) -> set[str]:
         """The dtypes of the servers."""
-        home, members = self._opened()[0], self._members
-        assert members is not None
-        names = home.call(members.dtypes(), self.timeouts.request_s * 2)
+        names = self._home.call(self._opened().members.dtypes(), self.timeouts.request_s * 2)
         auto = str(dtype_of_auto(self._config)).removeprefix("torch.")
         return {auto if name == "auto" else name for name in names}
 
-    def _opened(self) -> tuple[HomeLoop, RequestLoop]:
-        if not self._is_open or self._requests is None:
+    def _opened(self) -> _Parts:
+        if not self._is_open or self._parts is None:
             raise EngineError("SGLangEngine is closed. Start it, or create a new one.")
-        assert self._home is not None
-        return self._home, self._requests
-
-    def _opened_loader(self) -> WeightLoader:
-        self._opened()
-        assert self._loader is not None
-        return self._loader
+        return self._parts
 
     def _client(self, url: str) -> SGLangClient:
         return SGLangClient(url, token=self._token, timeouts=self.timeouts, max_connections=self._num_connections)
@@ -408,7 +397,6 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
     def _start_servers(self, config: PretrainedConfig, model_folder: Path) -> None:
         """Starts servers without weights on this machine, and a weight receiver for the delta transport."""
         assert self.num_servers is not None
-        assert self._home is not None
         self._token = usable_token(self._token)
         args: dict[str, Any] = {"load_format": "dummy"}
         if self.placement == "colocated" and torch.cuda.is_available():
@@ -442,18 +430,17 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         if self.router != "smg":
             return Gateway(as_url(self.router), self._token, self.fleet, timeouts=self.timeouts)
         assert self._scratch is not None
-        assert self._home is not None
         process = smg_process(Path(self._scratch.name), self._token)
         self._processes = [*self._processes, process]
         start_all([process])
         self._home.keep(functools.partial(_keep, process, hang_s=self.timeouts.hang_s))
         return Gateway(process.url, process.token, self.fleet, timeouts=self.timeouts)
 
-    def _assemble(self, config: PretrainedConfig, home: HomeLoop, members: Members) -> WeightLoader:
+    def _assemble(self, config: PretrainedConfig, members: Members) -> _Parts:
         assert self._scratch is not None
-        text_config, timeouts, fleet = config.get_text_config(), self.timeouts, self.fleet
+        home, timeouts, fleet = self._home, self.timeouts, self.fleet
         self._config = config
-        limits = RequestLimits(int(text_config.vocab_size), context_tokens(config), Pictures.of(config))
+        limits = RequestLimits(int(config.get_text_config().vocab_size), context_tokens(config), Pictures.of(config))
         home.call(members.identify_all(), timeouts.request_s * 2)
         dtype = self._sent_dtype()
         transport = make_transport(
@@ -481,14 +468,13 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         if self.adapters == "served" and self._expected_adapters is not None:
             versions = AdapterVersions(fleet, *self._expected_adapters, timeout_s=timeouts.sync_s)
         traffic = Traffic()
-        self._leader = Leader(home, members, traffic)
-        self._requests = requests = RequestLoop(
-            home, members, traffic, self._leader, limits=limits, timeouts=timeouts, adapters=versions
-        )
+        leader = Leader(home, members, traffic)
+        requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, adapters=versions)
         settings = {"timeouts": timeouts, "config": config, "is_colocated": self.placement == "colocated"}
         if versions is None:
-            return WeightLoader(home, members, requests, sync, **settings)
-        return AdapterLoader(versions, ServerForm(dtype), home, members, requests, sync, **settings)
+            return _Parts(members, leader, requests, WeightLoader(home, members, requests, sync, **settings))
+        loader = AdapterLoader(versions, ServerForm(dtype), home, members, requests, sync, **settings)
+        return _Parts(members, leader, requests, loader)
 
     def _sent_dtype(self) -> torch.dtype | None:
         """The dtype of all servers if it is narrower than float32; None sends the trainer's own."""
@@ -503,7 +489,6 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     async def _leave_loop(self, *, for_good: bool = False) -> None:
         """Ends requests, watches and connections."""
-        assert self._home is not None
         try:
             await self._home.end_tasks()
         finally:

@@ -127,6 +127,9 @@ class DeltaTransport(WeightTransport):
     def holds(self, weight_version: int) -> bool:
         return weight_version in (self._version.weight_version, self._previous.weight_version) and weight_version >= 0
 
+    async def close(self) -> None:
+        self.copy.close()
+
     def _urls(self, servers: SyncServers) -> list[str]:
         return sorted({self._receiver_of(server.url) for server in servers.left})
 
