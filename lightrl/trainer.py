@@ -40,8 +40,7 @@ from lightrl.callbacks.model_lines import ModelLines
 from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 from lightrl.checks.disk_errors import check_local, nearest_folder
-from lightrl.engines import RolloutEngine
-from lightrl.engines.abilities import ChecksSettings, SharesDevices
+from lightrl.engines import RolloutEngine, SGLangEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
@@ -414,11 +413,11 @@ class Trainer(RLTrainer):
                 )
 
     def _check_engine(self, *, is_fit: bool) -> None:
-        engine: Any = self.engine
-        if isinstance(engine, ChecksSettings):
-            engine.check()
+        is_colocated = False
+        if isinstance(self.engine, SGLangEngine):
+            self.engine.check()
+            is_colocated = self.engine.placement == "colocated"
         control = next(item for item in self.callbacks if isinstance(item, StalenessControl))
-        is_colocated = isinstance(engine, SharesDevices) and engine.placement == "colocated"
         if is_fit and is_colocated and control.max_staleness > 0:
             raise ValueError(
                 f"max_staleness must be 0 with a colocated engine, got {control.max_staleness}: the engine has no "

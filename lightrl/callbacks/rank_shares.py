@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrl.engines.abilities import ServesAdapters, SharesFolder
+from lightrl.engines import SGLangEngine
 from lightrl.errors import WeightSyncError
 from lightrl.models import ParallelModel
 from lightrl.models.lora import Part
@@ -32,13 +32,10 @@ class RankShares:
         self._folder: SharedFolder | None = None
         self._rollout: object = None  # `_folder` was decided for it
 
-    def buckets(
-        self, trainer: RLTrainer, module: RLModule, bucket_bytes: int, *, is_blocking: bool
-    ) -> Iterator[Bucket]:
+    def buckets(self, trainer: RLTrainer, module: RLModule, bucket_bytes: int) -> Iterator[Bucket]:
         """Yields buckets for `rollout.load_weights`; collective, each rank must read them to the end.
 
-        An engine that serves adapters gets these, and after them the base if it needs that. A load in the background
-        takes everything from rank 0, which copies it first.
+        An engine that serves adapters gets these, and after them the base if it needs that.
         """
         model = module.parallel_models["policy"]
         holders = ranks_of(trainer.strategy).of_role("policy")
@@ -46,22 +43,22 @@ class RankShares:
             return model.full_parameters(bucket_bytes)
         engine: object = trainer.rollout.engine
         needs_base: bool | None = None
-        if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+        if isinstance(engine, SGLangEngine) and engine.adapters == "served":
             needs_base = engine.needs_base()
         needs_base = holders.broadcast_json(needs_base)  # None: the adapters are merged
         if needs_base is None:
-            return self._whole(trainer, model, bucket_bytes, "merged", holders, is_blocking)
+            return self._whole(trainer, model, bucket_bytes, "merged", holders)
         adapters = model.full_parameters(bucket_bytes, part="adapters")
         if not needs_base:
             return adapters
-        base = self._whole(trainer, model, bucket_bytes, "base", holders, is_blocking)
+        base = self._whole(trainer, model, bucket_bytes, "base", holders)
         return itertools.chain(adapters, base)
 
     def _whole(
-        self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks, is_blocking: bool
+        self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
         """All parameters, from every rank or from rank 0."""
-        if holders.size == 1 or not is_blocking:
+        if holders.size == 1:
             return model.full_parameters(bucket_bytes, part=part)
         if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
             self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)
@@ -104,7 +101,7 @@ def _gathered(record: dict[str, object], folder: SharedFolder, holders: Ranks) -
 
 def _shared_folder(engine: object, holders: Ranks) -> SharedFolder | None:
     """Rank 0's folder if every rank sees it and can write there; else None, which is logged."""
-    folder = engine.shared_folder() if isinstance(engine, SharesFolder) else None
+    folder = engine.shared_folder() if isinstance(engine, SGLangEngine) else None
     fields = holders.broadcast_json(None if folder is None else vars(folder))
     if fields is None:
         return None

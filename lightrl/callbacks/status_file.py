@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.status_files import STATUS_FILE
-from lightrl.engines.abilities import ShowsServers
+from lightrl.engines import SGLangEngine
 from lightrl.strategies.atomic_write import write_whole
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ class StatusFile(RLCallback):
             return
         self._written_at = time.monotonic()
         engine = getattr(trainer, "engine", None)
-        servers = [vars(one) for one in list(engine.pool.servers.values())] if isinstance(engine, ShowsServers) else []
+        fleet = engine.fleet.in_state() if isinstance(engine, SGLangEngine) else []
+        servers = [dataclasses.asdict(server.status()) for server in fleet]
         now = {"at": time.time(), "iteration": trainer.global_step, "max_steps": trainer.max_steps, "servers": servers}
         now["weight_version"] = getattr(engine, "weight_version", None)
         try:

@@ -33,8 +33,7 @@ from lightrl.checks.printable import count_text
 from lightrl.concurrency.call_within import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
-from lightrl.engines import LocalEngine, choose_devices
-from lightrl.engines.abilities import DecodesInThreads, LimitsContext, ServesAdapters
+from lightrl.engines import LocalEngine, SGLangEngine, choose_devices
 from lightrl.loops.resume import Resume
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.models import ParallelModel
@@ -255,7 +254,7 @@ class RolloutStage:
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
-        if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+        if isinstance(engine, SGLangEngine) and engine.adapters == "served":
             policy: Any = module.policy
             engine.expect_adapters(AdapterShape.of(policy), num_versions=settings.max_staleness + 1)
         log.info("devices: %s", devices_text(self.trainer))
@@ -265,7 +264,7 @@ class RolloutStage:
         if workflow.template is not None:
             for source, token_ids in module.stop_token_ids().items():
                 workflow.template.end_token_ids.update(token_ids if source != "sampling" else ())
-        contexts = (module.context_tokens, engine.max_context if isinstance(engine, LimitsContext) else None)
+        contexts = (module.context_tokens, engine.max_context if isinstance(engine, LocalEngine) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         return RolloutController(
             engine,
@@ -368,7 +367,7 @@ def devices_text(trainer: RLTrainer) -> str:
 def _log_what_runs(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
     """What follows from the settings of a fit and cannot be set."""
     engine, threads = trainer.engine, count_text(torch.get_num_threads(), "update thread")
-    num = engine.threads if isinstance(engine, DecodesInThreads) else None
+    num = engine.threads if isinstance(engine, LocalEngine) else None
     decoding = f", {count_text(num, 'decoding thread')}" if num else ""
     log.info("engine: %s%s; %s", type(engine).__name__, decoding, threads)
     stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())

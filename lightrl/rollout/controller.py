@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines.abilities import LivesOnLoop
+from lightrl.engines import SGLangEngine
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 from lightrl.rewards import Judge
@@ -181,7 +181,7 @@ class RolloutController:
         self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._tasks.fail_on_exit)
         self._loop = self._thread.loop
         self._thread.start()
-        if isinstance(engine, LivesOnLoop):
+        if isinstance(engine, SGLangEngine):
             self._thread.call(engine.attach())
         self._thread.call(self._player.open())
 
@@ -413,7 +413,7 @@ class RolloutController:
     async def _cancel_all(self) -> None:
         self._is_closing = True
         await self._tasks.give_up_all(but=self._wave.resuming)
-        if isinstance(self.engine, LivesOnLoop):
+        if isinstance(self.engine, SGLangEngine):
             await self.engine.detach()
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()

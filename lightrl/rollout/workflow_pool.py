@@ -28,8 +28,7 @@ from typing import Any
 from lightrl.concurrency.channel import Channel
 from lightrl.concurrency.fresh_python import ONE_THREAD, command, import_path
 from lightrl.concurrency.guarded_processes import GuardedProcesses
-from lightrl.engines.abilities import LeadsFollowers, ServesAdapters
-from lightrl.engines.engine import RolloutEngine
+from lightrl.engines import RolloutEngine, SGLangEngine
 from lightrl.errors import RolloutError
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Prompt, Trajectory
@@ -68,7 +67,7 @@ class _Worker:
 
 
 class WorkflowPool:
-    """The workers of one controller, which are the engine's `Followers`; belongs to the controller's event loop.
+    """The workers of one controller, the engine's `FollowerProcesses`; belongs to the controller's event loop.
 
     Args:
         engine: has been started.
@@ -84,7 +83,9 @@ class WorkflowPool:
     def __init__(self, engine: RolloutEngine, workflow: Workflow, num: int, tasks: Tasks, *, silent_s: float) -> None:
         check_workers(engine, num)
         _check_travels(workflow, num)
-        self._leader = engine.leader(num)  # type: ignore[attr-defined]  # it is one of LeadsFollowers
+        assert isinstance(engine, SGLangEngine)
+        self._leader = engine.leader
+        self._follower = engine.follower(num)
         self._workflow = workflow
         self._num = num
         self._tasks = tasks
@@ -137,17 +138,17 @@ class WorkflowPool:
             "again. Their output, above, may say what they died of."
         )
 
-    async def tell(self) -> None:
-        if told := self.post():
-            await asyncio.wait(told)
+    async def notify(self) -> None:
+        if answers := self.post():
+            await asyncio.wait(answers)
 
     def post(self) -> list[asyncio.Future[Any]]:
-        news = self._leader.news()
-        told = []
+        state = self._leader.state()
+        answers = []
         for worker in self._workers:
-            told.append(worker.ask(next(self._keys), "follow", news))
-            told[-1].add_done_callback(functools.partial(self._note, worker))
-        return told
+            answers.append(worker.ask(next(self._keys), "follow", state))
+            answers[-1].add_done_callback(functools.partial(self._note, worker))
+        return answers
 
     async def written(self) -> list[dict[str, Any]]:
         """`Written.state_dict` of each worker, while the engine is paused; nothing of one that dies meanwhile."""
@@ -169,7 +170,7 @@ class WorkflowPool:
         self._note_all()
 
     def _note_all(self) -> None:
-        self._leader.note([each.state for each in self._workers if each.state is not None])
+        self._leader.on_follower_states([each.state for each in self._workers if each.state is not None])
 
     async def _keep(self, name: str) -> None:
         """Keeps a worker of this name running, until it is cancelled."""
@@ -204,7 +205,7 @@ class WorkflowPool:
         level = logging.getLogger("lightrl").getEffectiveLevel()
         with contextlib.ExitStack() as undo:
             undo.callback(channel.close)
-            channel.send(name, level, self._leader.follower, self._workflow)
+            channel.send(name, level, self._follower, self._workflow)
             try:
                 ready = await asyncio.wait_for(channel.receive(), START_S)
             except asyncio.TimeoutError:
@@ -226,7 +227,7 @@ class WorkflowPool:
                 key, value = message
                 answer = worker.asked.pop(key, None)
                 if key is None:
-                    self._leader.hear(*value)
+                    self._leader.on_server_failed(*value)
                 elif answer is not None and not answer.done():
                     worker.num_played += key in worker.playing
                     _settle(answer, value)
@@ -285,12 +286,12 @@ class WorkflowPool:
 
 def check_workers(engine: object, num: int) -> None:
     """Raises ValueError if this engine cannot be used by workers; before it is started."""
-    if not isinstance(engine, LeadsFollowers):
+    if not isinstance(engine, SGLangEngine):
         raise ValueError(
             f"workflow_workers={num} needs an engine of servers, such as SGLangEngine; {type(engine).__name__} "
             "generates in rank 0's process. Set workflow_workers to 0."
         )
-    if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+    if engine.adapters == "served":
         raise ValueError(f"workflow_workers={num} needs adapters='merged'. Set that, or workflow_workers to 0.")
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.channel import Channel
-from lightrl.engines.abilities import Follower
 from lightrl.engines.engine import Completion
+from lightrl.engines.sglang.follower import SGLangFollower
 from lightrl.errors import EngineError, RewardError, RolloutError
 from lightrl.rollout.player import Interactions
 from lightrl.rollout.tasks import Tasks
@@ -58,7 +58,7 @@ async def _serve(end: socket.socket) -> None:
 class WorkflowWorker:
     """Does what the pool sends."""
 
-    def __init__(self, channel: Channel, engine: Follower, workflow: Workflow) -> None:
+    def __init__(self, channel: Channel, engine: SGLangFollower, workflow: Workflow) -> None:
         self._channel = channel
         self._engine = engine
         self._tasks = Tasks()

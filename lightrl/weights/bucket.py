@@ -26,7 +26,7 @@ class Bucket:
 
     tensors: dict[str, Tensor]
     is_last: bool = False
-    written: tuple[WrittenFile, ...] = ()  # further parameters, for an engine that loads files (`SharesFolder`)
+    written: tuple[WrittenFile, ...] = ()  # further parameters, for an engine that loads files
 
     @property
     def shapes(self) -> dict[str, list[int]]:

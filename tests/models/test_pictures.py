@@ -12,7 +12,7 @@ from tiny import gradients, tiny_spec
 
 from lightrl.algorithms import GRPO
 from lightrl.engines import LocalEngine
-from lightrl.engines.sglang.request import CompletionDraft, RequestPictures
+from lightrl.engines.sglang.request import CompletionDraft, RequestImages
 from lightrl.experience import Experience
 from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
 from lightrl.models.pictures import Pictures, data_url, input_embeddings, read_image, with_pictures
@@ -228,9 +228,7 @@ def test_an_engine_refuses_pictures_that_have_no_place_or_no_file():
 def test_a_request_to_sglang_has_one_image_token_and_the_image_data():
     read = pictures()
     prompt = [5, *[IMAGE_TOKEN] * TOKENS_EACH, 6]
-    draft = CompletionDraft(
-        prompt, Sampling(max_new_tokens=4), pictures=RequestPictures(read.collapsed(prompt, 1), [RED])
-    )
+    draft = CompletionDraft(prompt, Sampling(max_new_tokens=4), images=RequestImages(read.collapsed(prompt, 1), [RED]))
     draft.token_ids, draft.logprobs, draft.weight_versions = [7], [-1.0], [0]
     body = draft.body("r", "key")
     assert (body["input_ids"], body["image_data"]) == ([5, IMAGE_TOKEN, 6, 7], [RED])

@@ -21,9 +21,10 @@ from fake_gateway import FakeGateway
 from fake_sglang.process import FakeServerProcess
 from test_controller import Numbers
 from transformers import Qwen3Config
+from waits import Deadlines
 from worker_workflows import BlockingOnce, Dropping, Dying, SlowToRead, Two, Unreadable, Words
 
-from lightrl.engines import SGLangEngine, Timeouts
+from lightrl.engines import SGLangEngine
 from lightrl.errors import RolloutError
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
@@ -80,9 +81,9 @@ def make(servers: list[FakeServerProcess], caplog: pytest.LogCaptureFixture) -> 
 
     def factory(workers: int, workflow: Workflow | None = None, router: str | None = None, **settings: Any) -> Any:
         close()
-        timeouts = Timeouts(hang_s=5.0, request_s=10.0, server_wait_s=10.0)
+        timeouts = Deadlines(hang_s=5.0, request_s=10.0, server_wait_s=10.0, probe_interval_s=0.2)
         urls = [server.url for server in servers]
-        engine = SGLangEngine(urls=urls, timeouts=timeouts, probe_interval_s=0.2, router=router)
+        engine = SGLangEngine(urls=urls, timeouts=timeouts, router=router)
         engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=1000))
         sizes = {"group_size": 2, "groups_per_iteration": 4, "workflow_workers": workers}
         arguments: Any = [engine, workflow or SingleTurn(Words()), Sums(), RolloutSettings(**{**sizes, **settings})]
@@ -157,8 +158,8 @@ def taken_while(controller: RolloutController, fault: Callable[[], object]) -> l
         if faults and num_running_now():
             faults.pop()()
 
-    servers = [FakeServerProcess() for _ in controller.engine.pool.servers]  # type: ignore[attr-defined]
-    for server, url in zip(servers, controller.engine.pool.servers, strict=True):  # type: ignore[attr-defined]
+    servers = [FakeServerProcess() for _ in controller.engine.fleet.servers]  # type: ignore[attr-defined]
+    for server, url in zip(servers, controller.engine.fleet.servers, strict=True):  # type: ignore[attr-defined]
         server.port = int(url.rpartition(":")[2])
 
     def num_running_now() -> bool:
@@ -298,11 +299,11 @@ def test_a_server_that_dies_is_left_and_comes_back(make, router, servers):
     controller = make(2, router=router)
     port = servers[1].port
     groups = taken_while(controller, servers[1].kill)
-    states = controller.engine.pool.servers  # type: ignore[attr-defined]
+    states = controller.engine.fleet.servers  # type: ignore[attr-defined]
     assert states[servers[1].url].state == "lost"
     servers[1].start(port)
     wait_until(lambda: states[f"http://127.0.0.1:{port}"].state == "routable")
-    gateway = controller.engine._members.gateway  # type: ignore[attr-defined]
+    gateway = controller.engine.gateway  # type: ignore[attr-defined]
     wait_until(lambda: gateway is None or servers[1].url in gateway.state.serving)
     controller.commit()
     load(controller, 1)
@@ -327,9 +328,9 @@ def test_a_server_that_leaves_amid_an_iteration_is_drained(make, router, servers
     controller = make(2, router=router)
     engine: Any = controller.engine
     num_before = [server.stats()["requests"]["/generate"] for server in servers]
-    groups = taken_while(controller, lambda: engine._loading.let_go(servers[1].url))
+    groups = taken_while(controller, lambda: engine._parts.loader.let_go(engine.fleet.servers[servers[1].url]))
     assert groups == expected
-    assert list(engine.pool.servers) == [servers[0].url]
+    assert list(engine.fleet.servers) == [servers[0].url]
     num_moved = [server.stats()["requests"]["/generate"] - num for server, num in zip(servers, num_before, strict=True)]
     assert num_moved[0] > 4  # those of the other one went on here
     assert num_running(servers) == 0

@@ -13,8 +13,6 @@ from torch import Tensor
 from lightrl.checks.bounds import check_bounds
 from lightrl.engines.abilities import (
     ContinuesCompletions,
-    DecodesInThreads,
-    LimitsContext,
     NamesDtypes,
     ScoresTokens,
     WritesGroups,
@@ -108,8 +106,6 @@ SMALL_MODEL_PARAMETERS = 10_000_000
 class LocalEngine(
     RolloutEngine,
     ScoresTokens,
-    LimitsContext,
-    DecodesInThreads,
     NamesDtypes,
     WritesGroups,
     ContinuesCompletions,

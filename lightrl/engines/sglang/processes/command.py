@@ -1,6 +1,6 @@
 """The command line of an SGLang server: which Python has SGLang, its arguments as flags, each server's devices.
 
-Pure, except that it checks whether a Python exists; server.py runs the result.
+Pure, except that it checks whether a Python exists; process.py runs the result.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -66,20 +66,20 @@ class SGLangPython:
 
     @property
     def module(self) -> str:
-        """For `python -m`."""
+        """Module for `python -m`."""
         return "lightrl_sglang_cpu.launch" if self.is_plain_cpu else "sglang.launch_server"
 
     def environment(self) -> dict[str, str]:
         """The server's: the trainer's, without secrets and paths to its packages, and what lightrl relies on."""
         ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if self.path != sys.executable else set()
-        kept = {name: value for name, value in os.environ.items() if name not in ours and not _SECRET.search(name)}
+        variables = {name: value for name, value in os.environ.items() if name not in ours and not _SECRET.search(name)}
         # Without it the last tokens of an interrupted request are lost (up to 49).
-        kept["SGLANG_FORCE_STREAM_INTERVAL"] = "1"
-        kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `context_args`
-        kept.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder
+        variables["SGLANG_FORCE_STREAM_INTERVAL"] = "1"
+        variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `context_args`
+        variables.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder
         if self.is_plain_cpu:
-            kept["OMP_NUM_THREADS"] = "1"
-        return kept
+            variables["OMP_NUM_THREADS"] = "1"
+        return variables
 
 
 def find_python(path: str | None = None) -> SGLangPython:
@@ -152,7 +152,7 @@ def context_args(model_folder: Path) -> dict[str, Any]:
 
 
 def dtype_of_auto(config: PretrainedConfig | None) -> torch.dtype:
-    """What `dtype: auto` is in SGLang 0.5.23: the config's, but float16 for float32, or bfloat16 for Gemma."""
+    """Dtype that `auto` is in SGLang 0.5.23: the config's, but float16 for float32, or bfloat16 for Gemma."""
     dtype = getattr(config, "dtype", None) or torch.float32
     if dtype != torch.float32:
         return cast(torch.dtype, dtype)
@@ -184,3 +184,40 @@ def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> l
             f"({', '.join(map(str, devices))}). Lower servers or tp, or list more devices."
         )
     return [[str(device) for device in devices[index * tp : (index + 1) * tp]] for index in range(servers)]
+
+
+def gpus_of_servers(
+    num: int,
+    *,
+    available: int,
+    trainer: Collection[int],
+    placement: Literal["separate", "colocated"],
+) -> list[int] | None:
+    """`num` GPUs of this machine, numbered as torch numbers them; None if there are none.
+
+    Args:
+        num: servers times `tp`.
+        available: GPUs that torch sees.
+        trainer: those of the trainer's ranks on this machine.
+        placement: of the engine.
+
+    Raises:
+        ValueError: if there are too few.
+    """
+    if available == 0:
+        return None
+    free = [gpu for gpu in range(available) if (gpu in trainer) == (placement == "colocated")]
+    if len(free) < num:
+        whose = "of the trainer" if placement == "colocated" else f"next to the trainer's {sorted(trainer)}"
+        raise ValueError(
+            f"The servers need {num} GPUs (servers × tp) {whose}, but there are {len(free)} of {available}. Lower "
+            "servers, tp or trainer.devices, or set placement to "
+            f"{'separate' if placement == 'colocated' else 'colocated'}."
+        )
+    return free[:num]
+
+
+def visible(gpus: Sequence[int]) -> list[str]:
+    """Names of GPUs in CUDA_VISIBLE_DEVICES: torch numbers only those that this process sees."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus]

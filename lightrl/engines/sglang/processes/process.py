@@ -1,7 +1,7 @@
-"""SGLangServer: one SGLang server as a child process: started, awaited, probed, ended without orphans.
+"""ServerProcess: one SGLang server as a child process: started, awaited, probed, ended without orphans.
 
 `command.py` builds its command line; concurrency/parent_guard.py is the process in between, which ends it whatever
-happens to this one; `fleet.py` keeps several running.
+happens to this one; `keeper.py` keeps several running.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,8 @@ from lightrl.checks.printable import end_of_log
 from lightrl.concurrency import parent_guard
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.open_files import is_out_of_files
-from lightrl.engines.sglang.servers.command import (
+from lightrl.engines.sglang.connection import is_out_of_files
+from lightrl.engines.sglang.processes.command import (
     SGLangPython,
     command_line,
     context_args,
@@ -38,7 +39,11 @@ from lightrl.models.pictures import auto_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-import socket
+
+_POLL_S = 0.2
+_PROBE_TIMEOUT_S = 5.0
+_TAIL_BYTES = 3000
+_KILL_WAIT_S = 10.0  # for the guard process to kill what is left
 
 
 class HeldPort:
@@ -76,15 +81,26 @@ class HeldPort:
         self._socket.close()
 
 
-log = logging.getLogger(__name__)
+@dataclass
+class RestartPolicy:
+    """Rule for restarting a lost process and for giving it up."""
 
-_POLL_S = 0.2
-_PROBE_TIMEOUT_S = 5.0
-_TAIL_BYTES = 3000
-_KILL_WAIT_S = 10.0  # for the guard process to kill what is left
+    max_restarts: int = 3  # in a row
+    backoff_s: float = 1.0  # before the first; doubled for each further one, up to a minute
+    stable_s: float = 600.0  # a run of this length resets the count
+    restarts: int = 0  # in a row
+
+    def delay_s(self, ran_s: float) -> float | None:
+        """Seconds to wait before the next start, after a run of `ran_s` seconds; None gives the process up."""
+        if ran_s >= self.stable_s:
+            self.restarts = 0
+        if self.restarts >= self.max_restarts:
+            return None
+        self.restarts += 1
+        return min(self.backoff_s * 2.0 ** (self.restarts - 1), 60.0)
 
 
-class SGLangServer:
+class ServerProcess:
     """A server process on this machine; it may be restarted after it ended, on a new port unless one was given.
 
     Invariants: it listens on the loopback unless `host` says otherwise, and requires a token on every route that
@@ -134,13 +150,13 @@ class SGLangServer:
         self.name = name
         self.token = usable_token(token)
         self.host = host
-        self.port = port or 0  # of the latest start
+        self.port = port or 0  # at the latest start
         self.startup_timeout_s = startup_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._model_folder = Path(model_folder).absolute()
         self._keeps_port = port is not None
         self._held_port: HeldPort | None = None  # while the process runs
-        self._secrets_file: Path | None = None  # which the guard removes
+        self._secrets_file: Path | None = None  # the guard removes it
         self._python: SGLangPython | None = find_python(python) if command is None else None
         defaults = {"random_seed": seed, **(context_args(Path(model_folder)) if command is None else {})}
         self._args = {**defaults, **{key.replace("-", "_"): value for key, value in (args or {}).items()}}
@@ -150,22 +166,26 @@ class SGLangServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._last_command: list[str] = []
         self._started_at = 0.0
+        self._is_over = False
+        self.policy = RestartPolicy()
         self.log_file = Path(log_file) if log_file is not None else None
         self._command("0")  # rejects bad arguments early
 
     @property
     def url(self) -> str:
-        """Of the latest start."""
+        """Address at the latest start."""
         return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Of the guard process, which ends with the server; None before the first start."""
+        """Process id of the guard, which ends with the server; None before the first start."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
         """Starts the process and returns at once; raises EngineError if its port is taken."""
         with self._lock:
+            if self._is_over:
+                raise EngineError(f"{self.name} was not started: it is being stopped.")
             if self.is_alive():
                 raise RuntimeError(f"{self.name} is already running at {self.url}. Call stop() first.")
             held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
@@ -218,6 +238,11 @@ class SGLangServer:
                 )
             time.sleep(_POLL_S)
 
+    @property
+    def ran_s(self) -> float:
+        """Seconds since its latest start."""
+        return time.monotonic() - self._started_at
+
     def is_alive(self) -> bool:
         """Whether its process runs; a hanging server counts."""
         return self._process is not None and self._process.poll() is None
@@ -238,8 +263,12 @@ class SGLangServer:
             return "running" if self._process is not None else "never started"
         return f"signal {code - 128}" if code > 128 else f"exit code {code}"
 
-    def stop(self, grace_s: float | None = None) -> None:
-        """Ends the server and everything it started, after `grace_s` or `stop_timeout_s` to exit by itself."""
+    def stop(self, grace_s: float | None = None, *, for_good: bool = False) -> None:
+        """Ends the server and everything it started, after `grace_s` or `stop_timeout_s` to exit by itself.
+
+        Afterwards `start` starts it again, or refuses to if this was `for_good`.
+        """
+        self._is_over |= for_good
         with self._lock:
             self._end_process(self._stop_timeout_s if grace_s is None else grace_s)
             self._release()
@@ -322,14 +351,14 @@ def make_servers(
     args: Mapping[str, Any] | None = None,
     log_folder: Path | None = None,
     **settings: Any,
-) -> list[SGLangServer]:
+) -> list[ServerProcess]:
     """Servers of one model, not started; number i gets `tp` of the devices, `seed + i` and `port + i`.
 
     Raises:
         ValueError: if there are fewer devices than `num * tp`; None leaves each server the devices of this process.
     """
     return [
-        SGLangServer(
+        ServerProcess(
             model_folder,
             name=f"server {index}",
             port=port + index if port else port,

@@ -1,4 +1,4 @@
-"""WeightProofs: the digests of the versions that were sent, and what servers answer compared with them."""
+"""WeightVerifier: compares servers' digests with those of the versions that were sent."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightrl.engines.abilities import Proof
-from lightrl.engines.sglang.servers.server_process import ServerProcess
+from lightrl.engines.abilities import Verification
+from lightrl.engines.sglang.server import Server
 from lightrl.weights import Digests, ServerForm, ServerLayout
 from lightrl.weights.digests import RankDigests, unknown_layout
 from lightrl.weights.server_form import OUTPUT_HEAD
@@ -29,17 +26,8 @@ _USUAL = re.compile(
 )
 
 
-@dataclass
-class _Known:
-    """Of a server's process."""
-
-    identity: str | None
-    dtype: torch.dtype | None = None  # that its digests turned out to have
-    logged: Proof | None = None
-
-
-class WeightProofs:
-    """Proves that servers have the trainer's weights.
+class WeightVerifier:
+    """Verifies that servers have the trainer's weights.
 
     A server whose digests were compared once must be comparable at each later sync, else it is rejected: the weaker
     checks never replace the digests silently. The log says once for each server which check runs.
@@ -47,32 +35,21 @@ class WeightProofs:
     Args:
         config: of the trainer's model.
         form: dtype and names that are sent.
-        processes: which process answers at an address.
         timeout_s: for the digests of one bucket.
     """
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        form: ServerForm,
-        processes: Mapping[str, ServerProcess],
-        *,
-        timeout_s: float = 600.0,
-    ) -> None:
+    def __init__(self, config: PretrainedConfig, form: ServerForm, *, timeout_s: float = 600.0) -> None:
         self._config = config
         self._form = form
-        self._processes = processes
         self._timeout_s = timeout_s
         self._versions: dict[int, Digests] = {}
-        self._known: dict[str, _Known] = {}  # by address
 
-    def begin(self, weight_version: int, urls: Iterable[str]) -> Digests:
+    def begin(self, weight_version: int, servers: Iterable[Server]) -> Digests:
         """Computes what these servers must answer after a load; keeps it, also for late servers and a roll-back."""
         layouts: dict[ServerLayout, None] = {}
-        for url in urls:
-            process = self._processes.get(url)
-            if process is not None and process.layout_problem is None:
-                fitting = process.layouts(self._of(url).dtype)
+        for server in servers:
+            if server.info is not None and server.info.layout_problem is None:
+                fitting = server.info.layouts(server.digest_dtype)
                 layouts |= {layout: None for layout in fitting if unknown_layout(self._config, layout) is None}
         num_threads = max(1, min(8, (os.cpu_count() or 2) // 2))
         digests = Digests(self._config, self._form, layouts, timeout_s=self._timeout_s, num_threads=num_threads)
@@ -93,43 +70,38 @@ class WeightProofs:
         if weight_version in self._versions:
             self._versions[weight_version].finish()
 
-    def judge(self, url: str, weight_version: int, answer: Mapping[str, Any] | None) -> tuple[Proof | None, str]:
+    def verify(
+        self, server: Server, weight_version: int, answer: Mapping[str, Any] | None
+    ) -> tuple[Verification | None, str]:
         """Compares a server's answer to `/weights_checker`, or None if it has no such route.
 
         Returns:
             `digests` and nothing, or None and the problem of a server that must be rejected, or `version` and why its
             digests cannot be compared.
         """
-        proof, problem = self._compare(url, weight_version, answer)
-        known = self._of(url)
-        if proof == "version" and known.dtype is not None:
+        check, problem = self._compare(server, weight_version, answer)
+        if check == "version" and server.digest_dtype is not None:
             return None, f"its weights can no longer be compared with the trainer's: {problem}"
-        if proof is not None and known.logged != proof:
-            known.logged = proof
-            if proof != "digests":
+        if check is not None and server.logged_check != check:
+            server.logged_check = check
+            if check != "digests":
                 log.warning(
                     "%s: its parameters cannot be compared with the trainer's: %s. Its checksum is compared with those "
                     "of other servers, if there are some.",
-                    url,
+                    server.url,
                     problem,
                 )
-        return proof, problem
+        return check, problem
 
-    def _of(self, url: str) -> _Known:
-        """What is known of the process that answers at an address; nothing of those before it."""
-        identity = self._processes[url].identity if url in self._processes else None
-        if url not in self._known or self._known[url].identity != identity:
-            self._known = {known: self._known[known] for known in self._known if known in self._processes}
-            self._known[url] = _Known(identity)
-        return self._known[url]
-
-    def _compare(self, url: str, weight_version: int, answer: Mapping[str, Any] | None) -> tuple[Proof | None, str]:
-        process = self._processes.get(url)
-        if process is None or weight_version not in self._versions:
+    def _compare(
+        self, server: Server, weight_version: int, answer: Mapping[str, Any] | None
+    ) -> tuple[Verification | None, str]:
+        info = server.info
+        if info is None or weight_version not in self._versions:
             return "version", f"the digests of version {weight_version} are unknown"
         expected = self._versions[weight_version].finish()
-        layouts = process.layouts(self._of(url).dtype)
-        problem = process.layout_problem or unknown_layout(self._config, layouts[0])
+        layouts = info.layouts(server.digest_dtype)
+        problem = info.layout_problem or unknown_layout(self._config, layouts[0])
         if problem is None and not any(layout in expected for layout in layouts):
             problem = f"the digests of version {weight_version} were not computed for {layouts[0]}"
         if problem is None and answer is None:
@@ -137,14 +109,14 @@ class WeightProofs:
         if problem is not None or answer is None:
             return "version", str(problem)
         ranks = target_digests(answer)
-        if len(ranks) != process.num_ranks:
-            return None, f"{len(ranks)} of its ranks answered with checksums instead of {process.num_ranks}"
+        if len(ranks) != info.num_ranks:
+            return None, f"{len(ranks)} of its ranks answered with checksums instead of {info.num_ranks}"
         results = {layout: self._differing(ranks, expected[layout]) for layout in layouts if layout in expected}
         if (names := self._names_problem(ranks[0], next(expected[one][0] for one in results))) is not None:
             return names
         layout, differing = min(results.items(), key=lambda item: len(item[1]))
         if not differing:
-            self._of(url).dtype = layout.dtype
+            server.digest_dtype = layout.dtype
             return "digests", ""
         names_only = sorted({name for name, _ in differing})
         where = ", ".join(str(rank) for rank in sorted({rank for _, rank in differing}))
@@ -155,7 +127,7 @@ class WeightProofs:
         )
 
     def _differing(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
-        """(name, rank) of parameters with another digest."""
+        """Parameters with another digest, as (name, rank)."""
         return [
             (name, rank)
             for rank, (theirs, ours) in enumerate(zip(ranks, expected, strict=True))
@@ -163,7 +135,9 @@ class WeightProofs:
             if name in ours and ours[name] != digest
         ]
 
-    def _names_problem(self, theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[Proof | None, str] | None:
+    def _names_problem(
+        self, theirs: Mapping[str, str], ours: Mapping[str, str]
+    ) -> tuple[Verification | None, str] | None:
         """None if the server has the trainer's parameters and no others."""
         optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self._form.skip_names else set()
         extra = sorted(set(theirs) - set(ours))
@@ -181,7 +155,7 @@ class WeightProofs:
 
 
 def target_digests(answer: Mapping[str, Any]) -> RankDigests:
-    """Digests from an answer of `/weights_checker`, without those of draft models, which SGLang lists beside them.
+    """Digests from an answer of `/weights_checker`, without those of draft models, which SGLang lists too.
 
     Source: SGLang 0.5.23, managers/scheduler_components/weight_updater.py.
     """

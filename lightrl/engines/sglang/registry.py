@@ -1,6 +1,6 @@
 """Registry: a folder that all hosts see, in which running servers say where they are, until they leave or fall silent.
 
-    lightrl serve ─► Announcement: HOST-PORT.json, written again every 2 s ─► Registry ─► Members: join, drain, lose
+    lightrl serve ─► Announcement: HOST-PORT.json, written again every 2 s ─► Registry ─► Watch: join, drain, lose
                           leaving: true ──────────────────────────────────────► requests move to other servers
                           waits until the file is gone ◄───────────────────────  removed once the server is unused
 
@@ -28,16 +28,16 @@ log = logging.getLogger(__name__)
 
 SCHEME = "file://"
 BEAT_S = 2.0
-LOOK_EVERY_S = 0.5
+READ_EVERY_S = 0.5
 EXPIRE_S = 20.0  # without a beat; network file systems may show a new content seconds late
 
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """What a server says of itself."""
+    """Entry of one server, by itself."""
 
     url: str
-    receiver: str | None = None  # of weights, for the delta transport
+    receiver: str | None = None  # weight receiver, for the delta transport
     is_leaving: bool = False
 
 
@@ -117,7 +117,7 @@ class Registry:
 
     folder: Path
     num_expected: int = 1  # servers for which a run waits at its start
-    _seen: dict[str, tuple[str, float]] = field(default_factory=dict)  # by file: content, when it changed
+    _changes: dict[str, tuple[str, float]] = field(default_factory=dict)  # file to its content and when it changed
     _has_read: bool = False
 
     def read(self) -> dict[str, ServerEntry]:
@@ -127,9 +127,9 @@ class Registry:
         for file in sorted(self.folder.glob("*.json")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 text = file.read_text()
-                if self._seen.get(file.name, ("", 0.0))[0] != text:
-                    self._seen[file.name] = (text, now if self._has_read else now - EXPIRE_S)
-                if now - self._seen[file.name][1] < EXPIRE_S:
+                if self._changes.get(file.name, ("", 0.0))[0] != text:
+                    self._changes[file.name] = (text, now if self._has_read else now - EXPIRE_S)
+                if now - self._changes[file.name][1] < EXPIRE_S:
                     content = json.loads(text)
                     receiver = content.get("receiver")
                     servers[str(content["url"])] = ServerEntry(content["url"], receiver, bool(content["is_leaving"]))
@@ -143,19 +143,19 @@ class Registry:
             EngineTimeout: if none is there by then.
         """
         deadline = time.monotonic() + timeout_s
-        while len(found := [one for one in self.read().values() if not one.is_leaving]) < self.num_expected:
+        while len(entries := [one for one in self.read().values() if not one.is_leaving]) < self.num_expected:
             if time.monotonic() > deadline:
-                few = f"{len(found)} of {self.num_expected} servers announced themselves in {self.folder} within "
+                few = f"{len(entries)} of {self.num_expected} servers announced themselves in {self.folder} within "
                 few += f"engine.timeouts.startup_s={timeout_s:g} s."
-                if not found:
+                if not entries:
                     raise EngineTimeout(f"{few} Start one with `lightrl serve --register {self.folder}`.")
                 log.warning("%s Starting with these.", few)
                 break
-            time.sleep(LOOK_EVERY_S)
-        return found
+            time.sleep(READ_EVERY_S)
+        return entries
 
     def release(self, url: str) -> None:
-        """Tells a server that leaves that no request of this run is left."""
+        """Marks a server that leaves: no request of this run is left."""
         with contextlib.suppress(OSError):
             (self.folder / _name(url)).unlink(missing_ok=True)
 
