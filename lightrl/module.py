@@ -106,7 +106,7 @@ class RLModule(L.LightningModule):
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
     # The keys per token that `advantages` reads of all trajectories, also of those on other ranks: each rank gets them
-    # whole. Without it, `advantages` reads fields [B] of all, and fields per token of `experience.own`.
+    # whole. Without it, `advantages` reads fields [B] of all, and fields per token of `experience.local`.
     advantage_inputs: tuple[str, ...] = ()
 
     def __init__(

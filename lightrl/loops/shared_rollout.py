@@ -1,6 +1,7 @@
 """SharedRollout: rank 0's rollout controller on every rank: what concerns all, drops and errors from the same call.
 
-An iteration's tokens and texts stay on rank 0, from where `sharing.py` sends each rank the tokens that it works on.
+An iteration's texts stay on rank 0; the other ranks get a summary of each trajectory. `sharing.py` sends each rank the
+tokens that it works on.
 
 Rank 0 rolls out; the others wait for its messages on the CPU group, one every second with the progress so far. So no
 device collective is pending meanwhile, and an error or Ctrl-C on rank 0 reaches every rank at once, as the same
@@ -14,26 +15,114 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from safetensors.torch import load, save
 
 from lightrl import errors
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, read_head, with_head
-from lightrl.loops.remote_groups import set_remote_rewards, summary_from_bytes, summary_to_bytes
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.protocol import OnWait, VersionedEngine
-from lightrl.strategies import Message, Ranks, mark_as_on_all_ranks
-from lightrl.strategies.spread_experience import SpreadExperience
-from lightrl.trajectory import Group, Prompt, Sampling
+from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all_ranks
+from lightrl.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
 HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
+
+
+class _OnRank0:
+    """Explains where the attributes are that a summary lacks."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # a copy asks for these before it has anything
+            raise AttributeError(name)
+        raise AttributeError(
+            f"Rank 0 has {name!r} of {self!r}, with its tokens and texts; other ranks have its numbers: reward, "
+            "metrics, versions. Read it if trainer.is_global_zero, or read tensors of experience.local in "
+            "on_experience_ready."
+        )
+
+
+@dataclass(repr=False)
+class PromptSummary(_OnRank0):
+    """What other ranks than 0 know of a prompt."""
+
+    id: str
+    images: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"prompt {self.id!r}"
+
+
+@dataclass(repr=False)
+class TrajectorySummary(_OnRank0):
+    """What other ranks than 0 know of a trajectory."""
+
+    prompt: PromptSummary
+    group_id: int
+    sample: int
+    finish_reason: FinishReason
+    is_truncated: bool
+    oldest_version: int
+    newest_version: int
+    reward: float | None
+    metrics: dict[str, float]
+    rewards: None = None
+    call_outputs: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"a trajectory of {self.prompt!r}"
+
+
+def summary_to_bytes(groups: Sequence[Group], experience: ShardedExperience | None) -> bytes:
+    """Make bytes from which `summary_from_bytes` makes what other ranks know.
+
+    Args:
+        groups: with their trajectories.
+        experience: of these trajectories in order; None if there is none.
+    """
+    names = ("group_id", "sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
+
+    def summary(item: Trajectory) -> dict[str, Any]:
+        metrics = {name: float(value) for name, value in item.metrics.items()}
+        return {**{name: getattr(item, name) for name in names}, "metrics": metrics}
+
+    head = {
+        "groups": [
+            [group.id, group.prompt.id, group.prompt.images, [summary(item) for item in group.trajectories]]
+            for group in groups
+        ],
+        "token_dtypes": None if experience is None else experience.token_dtypes,
+    }
+    return with_head(head, [] if experience is None else [save(experience.table)])
+
+
+def summary_from_bytes(data: bytes) -> tuple[list[Group], ShardedExperience | None]:
+    """Make groups of summaries, and their Experience, whose tokens are elsewhere; None without trajectories."""
+    head, start = read_head(data)
+    groups = []
+    for group_id, prompt_id, images, records in head["groups"]:
+        prompt: Any = PromptSummary(prompt_id, tuple(images))
+        items: list[Any] = [TrajectorySummary(prompt=prompt, **record) for record in records]
+        groups.append(Group(group_id, prompt, items))
+    dtypes = head["token_dtypes"]
+    return groups, None if dtypes is None else ShardedExperience.elsewhere(load(data[start:]), dtypes)
+
+
+def set_remote_rewards(groups: Sequence[Group], data: bytes) -> None:
+    """Set the rewards of a later summary of the same groups; remove trajectories without one."""
+    for group, later in zip(groups, summary_from_bytes(data)[0], strict=True):
+        items = {item.sample: item for item in group.trajectories}
+        group.trajectories = [items[item.sample] for item in later.trajectories]
+        for item, rewarded in zip(group.trajectories, later.trajectories, strict=True):
+            item.reward, item.metrics = rewarded.reward, rewarded.metrics
 
 
 class _RemoteEngine:
@@ -64,8 +153,7 @@ class SharedRollout:
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, float] = collections.defaultdict(int)
-        self._taken: SpreadExperience | None = None
-        self.has_token_rewards = False  # of the last `wait_for_rewards`
+        self._taken: ShardedExperience | None = None
         ranks.step()  # a rank that does not come here has made fewer
         if ranks.is_main:
             with self._errors_to_all(), ranks.own_deadline():  # the engine's
@@ -97,7 +185,7 @@ class SharedRollout:
             return groups
         return self._lead(lambda look: controller.take(weight_version, on_wait=look), self._summary, on_wait)
 
-    def pop_experience(self) -> SpreadExperience:
+    def pop_experience(self) -> ShardedExperience:
         """Local: of the trajectories of the last `take`; their tokens are on rank 0.
 
         Raises:
@@ -112,15 +200,14 @@ class SharedRollout:
         """As RolloutController.wait_for_rewards, with the same rewards on each rank's groups."""
         controller = self.controller
         if controller is None:
-            self.has_token_rewards = set_remote_rewards(groups, self._follow(on_wait))
+            set_remote_rewards(groups, self._follow(on_wait))
             return
 
         def wait(look: OnWait) -> Sequence[Group]:
             controller.wait_for_rewards(groups, on_wait=look)
             return groups
 
-        self._lead(wait, lambda judged: summary_to_bytes(judged, None), on_wait)
-        self.has_token_rewards = any(item.rewards is not None for group in groups for item in group.trajectories)
+        self._lead(wait, lambda rewarded: summary_to_bytes(rewarded, None), on_wait)
 
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
@@ -196,8 +283,8 @@ class SharedRollout:
 
     def _summary(self, groups: Sequence[Group]) -> bytes:
         items = [item for group in groups for item in group.trajectories]
-        are_judged = not self.settings.judges_later
-        self._taken = SpreadExperience.from_trajectories(items, are_judged=are_judged) if items else None
+        has_rewards = not self.settings.judges_later
+        self._taken = ShardedExperience.from_trajectories(items, has_rewards=has_rewards) if items else None
         return summary_to_bytes(groups, self._taken)
 
     def _lead(
@@ -220,15 +307,15 @@ class SharedRollout:
                 on_wait(0, 0)  # raises a Ctrl-C from before this call
             groups = work(look)
             drops = self.controller.drain_drops()
-            news: dict[str, Any] = {
+            report: dict[str, Any] = {
                 "drops": [[drop.reason, drop.message, drop.prompt_id] for drop in drops],
                 "group_drops": self.controller.drain_group_drops(),
                 "progress": self.controller.progress(),
             }
-            payload = with_head(news, [to_bytes(groups)])
+            payload = with_head(report, [to_bytes(groups)])
         self.ranks.send(Message("data", payload=payload))
         self._drops += drops
-        self._group_drops.update(news["group_drops"])
+        self._group_drops.update(report["group_drops"])
         return groups
 
     def _follow(self, on_wait: OnWait | None) -> bytes:
@@ -240,10 +327,10 @@ class SharedRollout:
                 break
             if on_wait is not None:
                 on_wait(message.done, message.total)
-        news, end = read_head(message.payload)
-        self._drops += [Drop(*drop) for drop in news["drops"]]
-        self._group_drops.update(news["group_drops"])
-        self._progress = news["progress"]
+        report, end = read_head(message.payload)
+        self._drops += [Drop(*drop) for drop in report["drops"]]
+        self._group_drops.update(report["group_drops"])
+        self._progress = report["progress"]
         return message.payload[end:]
 
     def _errors_to_all(self) -> contextlib.ExitStack:
