@@ -11,7 +11,6 @@ Reading order:
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
     sharing.py        rows, rewards and outputs of calls to the ranks that work on them
-    group_bytes.py    validation groups as bytes, from rank 0 to the others
 
 May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
 """

@@ -20,11 +20,9 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from safetensors.torch import load, save
 
 from lightrl import errors
 from lightrl.errors import LightRLError, RolloutError
-from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, read_head, with_head
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.protocol import OnWait, VersionedEngine
@@ -81,44 +79,33 @@ class TrajectorySummary(_OnRank0):
         return f"a trajectory of {self.prompt!r}"
 
 
-def summary_to_bytes(groups: Sequence[Group], experience: ShardedExperience | None) -> bytes:
-    """Make bytes from which `summary_from_bytes` makes what other ranks know.
-
-    Args:
-        groups: with their trajectories.
-        experience: of these trajectories in order; None if there is none.
-    """
-    names = ("group_id", "sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
+def summaries_of(groups: Sequence[Group]) -> list[Any]:
+    """Return JSON from which `groups_of` makes what other ranks know."""
+    names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
 
     def summary(item: Trajectory) -> dict[str, Any]:
         metrics = {name: float(value) for name, value in item.metrics.items()}
         return {**{name: getattr(item, name) for name in names}, "metrics": metrics}
 
-    head = {
-        "groups": [
-            [group.id, group.prompt.id, group.prompt.images, [summary(item) for item in group.trajectories]]
-            for group in groups
-        ],
-        "token_dtypes": None if experience is None else experience.token_dtypes,
-    }
-    return with_head(head, [] if experience is None else [save(experience.table)])
+    return [
+        [group.id, group.prompt.id, group.prompt.images, [summary(item) for item in group.trajectories]]
+        for group in groups
+    ]
 
 
-def summary_from_bytes(data: bytes) -> tuple[list[Group], ShardedExperience | None]:
-    """Make groups of summaries, and their Experience, whose tokens are elsewhere; None without trajectories."""
-    head, start = read_head(data)
+def groups_of(summaries: Sequence[Any]) -> list[Group]:
+    """Make groups of PromptSummary and TrajectorySummary."""
     groups = []
-    for group_id, prompt_id, images, records in head["groups"]:
+    for group_id, prompt_id, images, records in summaries:
         prompt: Any = PromptSummary(prompt_id, tuple(images))
-        items: list[Any] = [TrajectorySummary(prompt=prompt, **record) for record in records]
+        items: list[Any] = [TrajectorySummary(prompt=prompt, group_id=group_id, **record) for record in records]
         groups.append(Group(group_id, prompt, items))
-    dtypes = head["token_dtypes"]
-    return groups, None if dtypes is None else ShardedExperience.elsewhere(load(data[start:]), dtypes)
+    return groups
 
 
-def set_remote_rewards(groups: Sequence[Group], data: bytes) -> None:
-    """Set the rewards of a later summary of the same groups; remove trajectories without one."""
-    for group, later in zip(groups, summary_from_bytes(data)[0], strict=True):
+def set_remote_rewards(groups: Sequence[Group], summaries: Sequence[Any]) -> None:
+    """Set the rewards of later summaries of the same groups; remove trajectories without one."""
+    for group, later in zip(groups, groups_of(summaries), strict=True):
         items = {item.sample: item for item in group.trajectories}
         group.trajectories = [items[item.sample] for item in later.trajectories]
         for item, rewarded in zip(group.trajectories, later.trajectories, strict=True):
@@ -181,9 +168,14 @@ class SharedRollout:
         """As RolloutController.take; other ranks get the groups without tokens and texts."""
         controller = self.controller
         if controller is None:
-            groups, self._taken = summary_from_bytes(self._follow(on_wait))
-            return groups
-        return self._lead(lambda look: controller.take(weight_version, on_wait=look), self._summary, on_wait)
+            summaries, dtypes = self._follow(on_wait)
+            if dtypes is not None:
+                self._taken = ShardedExperience.elsewhere(self.ranks.broadcast_tensors({}), dtypes)
+            return groups_of(summaries)
+        groups = self._lead(lambda look: controller.take(weight_version, on_wait=look), self._summary, on_wait)
+        if self._taken is not None:
+            self.ranks.broadcast_tensors(self._taken.table)
+        return groups
 
     def pop_experience(self) -> ShardedExperience:
         """Local: of the trajectories of the last `take`; their tokens are on rank 0.
@@ -207,7 +199,7 @@ class SharedRollout:
             controller.wait_for_rewards(groups, on_wait=look)
             return groups
 
-        self._lead(wait, lambda rewarded: summary_to_bytes(rewarded, None), on_wait)
+        self._lead(wait, summaries_of, on_wait)
 
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
@@ -215,10 +207,10 @@ class SharedRollout:
         """As RolloutController.evaluate, of rank 0's prompts, with the same groups on each rank."""
         controller = self.controller
         if controller is None:
-            return groups_from_bytes(self._follow(on_wait))
+            return [Group.from_json(record) for record in self._follow(on_wait)]
         return self._lead(
             lambda look: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=look),
-            groups_to_bytes,
+            lambda groups: [group.state_dict() for group in groups],
             on_wait,
         )
 
@@ -281,14 +273,14 @@ class SharedRollout:
 
     # ------------------------------------------------------------------ messages
 
-    def _summary(self, groups: Sequence[Group]) -> bytes:
+    def _summary(self, groups: Sequence[Group]) -> list[Any]:
         items = [item for group in groups for item in group.trajectories]
         has_rewards = not self.settings.judges_later
         self._taken = ShardedExperience.from_trajectories(items, has_rewards=has_rewards) if items else None
-        return summary_to_bytes(groups, self._taken)
+        return [summaries_of(groups), None if self._taken is None else self._taken.token_dtypes]
 
     def _lead(
-        self, work: Callable[[OnWait], _Groups], to_bytes: Callable[[_Groups], bytes], on_wait: OnWait | None
+        self, work: Callable[[OnWait], _Groups], to_json: Callable[[_Groups], Any], on_wait: OnWait | None
     ) -> _Groups:
         """On rank 0: does the work, and sends the others its progress and its result."""
         sent_s = time.monotonic()
@@ -312,14 +304,14 @@ class SharedRollout:
                 "group_drops": self.controller.drain_group_drops(),
                 "progress": self.controller.progress(),
             }
-            payload = with_head(report, [to_bytes(groups)])
+            payload = json.dumps({**report, "result": to_json(groups)}).encode()
         self.ranks.send(Message("data", payload=payload))
         self._drops += drops
         self._group_drops.update(report["group_drops"])
         return groups
 
-    def _follow(self, on_wait: OnWait | None) -> bytes:
-        """On the others: waits for the result of rank 0's work."""
+    def _follow(self, on_wait: OnWait | None) -> Any:
+        """On the others: waits for the result of rank 0's work, as JSON."""
         while True:
             message = self.ranks.receive()
             self._raise_if_error(message)
@@ -327,11 +319,11 @@ class SharedRollout:
                 break
             if on_wait is not None:
                 on_wait(message.done, message.total)
-        report, end = read_head(message.payload)
+        report = json.loads(message.payload)
         self._drops += [Drop(*drop) for drop in report["drops"]]
         self._group_drops.update(report["group_drops"])
         self._progress = report["progress"]
-        return message.payload[end:]
+        return report["result"]
 
     def _errors_to_all(self) -> contextlib.ExitStack:
         """On rank 0: an error that is raised inside is sent to the others, who raise it too."""

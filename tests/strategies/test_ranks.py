@@ -1,3 +1,4 @@
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,11 @@ from rank_scripts import finished
 from tiny import random_trajectories
 
 from lightrl.callbacks.weight_sync import _gathered
-from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
-from lightrl.loops.shared_rollout import set_remote_rewards, summary_from_bytes, summary_to_bytes
+from lightrl.loops.shared_rollout import groups_of, set_remote_rewards, summaries_of
 from lightrl.strategies import ShardedExperience, rank_watch
 from lightrl.strategies.rank_watch import RankWatch
 from lightrl.strategies.ranks import Ranks, _watch_store
-from lightrl.trajectory import Group, Turn
+from lightrl.trajectory import Group
 from lightrl.weights import Bucket
 
 
@@ -31,25 +31,14 @@ def test_the_watchs_store_listens_at_the_main_address_alone(main_address: str) -
     assert store.get("key") == b"value"
 
 
-def test_groups_are_the_same_after_their_way_over_bytes() -> None:
-    trajectories = random_trajectories()
-    for index, trajectory in enumerate(trajectories):
-        trajectory.metrics = {"accuracy": 0.1 * index}
-        trajectory.turns = [Turn(1, 3, "length")]
-    trajectories[0].rewards = [0.1] * len(trajectories[0].token_ids)
-    trajectories[1].supports = [1] * len(trajectories[1].token_ids)
-    groups = [Group(7, trajectories[0].prompt, trajectories[:3]), Group(9, trajectories[3].prompt, [])]
-    assert groups_from_bytes(groups_to_bytes(groups)) == groups
-
-
 def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is() -> None:
     items = random_trajectories()[:3]
     for index, item in enumerate(items):
         item.sample, item.reward, item.metrics = index, None, {"accuracy": 0.1 * index} if index else {}
     groups = [Group(7, items[0].prompt, items)]
     experience = ShardedExperience.from_trajectories(items, has_rewards=False)
-    (group,), remote = summary_from_bytes(summary_to_bytes(groups, experience))
-    assert remote is not None
+    (group,) = groups_of(json.loads(json.dumps(summaries_of(groups))))
+    remote = ShardedExperience.elsewhere(experience.table, experience.token_dtypes)
     assert torch.equal(remote.lengths, experience.lengths)
     assert torch.equal(remote.loss_token_counts, experience.loss_token_counts)
     assert remote.rows_here == []
@@ -62,7 +51,7 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
             found.completion  # noqa: B018
     items[1].reward, items[2].reward = 0.1, 0.7
     items[2].rewards = [0.1] * len(items[2].token_ids)
-    set_remote_rewards([group], summary_to_bytes([Group(7, items[0].prompt, items[1:])], None))
+    set_remote_rewards([group], summaries_of([Group(7, items[0].prompt, items[1:])]))
     assert [(item.sample, item.reward) for item in group.trajectories] == [(1, 0.1), (2, 0.7)]
 
 

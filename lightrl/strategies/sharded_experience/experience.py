@@ -54,7 +54,7 @@ COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_versi
 
 @dataclass(frozen=True)
 class OnLossTokens:
-    """One value of each trajectory, [B], that is read as [B, T]: the same on all its loss tokens, 0 elsewhere."""
+    """One value of each trajectory, [B], for a field per token: the same on all its loss tokens, 0 elsewhere."""
 
     values: Tensor
 
@@ -71,13 +71,11 @@ class ShardedExperience:
             minibatch and the rank of each row (placement.py).
         tokens: fields per token.
         ranks: all of the run.
-        on_loss_tokens: names of `rows` that are read as [B, T].
     """
 
     rows: Mapping[str, Tensor]
     tokens: Mapping[str, TokenRows]
     ranks: Ranks = field(default_factory=Ranks)
-    on_loss_tokens: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, experience: Experience) -> ShardedExperience:
@@ -154,10 +152,8 @@ class ShardedExperience:
         """
         if name in ON_HOST:
             return self._support_tensors().get(name)
-        if name in self.rows and name not in self.on_loss_tokens:
-            return self.rows[name]
-        if name not in self.tokens and name not in self.rows:
-            return None
+        if name not in self.tokens:
+            return self.rows.get(name)
         self._check_here([name])
         return self._padded([name], _CPU)[name]
 
@@ -219,14 +215,12 @@ class ShardedExperience:
         """Set these fields: [B], [B, T, ...] of all rows, TokenRows or OnLossTokens."""
         rows = {name: value for name, value in self.rows.items() if name not in tensors}
         tokens = {name: value for name, value in self.tokens.items() if name not in tensors}
-        on_loss_tokens = set(self.on_loss_tokens) - set(tensors)
         for name, value in tensors.items():
+            if isinstance(value, OnLossTokens):
+                value = self.tokens["loss_mask"].times(value.values)
             if isinstance(value, TokenRows):
                 tokens[name] = value
                 continue
-            if isinstance(value, OnLossTokens):
-                on_loss_tokens.add(name)
-                value = value.values
             is_field = not name.startswith("_")
             if is_field:
                 check_shape(name, value, len(self), self.width)
@@ -236,7 +230,7 @@ class ShardedExperience:
                 rows[name] = value.detach().cpu()
         if any(isinstance(tensors.get(name), Tensor) for name in ("loss_mask", "weight_versions")):
             rows.update(_counts(tokens))
-        return replace(self, rows=rows, tokens=tokens, on_loss_tokens=frozenset(on_loss_tokens))
+        return replace(self, rows=rows, tokens=tokens)
 
     def select(self, index: Tensor | Sequence[int]) -> ShardedExperience:
         """Return the trajectories at these rows, in this order; their tokens stay where they are."""
@@ -260,7 +254,7 @@ class ShardedExperience:
             ends = {"loss_mask": True, "weight_versions": -1, "supports": EVERY_TOKEN[0]}
             longer = set(has_end.nonzero()[:, 0].tolist())
             tokens = {name: values.with_end(longer, ends.get(name, 0)) for name, values in tokens.items()}
-        return replace(self, rows=rows, tokens=tokens, on_loss_tokens=frozenset())
+        return replace(self, rows=rows, tokens=tokens)
 
     # ------------------------------------------------------------------ as tensors
 
@@ -272,8 +266,8 @@ class ShardedExperience:
         """
         part = self if rows is None else self.select(rows)
         part._check_here(part.tokens)
-        names = [*part.tokens, *part.on_loss_tokens]
-        tensors = {**part._padded([name for name in names if name != "supports"], device), **part._support_tensors()}
+        names = [name for name in part.tokens if name != "supports"]
+        tensors = {**part._padded(names, device), **part._support_tensors()}
         if device != _CPU:
             for name, value in part._padded(["token_ids", "loss_mask"], _CPU).items():
                 remember(tensors[name], value)
@@ -296,19 +290,14 @@ class ShardedExperience:
 
     def _padded(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
         """Return fields as tensors [B, T, ...] on the device."""
-        spread = self.on_loss_tokens.intersection(names)
         is_token = torch.arange(max(1, self.width), device=device) < to_device(self.lengths, device)[:, None]
         padded: dict[str, Tensor] = {}
-        for name in dict.fromkeys([*names, "loss_mask"] if spread else names):
-            if name in spread:
-                continue
+        for name in names:
             flat = to_device(torch.from_numpy(self.tokens[name].flat()), device)
             flat = flat.long() if TOKEN_DTYPES.get(name) == torch.int32 else flat
             fill = flat.new_full((*is_token.shape, *flat.shape[1:]), -1 if name == "weight_versions" else 0)
             padded[name] = fill.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
-        for name in spread:
-            padded[name] = torch.where(padded["loss_mask"], to_device(self.rows[name], device)[:, None], 0.0)
-        return {name: padded[name] for name in names}
+        return padded
 
     def _support_tensors(self) -> dict[str, Tensor]:
         """Return the three fields of the supports."""
@@ -319,7 +308,7 @@ class ShardedExperience:
 
     def _check_here(self, names: Collection[str]) -> None:
         for name in names:
-            tokens = self.tokens["loss_mask" if name in self.rows else name]
+            tokens = self.tokens[name]
             if tokens.is_whole:
                 continue
             raise ValueError(

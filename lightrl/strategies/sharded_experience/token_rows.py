@@ -78,6 +78,13 @@ class TokenRows:
         more = TokenRows.of_flat(values, lengths, rows).rows
         return TokenRows([old if new is None else new for old, new in zip(self.rows, more, strict=True)], self.empty)
 
+    def times(self, values: Tensor) -> TokenRows:
+        """Return the row's value, of [B], on each True of a mask, 0 elsewhere."""
+        numbers = values.numpy()
+        zero = numbers.dtype.type(0)
+        pairs = zip(self.rows, numbers, strict=True)
+        return TokenRows([None if mask is None else np.where(mask, value, zero) for mask, value in pairs], numbers[:0])
+
     def with_end(self, rows: Collection[int], value: float) -> TokenRows:
         """Add one more token to these rows, if they are here."""
         end = np.full(1, value, self.empty.dtype)
