@@ -64,7 +64,6 @@ class HostCopy:
         self.begin(weight_version)
         for bucket in buckets:
             self.add(bucket)
-            del bucket  # else it stays alive while the next is gathered
         return list(self.buckets())
 
     def buckets(self) -> Iterator[Bucket]:
