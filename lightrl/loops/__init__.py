@@ -15,13 +15,14 @@ Reading order:
 May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
 """
 
-from lightrl.loops.resume import check_resume
+from lightrl.loops.resume import CheckpointConnector, check_resume
 from lightrl.loops.rollout_loop import RolloutLoop, logging_allowed
 from lightrl.loops.rollout_stage import RolloutStage, devices_text
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.step_log import StepLog
 
 __all__ = [
+    "CheckpointConnector",
     "RolloutLoop",
     "RolloutStage",
     "SharedRollout",

@@ -17,13 +17,14 @@ Reading order:
     stages.py             this rank's part of a model; pipeline.py: schedules and what runs them
     tensor_plans.py       model families and how to split them; tensor_parallel.py: parameters split over tp
     costs.py              what FSDP2 and 3D cost, on paper; empty_model.py: without memory, filled tensor by tensor
+    precision.py          Lightning's precision plugins: batches as they are, gradients clipped over all ranks
     splits_models.py      SplitsModels: which strategies train an RLModule
 
 May import: errors, checks, trajectory, experience, functional, weights, models, Lightning. To add a strategy, subclass
 one of Lightning's and implement SplitsModels.
 """
 
-from lightrl.strategies.checkpoint import AtomicCheckpointIO, load_model, load_optimizers
+from lightrl.strategies.checkpoint import AtomicCheckpointIO
 from lightrl.strategies.checkpoint_folder import META_FILE, read_tensors
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import run_inside, whole
@@ -53,8 +54,6 @@ __all__ = [
     "check_strategy",
     "head_is_plain",
     "is_on_all_ranks",
-    "load_model",
-    "load_optimizers",
     "load_plain",
     "local",
     "mark_as_on_all_ranks",

@@ -103,7 +103,6 @@ class FSDP2Model(SingleModel):
         for bucket in buckets:
             self.ranks.step()
             yield bucket
-            del bucket  # else it stays alive while the next is gathered
 
     def move_to(self, device: torch.device) -> None:
         if not self.is_offloaded:
