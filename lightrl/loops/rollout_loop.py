@@ -42,15 +42,15 @@ from lightrl.trace import in_microbatch_spans, span
 from lightrl.trajectory import Group, Trajectory, sampling_seed
 
 
-class JudgedGroups(list[Group]):
+class EvaluatedGroups(list[Group]):
     """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
 
-    def to(self, *args: Any, **kwargs: Any) -> JudgedGroups:
+    def to(self, *args: Any, **kwargs: Any) -> EvaluatedGroups:
         return self
 
 
-def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> JudgedGroups:
-    """Rolls out and judges the prompts of a batch.
+def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> EvaluatedGroups:
+    """Roll out and reward the prompts of a batch.
 
     Args:
         trainer: evaluates an RLModule.
@@ -69,7 +69,7 @@ def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> JudgedGroups:
         num_samples=module.validation_group_size,
         on_wait=on_wait,
     )
-    return JudgedGroups(groups)
+    return EvaluatedGroups(groups)
 
 
 def _index_of_batch(trainer: RLTrainer) -> int:
@@ -108,7 +108,7 @@ class RolloutLoop(_AutomaticOptimization):
         module = self.trainer.lightning_module
         if not isinstance(module, RLModule):
             return super().run(optimizer, batch_idx, kwargs)
-        if self.ranks.size == 1:  # else rank 0's next rollout tells all ranks together
+        if self.ranks.size == 1:  # else all ranks stop together, in rank 0's next rollout
             self.gate.check()
         self.trainer.phase_seconds = {}
         with self.trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these
@@ -120,7 +120,7 @@ class RolloutLoop(_AutomaticOptimization):
 
     @contextlib.contextmanager
     def _own_randomness(self, module: RLModule) -> Iterator[None]:
-        """Random numbers drawn inside depend on (seed, weight version) alone, and do not change those drawn outside.
+        """Random numbers inside depend on (seed, weight version) alone, and do not change those outside.
 
         A resumed run cannot repeat what loaders and validation drew from the global state in between.
         """
@@ -319,14 +319,13 @@ class RolloutLoop(_AutomaticOptimization):
 
     def _offer(self, experience: ShardedExperience) -> ShardedExperience:
         """Shows the Experience to callbacks and the module; each may return one with another mask or advantages."""
-        is_alone = self.ranks.size == 1
-        local = experience.local if is_alone else None
+        shown = experience.shown
         for hook in self.trainer.rl_hooks("on_experience_ready"):
             with logging_allowed(self.trainer.lightning_module):
-                changed = hook(local or experience)
+                changed = hook(shown)
             if self.ranks.max_each([int(changed is not None)])[0]:  # on any rank
-                experience = accept(experience, local or experience.local, changed)
-                local = experience.local if is_alone else None
+                experience = accept(experience, shown.local, changed)
+                shown = experience.shown
         return experience
 
     def judged_groups(self, batch: Any) -> list[Group]:

@@ -173,8 +173,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> dict[str, An
         experience = experience.with_tensors(changes)
     if experience.ranks.size > 1 and module.advantage_inputs:
         experience = gather(experience, module.advantage_inputs)
-    shown: Any = experience  # reads as an Experience
-    result = module.advantages(shown)
+    result = module.advantages(experience.shown)
     tensors = result if isinstance(result, Mapping) else {"advantages": result}
     is_whole = experience.ranks.size == 1 or bool(module.advantage_inputs)
     return {**changes, **{name: _on_loss(name, value, experience, is_whole) for name, value in tensors.items()}}
@@ -232,7 +231,7 @@ def _function_outputs(
     """
     assert call.run is not None
     try:
-        result = call.run(experience, trajectories)
+        result = call.run(experience.shown, trajectories)
     except LightRLError:
         raise
     except Exception as error:  # the user's function may raise anything

@@ -162,8 +162,6 @@ class SharedRollout:
         assert self.controller is not None
         return self.controller
 
-    # ------------------------------------------------------------------ all ranks together
-
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
         """As RolloutController.take; other ranks get the groups without tokens and texts."""
         controller = self.controller
@@ -235,8 +233,6 @@ class SharedRollout:
             self.ranks.send(Message("data"))
         self._remote_engine.weight_version = weight_version
 
-    # ------------------------------------------------------------------ local
-
     def commit(self) -> None:
         """Local: the groups of the last `take` have been trained on."""
         if self.controller is not None:
@@ -270,8 +266,6 @@ class SharedRollout:
         """Local: ends rank 0's controller."""
         if self.controller is not None:
             self.controller.close()
-
-    # ------------------------------------------------------------------ messages
 
     def _summary(self, groups: Sequence[Group]) -> list[Any]:
         items = [item for group in groups for item in group.trajectories]

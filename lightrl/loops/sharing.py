@@ -154,11 +154,15 @@ def share_outputs(
         call: that ran on the ranks of its role, each with its share of the rows, or on rank 0.
         outputs: of this rank; none if the call did not run here.
     """
-    ranks = experience.ranks
+    ranks, needs = experience.ranks, _work(experience)
     with ranks.phase(f"score: {call.name}", has_own_deadline=runs_beside(call)):
-        if call.on_all_ranks:
-            return _share_advantages(experience, module, outputs)
+        if call.on_all_ranks:  # the advantages, of who answers for a row; with whole inputs every rank computes all
+            tokens = {name: value for name, value in outputs.items() if isinstance(value, TokenRows)}
+            tokens = {name: value for name, value in tokens.items() if name not in ROLLOUT_FIELDS}
+            has = torch.ones_like(needs) if module.advantage_inputs else _owned(experience)
+            return {**outputs, **exchange(experience, tokens, has, needs)}
         holders = holders_of(call, ranks) if is_forward(call) else None
+        has = _all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders, ranks.size)
         source = 0 if holders is None else holders.first_rank
         # Dtypes and shapes: of an output per token without a row, of [B] as it is on one rank.
         kinds = {
@@ -166,42 +170,20 @@ def share_outputs(
             for name, value in (outputs if ranks.rank == source else {}).items()
         }
         kinds = ranks.broadcast_tensors(kinds, source=source)
+        read_on_rank_0 = {key for other in module.data_flow().calls if runs_beside(other) for key in other.inputs}
         shared: dict[str, Any] = {}
         for name in sorted(kinds):
             if not len(kinds[name]):
-                tokens = outputs[name] if name in outputs else _nowhere(experience, kinds[name])
-                shared[name] = _share_tokens(experience, module, name, tokens, holders)
+                tokens = {name: outputs[name] if name in outputs else _nowhere(experience, kinds[name])}
+                needed = needs.clone()
+                needed[0] |= name in read_on_rank_0 or holders is None  # the trajectory log keeps a judge's answers
+                shared |= exchange(experience, tokens, has, needed)
             elif holders is None:
                 shared[name] = kinds[name]
             else:  # each dp rank has its share, 0 elsewhere; its first member counts
                 counts = holders.is_here and ranks.rank == holders.dp_members[holders.dp_rank][0]
                 shared[name] = ranks.total(outputs[name] if counts else torch.zeros_like(kinds[name]))
         return shared
-
-
-def _share_tokens(
-    experience: ShardedExperience, module: RLModule, name: str, tokens: TokenRows, holders: Ranks | None
-) -> TokenRows:
-    """Bring an output per token to all ranks that work on the rows; to rank 0 of all rows if it is read there."""
-    has = _all_rows_of(experience, [0])
-    if holders is not None:
-        has = rows_by_rank(experience, holders, experience.ranks.size)
-    needs = _work(experience)
-    read_on_rank_0 = {key for other in module.data_flow().calls if runs_beside(other) for key in other.inputs}
-    if name in read_on_rank_0 or holders is None:  # and the trajectory log keeps a judge's answers
-        needs[0] = True
-    return exchange(experience, {name: tokens}, has, needs)[name]
-
-
-def _share_advantages(experience: ShardedExperience, module: RLModule, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Send advantages per token from the rank that answers for a row to all that work on it."""
-    tokens = {
-        name: value for name, value in outputs.items() if isinstance(value, TokenRows) and name not in ROLLOUT_FIELDS
-    }
-    has = _owned(experience)
-    if module.advantage_inputs:  # every rank has computed all rows
-        has = torch.ones_like(has)
-    return {**outputs, **exchange(experience, tokens, has, _work(experience))}
 
 
 def _work(experience: ShardedExperience) -> Tensor:

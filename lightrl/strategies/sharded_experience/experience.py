@@ -124,8 +124,6 @@ class ShardedExperience:
             tensors["token_rewards"] = TokenRows(per_token, np.empty(0, np.float32))
         return self.with_tensors(tensors)
 
-    # ------------------------------------------------------------------ read as an Experience
-
     def __len__(self) -> int:
         return len(self.rows["lengths"])
 
@@ -185,8 +183,13 @@ class ShardedExperience:
         return self.dense() if self.ranks.size == 1 else self.dense(self.local_rows)
 
     @property
+    def shown(self) -> Any:
+        """What hooks get: `local` with one rank; with several this object, which reads as an Experience."""
+        return self.local if self.ranks.size == 1 else self
+
+    @property
     def local_rows(self) -> Tensor:
-        """Which rows those of `local` are, int64 [b]."""
+        """The index of each row of `local`, int64 [b]."""
         if self.ranks.size == 1:
             return torch.arange(len(self))
         return (self.rows["_owner"] == self.ranks.rank).nonzero()[:, 0]
@@ -208,8 +211,6 @@ class ShardedExperience:
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
         """Sum, or take the maximum of, what each rank computed from its `local`."""
         return self.ranks.total(values, operation)
-
-    # ------------------------------------------------------------------ other rows, other fields
 
     def with_tensors(self, tensors: Mapping[str, Any]) -> ShardedExperience:
         """Set these fields: [B], [B, T, ...] of all rows, TokenRows or OnLossTokens."""
@@ -246,8 +247,8 @@ class ShardedExperience:
             has_end: bool [B], rows that get one more token, a loss token: the state before it is that after the
                 trajectory.
         """
-        kept = (*ROW_FIELDS, "pixel_values", "image_rows")
-        rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in kept}
+        names = (*ROW_FIELDS, "pixel_values", "image_rows")
+        rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
         tokens = {name: self.tokens[name] for name in (*TOKEN_DTYPES, "supports") if name in self.tokens}
         if has_end is not None:
             rows["lengths"] = self.lengths + has_end
@@ -255,8 +256,6 @@ class ShardedExperience:
             longer = set(has_end.nonzero()[:, 0].tolist())
             tokens = {name: values.with_end(longer, ends.get(name, 0)) for name, values in tokens.items()}
         return replace(self, rows=rows, tokens=tokens)
-
-    # ------------------------------------------------------------------ as tensors
 
     def dense(self, rows: Tensor | Sequence[int] | None = None, device: torch.device = _CPU) -> Experience:
         """Return these rows, whose tokens must be here, as an Experience of tensors on the device.
@@ -318,11 +317,9 @@ class ShardedExperience:
                 "advantage_inputs, for a model call to its inputs."
             )
 
-    # ------------------------------------------------------------------ what other ranks must know
-
     @property
     def table(self) -> dict[str, Tensor]:
-        """What all ranks need of each row, [B]: the fields without tokens, and what is derived from its tokens."""
+        """Numbers of each row that all ranks need, [B]: the fields without tokens, and counts of its tokens."""
         return {name: self.rows[name] for name in (*ROW_FIELDS, *COUNTS, "_support_bytes") if name in self.rows}
 
     @property

@@ -12,7 +12,7 @@ from lightrl.strategies.sharded_experience.experience import ShardedExperience
 
 
 class Microbatches(Sequence[Experience]):
-    """While one is computed on, the next is copied to the device on a stream of its own.
+    """Parts of an experience; while one is computed on, the next is copied to the device on a stream of its own.
 
     Args:
         experience: on the host; this rank has the tokens of the rows.

@@ -42,8 +42,8 @@ class TokenRows:
     ) -> TokenRows:
         """Take the values of `rows`, or of all rows, from a tensor [b, T, ...]."""
         here = lengths if rows is None else lengths[list(rows)]
-        kept = values.detach().cpu()[torch.arange(values.shape[1]) < here[:, None]]
-        return cls.of_flat(kept.to(dtype or kept.dtype).numpy(), lengths, rows)
+        flat = values.detach().cpu()[torch.arange(values.shape[1]) < here[:, None]]
+        return cls.of_flat(flat.to(dtype or flat.dtype).numpy(), lengths, rows)
 
     def __len__(self) -> int:
         return len(self.rows)
