@@ -35,7 +35,7 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.pytorch.trainer.trainer:Trainer", "_run"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_run_stage"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_accelerator_connector"): {"trainer.py"},
-    ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"): {"loops/resume.py", "trainer.py"},
+    ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"): {"trainer.py"},
     ("lightning.pytorch.trainer.connectors.checkpoint_connector", "_CheckpointConnector"): {"loops/resume.py"},
     ("lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector", "_loaded_checkpoint"): {
         "loops/resume.py",
