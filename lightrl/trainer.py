@@ -6,7 +6,6 @@ A plain LightningModule runs through it as through Lightning's own.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import warnings
@@ -43,19 +42,12 @@ from lightrl.checks.disk_errors import check_local, nearest_folder
 from lightrl.engines import RolloutEngine, SGLangEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
-from lightrl.loops import RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
+from lightrl.loops import CheckpointConnector, RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import (
-    AtomicCheckpointIO,
-    FSDP2Strategy,
-    SplitsModels,
-    load_model,
-    load_optimizers,
-    named_strategy,
-)
+from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, named_strategy
 from lightrl.strategies.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
@@ -171,12 +163,7 @@ class Trainer(RLTrainer):
         self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
-        if not isinstance(self.strategy, SplitsModels):  # a checkpoint of several processes can be resumed in one
-            for name, load in (("load_optimizer_state_dict", load_optimizers), ("load_model_state_dict", load_model)):
-                own_load = getattr(self.strategy, name)
-                vars(self.strategy)[name] = functools.partial(load, self.strategy, own_load)
-        set_up: Any = self.strategy.setup_optimizers
-        vars(self.strategy)["setup_optimizers"] = functools.partial(self.rollout_loop.resume.set_up_optimizers, set_up)
+        self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
         self._add_default_callbacks(own)
 
     def call_rl_hook(self, name: str, *args: Any) -> None:

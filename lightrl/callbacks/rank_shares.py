@@ -77,7 +77,6 @@ def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> I
         writer = ShareWriter(folder, holders.rank)
         for bucket in buckets:
             writer.add(bucket)
-            del bucket  # else it stays alive while the next is gathered
         _gathered(writer.record(), folder, holders)
         yield Bucket({}, is_last=True)
         return

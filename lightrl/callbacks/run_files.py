@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning.pytorch.callbacks import ModelCheckpoint
+
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.strategies.atomic_write import write_whole
 
@@ -54,8 +56,9 @@ class RunFiles(RLCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         folder = trainer.log_dir  # on all ranks: it comes from rank 0
         for saves in trainer.checkpoint_callbacks if folder else []:
-            if getattr(saves, "dirpath", "") is None:  # where Lightning's are too, unless CSVLogger is not the first
-                vars(saves)["dirpath"] = str(Path(str(folder)) / "checkpoints")
+            if isinstance(saves, ModelCheckpoint) and saves.dirpath is None:
+                # Where Lightning's are too, unless CSVLogger is not the first.
+                saves.dirpath = str(Path(str(folder)) / "checkpoints")
         if not (folder and trainer.loggers) or getattr(trainer, "fast_dev_run", False):
             return
         self._close_log()

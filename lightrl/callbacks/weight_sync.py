@@ -217,4 +217,3 @@ def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
         if bucket is None:
             return
         yield bucket
-        del bucket  # else it stays alive while the next is gathered

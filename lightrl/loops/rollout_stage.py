@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightrl.checks.printable import count_text
@@ -46,6 +47,7 @@ from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.rollout.workflow_pool import check_workers
 from lightrl.strategies import LogprobSettings, Ranks, check_strategy, parallel_model, ranks_of
 from lightrl.strategies.halves import SMALL_MODEL_PARAMETERS
+from lightrl.strategies.precision import LeavesBatches, subclassed
 
 _AVERAGES = (
     "it puts averaged weights into the policy when training ends, after the last sync with the engine and the last "
@@ -117,6 +119,7 @@ class RolloutStage:
         self._judge: JudgesGroups | None = None
         self._engine_is_open = False
         self._num_threads = 0  # before the stage, while it is open
+        self._precision: Precision | None = None  # before the stage, while it is open
         self._gc_threshold = gc.get_threshold()  # before the stage
 
     def check(self, module: RLModule, *, is_fit: bool = False) -> None:
@@ -156,8 +159,8 @@ class RolloutStage:
         recorded = getattr(getattr(trainer, "datamodule", None), "recorded_groups", None) if is_fit else None
         graph = module.data_flow(from_file=recorded is not None)  # refuses calls that make no graph
         module.parallel_models = _parallel_models(trainer, module)
-        # Batches are plain Python; Lightning's walk through them for floats fails at frozen dataclasses.
-        vars(trainer.precision_plugin)["convert_input"] = lambda data: data
+        self._precision = trainer.precision_plugin
+        trainer.strategy.precision_plugin = subclassed(self._precision, LeavesBatches)
         if recorded is None:
             trainer.open_rollout = self._open_live(module, graph, is_fit)
         else:
@@ -181,7 +184,8 @@ class RolloutStage:
 
         May be called again, after a Ctrl-C that cut the first call short.
         """
-        vars(self.trainer.precision_plugin).pop("convert_input", None)
+        if self._precision is not None:
+            self.trainer.strategy.precision_plugin, self._precision = self._precision, None
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
             self._num_threads = 0

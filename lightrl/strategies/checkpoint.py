@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from lightrl.strategies.checkpoint_folder import load_optimizer_state, read_fold
 from lightrl.strategies.safe_reader import check_records, named, of_run
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
 
 
@@ -123,12 +124,11 @@ def num_tensor_bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def load_model(strategy: Strategy, load: Callable[..., None], checkpoint: dict[str, Any], strict: bool = True) -> None:
-    """Lightning's `load` of the module's weights, with an error that says what does not fit."""
-    module = strategy.lightning_module
-    assert module is not None
+@contextlib.contextmanager
+def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> Iterator[None]:
+    """Inside, the module loads the checkpoint's weights; an error says what does not fit."""
     try:
-        load(checkpoint, strict=strict)
+        yield
     except RuntimeError as error:
         saved, own = (
             {name: value.shape for name, value in tensors.items() if isinstance(value, torch.Tensor)}

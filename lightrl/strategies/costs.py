@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
-from lightrl.strategies.spread_experience import TOKEN_DTYPES
+from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
 from lightrl.strategies.tensor_plans import (
     FAMILIES,
     Family,
@@ -100,7 +100,7 @@ def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
 
 
 def experience_bytes(num_scores: int) -> int:
-    """What an iteration's SpreadExperience keeps of one token that has so many float32 scores."""
+    """What an iteration's ShardedExperience keeps of one token that has so many float32 scores."""
     return sum(dtype.itemsize for dtype in TOKEN_DTYPES.values()) + _FLOAT * num_scores
 
 

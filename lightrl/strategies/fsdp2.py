@@ -34,6 +34,7 @@ from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_fail
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_models, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model
+from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import (
     START_TIMEOUT,
     ProcessRanks,
@@ -202,7 +203,10 @@ class FSDP2Strategy(ModelParallelStrategy):
                 check_local(dirpath=path)
             check_all_see(sorted({Path(path) for path in paths if path is not None}), self.ranks)
         self._spread_models()
-        vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
+        if not isinstance(self.precision_plugin, ClipsByStrategy):
+            plugin = subclassed(self.precision_plugin, ClipsByStrategy)
+            plugin.strategy = self
+            self.precision_plugin = plugin
         super().setup(trainer)
 
     def _spread_models(self) -> None:
@@ -307,7 +311,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             is_offloaded=self._offloads,
         )
 
-    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """As Lightning's, which warns on a rank without any of the parameters."""
         parameters = [value for group in optimizer.param_groups for value in group["params"]]
         if parameters:

@@ -186,7 +186,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         assert isinstance(ranks, ProcessRanks)
         return Parallel3DModel(self._splits[model], settings, group=ranks.control_group)
 
-    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Over all axes: each rank scales its parts by the norm of the whole gradient."""
         gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
         present = [gradient for gradient in gradients if gradient is not None]

@@ -82,7 +82,7 @@ class PlannedGather:
             is_last = index + 1 == len(plan.rounds)
             if tensors or is_last:
                 yield Bucket(tensors, is_last=is_last)
-            del tensors  # else they stay alive while the next are gathered
+            tensors.clear()
 
     def plan(self, sources: Mapping[str, Sequence[str]], *, bucket_bytes: int, is_spread: bool) -> GatherPlan:
         key = (tuple(sources.items()).__repr__(), bucket_bytes, is_spread)

@@ -5,7 +5,7 @@
                reference  no mesh                ranks 0 to 5, after the earlier work of these ranks
 
 Each role splits the rows over its own dp axis, and every rank has those that its roles work on; results of a role's
-ranks are sent to those who work on the same rows when another call needs them (row_exchange.py).
+ranks are sent to those who work on the same rows when another call needs them (sharded_experience/).
 """
 
 from __future__ import annotations

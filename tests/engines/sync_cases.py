@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,7 +78,7 @@ def weights(version: int, like: dict[str, Tensor] | None = None) -> dict[str, Te
     return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in like.items()}
 
 
-async def fed(buckets: Sequence[Bucket]) -> AsyncIterator[Bucket]:
+async def fed(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:
     for bucket in buckets:
         yield bucket
 
@@ -102,7 +102,7 @@ def sync(
             Server(SGLangClient(server.url, timeouts=Deadlines(request_s=request_s), num_retries=1, backoff_s=0.01))
             for server in servers
         ]
-        buckets = None if named is None else fed(list(bucketed(named.items(), bucket_bytes)))
+        buckets = None if named is None else fed(bucketed(named.items(), bucket_bytes))
         try:
             syncing = ServerSync(transport, **{"timeout_s": 20.0, **settings})
             return await syncing.load(

@@ -37,7 +37,7 @@ def test_deltas_give_the_real_server_the_weights_that_it_loads_from_the_disk(rea
     async def synced(transport: WeightTransport, version: int) -> tuple[SyncReport, dict[str, Any]]:
         client = SGLangClient(real_server["url"], token=token)
         try:
-            buckets = fed(list(bucketed(model.named_parameters(), BUCKET_BYTES)))
+            buckets = fed(bucketed(model.named_parameters(), BUCKET_BYTES))
             report = await ServerSync(transport, timeout_s=60).load([Server(client)], buckets, weight_version=version)
             return report, (await client.checksum())["ranks"][0]["checksums"]
         finally:

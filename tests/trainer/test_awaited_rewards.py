@@ -106,6 +106,15 @@ def test_what_is_dropped_after_it_was_scored_leaves_no_trace(kind, tmp_path, mon
         torch.testing.assert_close(value, right[name], msg=name)
 
 
+def test_what_the_loss_reads_together_is_dropped_together(tmp_path: Path) -> None:
+    module = FailingSome(decoupled=True, num_minibatches=2)
+    module.loss_unit = "group"
+    seen = played(module, tmp_path)
+    assert seen.drops == ["reward_raised", "loss_unit", "loss_unit", "loss_unit"] * 2
+    assert module.trained == [[0], [2, 3], [5]]
+    assert seen.sizes == [[4], [4, 4], [4]]
+
+
 @pytest.mark.parametrize(
     "callback", [StalenessControl(1), DynamicSampling()], ids=["max_staleness above 0", "groups chosen by reward"]
 )

@@ -167,7 +167,6 @@ class WeightLoader:
                 for part in (*read_back(bucket.written), bucket):
                     digests.add(part)
             yield bucket
-            del bucket  # else it stays alive while the next is gathered
         self._shapes = shapes
 
     def _check_tensors(self, bucket: Bucket, shapes: dict[str, list[int]]) -> None:

@@ -56,6 +56,7 @@ class BucketFeed:
         self._changed = asyncio.Event()
         self._taken = threading.Event()
         self._next: Bucket | None = None  # offered, not yet taken
+        self._taken_bucket = Bucket({})
         self._is_complete = False  # no further bucket will be put
         self._is_stopped = False  # no further bucket will be taken
         self._error: BaseException | None = None
@@ -65,7 +66,7 @@ class BucketFeed:
         self._taken.clear()
         if self._is_stopped:
             return False
-        self._next = bucket
+        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.written)  # the iterator empties its own
         wake_up(self._loop, self._changed.set)
         wait_while_running(self._loop, self._taken.wait)  # `stop` ends the wait when the coroutine is done
         return not self._is_stopped
@@ -89,7 +90,8 @@ class BucketFeed:
         return self
 
     async def __anext__(self) -> Bucket:
-        """Waits for the next `put` or the end of `with`, at most `timeout_s`."""
+        """Waits for the next `put` or the end of `with`, at most `timeout_s`; empties the bucket before."""
+        self._taken_bucket.tensors.clear()
         while self._next is None:
             if self._error is not None:
                 raise WeightSyncError(f"the export of weights failed: {self._error!r}") from self._error
@@ -102,9 +104,9 @@ class BucketFeed:
                 raise WeightSyncError(
                     f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
                 ) from error
-        bucket, self._next = self._next, None
+        self._taken_bucket, self._next = self._next, None
         self._taken.set()
-        return bucket
+        return self._taken_bucket
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
@@ -241,9 +243,7 @@ class ServerSync:
             try:
                 with feed:
                     for bucket in buckets:
-                        is_taken = feed.put(bucket)
-                        del bucket  # else it stays alive while the next is gathered
-                        if not is_taken:
+                        if not feed.put(bucket):
                             break  # the sync has failed
             finally:
                 with contextlib.suppress(WeightSyncError):

@@ -82,7 +82,6 @@ class DeltaTransport(WeightTransport):
             try:
                 async for bucket in buckets:
                     parts, copied = await in_thread(self.copy.take_delta, bucket, bool(base.digest))
-                    del bucket  # else it stays alive while the next is gathered
                     delta, full = await beginning
                     await delta.send(parts)
                     await full.send(full_parts(copied))

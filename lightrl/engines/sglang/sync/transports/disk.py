@@ -30,7 +30,6 @@ class DiskTransport(WeightTransport):
         try:
             async for bucket in buckets:
                 await self._on_disk(servers, writer.add, bucket)
-                del bucket  # else it stays alive while the next is gathered
             await self._on_disk(servers, writer.finish)
         finally:
             with contextlib.suppress(WeightSyncError):

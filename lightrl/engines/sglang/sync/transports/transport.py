@@ -99,7 +99,6 @@ class Streaming(WeightTransport):
             elif version is not None:  # it held only a tied head
                 await servers.ask(lambda server: _acknowledge_empty(server, str(weight_version)))
             num_bytes += sum(shape.numel() * dtype.itemsize for _, dtype, shape in layout)
-            del bucket  # else it stays alive while the next is gathered
         servers.check_some_left()
         return num_bytes
 
@@ -119,10 +118,8 @@ async def _copied(copy: HostCopy, buckets: AsyncIterator[Bucket]) -> AsyncIterat
     async for bucket in buckets:
         await in_thread(copy.add, bucket)
         yield bucket
-        del bucket
 
 
 async def _each(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:
     for bucket in buckets:
         yield bucket
-        del bucket
