@@ -221,7 +221,7 @@ class WeightSync(RLCallback):
             return
         rl_trainer = cast("RLTrainer", trainer)
         self._finish(rl_trainer, module)
-        if rl_trainer.rollout.engine.weight_version != rl_trainer.weight_version:
+        if rl_trainer.rollout.weight_version != rl_trainer.weight_version:
             self._sync(rl_trainer, module, rl_trainer.weight_version)
             self._finish(rl_trainer, module)
 

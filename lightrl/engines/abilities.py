@@ -31,23 +31,6 @@ class LivesOnLoop(Protocol):
 
 
 @runtime_checkable
-class WritesGroups(Protocol):
-    """Takes the completions of a group in one request, which spares the event loop a task for each of them."""
-
-    def write_group(
-        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
-    ) -> list[asyncio.Future[Completion]]:
-        """A completion of this prompt for each sampling, with its seed, as `generate` would write it.
-
-        Called on the event loop. A future is done when its own completion is; cancelling it removes that request alone.
-
-        Raises:
-            ValueError, EngineError: as `generate`; an EngineError later is in the futures.
-        """
-        ...
-
-
-@runtime_checkable
 class ContinuesCompletions(Protocol):
     """Continues completions that were begun before, by this engine or by another."""
 
@@ -68,6 +51,18 @@ class ContinuesCompletions(Protocol):
         They keep their logprobs and versions, and count for `sampling.max_new_tokens`. The others are drawn as if
         nothing had come between.
         """
+        ...
+
+    def generate_group(
+        self,
+        token_ids: list[int],
+        samplings: Sequence[Sampling],
+        *,
+        session: str,
+        images: tuple[str, ...] = (),
+        started: Sequence[Completion | None] | None = None,
+    ) -> list[asyncio.Future[Completion]]:
+        """As RolloutEngine's."""
         ...
 
     async def unfinished(self) -> dict[int, Completion]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -78,6 +79,31 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def generate_group(
+        self,
+        token_ids: list[int],
+        samplings: Sequence[Sampling],
+        *,
+        session: str,
+        images: tuple[str, ...] = (),
+        started: Sequence[Completion | None] | None = None,
+    ) -> list[asyncio.Future[Completion]]:
+        """Starts one completion of this prompt for each sampling, with its seed; each as `generate` would return it.
+
+        This default calls `generate` for each. An engine that takes them in one request spares the event loop a task
+        for each; it must not bypass a subclass that replaces `generate` alone (see `replaces_generate_alone`).
+
+        Called on the event loop. A future is done when its own completion is; cancelling it removes that request alone.
+
+        Args:
+            started: how each completion begins, None where nothing is generated; passed only to an engine that
+                continues completions (`abilities.ContinuesCompletions`), and only if there is one.
+
+        Raises:
+            ValueError, EngineError: as `generate`, or in the futures.
+        """
+        return generate_each(self.generate, token_ids, samplings, session=session, images=images, started=started)
+
     async def pause(self) -> None:
         """Returns when in-flight requests have stopped at a token boundary; new ones wait."""
         ...
@@ -104,6 +130,37 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Ends threads and processes; in-flight requests raise EngineError. May be called twice."""
         ...
+
+
+def generate_each(
+    generate: Callable[..., Awaitable[list[Completion]]],
+    token_ids: list[int],
+    samplings: Sequence[Sampling],
+    *,
+    session: str,
+    images: tuple[str, ...] = (),
+    started: Sequence[Completion | None] | None = None,
+) -> list[asyncio.Future[Completion]]:
+    """`RolloutEngine.generate_group` by one call of the engine's `generate` for each completion."""
+
+    async def one(index: int, sampling: Sampling) -> Completion:
+        request: dict[str, Any] = {"images": images} if images else {}
+        if started is not None and started[index] is not None:
+            request["written"] = started[index]
+        (completion,) = await generate(token_ids, sampling, session=f"{session}/{index}", **request)
+        return completion
+
+    return [asyncio.ensure_future(one(index, sampling)) for index, sampling in enumerate(samplings)]
+
+
+def replaces_generate_alone(engine: RolloutEngine) -> bool:
+    """Whether a subclass replaces `generate` of an engine that has a `generate_group` of its own, but not that one."""
+    for kind in type(engine).__mro__:
+        if "generate_group" in vars(kind):
+            return False
+        if "generate" in vars(kind):
+            return True
+    return False
 
 
 def check_request(

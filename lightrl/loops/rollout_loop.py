@@ -2,7 +2,7 @@
 
     take groups → Experience → score, advantages → minibatches → version + 1 → weights out
 
-On-policy, the loop waits for the last rewards while it runs the calls that need none (`RolloutSettings.judges_later`).
+On-policy, the loop waits for the last rewards while it runs the calls that need none (`defers_rewards`).
 
 It replaces `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each training
 batch. One batch is one iteration is one `global_step` is one weight version. A module that is not an RLModule goes
@@ -137,7 +137,7 @@ class RolloutLoop(_AutomaticOptimization):
             groups = trainer.rollout.take(trainer.weight_version, on_wait=self._waiting("on_rollout_progress"))
         self._report_drops()
         trainer.call_rl_hook("on_rollout_end", groups)
-        if not trainer.rollout.settings.judges_later:
+        if not trainer.rollout.settings.defers_rewards:
             trainer.call_rl_hook("on_rewards_ready", groups)
         return groups
 
@@ -161,7 +161,7 @@ class RolloutLoop(_AutomaticOptimization):
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
             experience = self._gather_experience(module, trajectories)
-            if not rollout.settings.judges_later:
+            if not rollout.settings.defers_rewards:
                 return self._run_calls(module, experience, trajectories, left_out=set())
             graph = module.data_flow()
             scored = graph.beside_rewards()
@@ -183,7 +183,7 @@ class RolloutLoop(_AutomaticOptimization):
         if isinstance(rollout, SharedRollout):
             experience, has_all = rollout.pop_experience(), range(1)
         else:  # recorded: every rank has read them all
-            are_judged = not rollout.settings.judges_later
+            are_judged = not rollout.settings.defers_rewards
             experience = SpreadExperience.from_trajectories(trajectories, are_judged=are_judged)
             has_all = range(size)
         if size > 1:

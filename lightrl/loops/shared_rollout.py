@@ -24,8 +24,8 @@ from lightrl.errors import LightRLError, RolloutError
 from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, read_head, with_head
 from lightrl.loops.remote_groups import set_remote_rewards, summary_from_bytes, summary_to_bytes
 from lightrl.rollout import RolloutController, RolloutSettings
-from lightrl.rollout.drop_tally import Drop
-from lightrl.rollout.protocol import OnWait, VersionedEngine
+from lightrl.rollout.group_scheduler import Drop
+from lightrl.rollout.protocol import OnWait
 from lightrl.strategies import Message, Ranks, mark_as_on_all_ranks
 from lightrl.strategies.spread_experience import SpreadExperience
 from lightrl.trajectory import Group, Prompt, Sampling
@@ -34,12 +34,6 @@ from lightrl.weights import Bucket
 HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
-
-
-class _RemoteEngine:
-    """Rank 0's engine on the other ranks."""
-
-    weight_version = -1
 
 
 class SharedRollout:
@@ -60,7 +54,7 @@ class SharedRollout:
         self.ranks = ranks
         self.run_seed = run_seed
         self.settings = settings
-        self._remote_engine = _RemoteEngine()
+        self._remote_version = -1  # of rank 0's engine, on the other ranks
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, float] = collections.defaultdict(int)
@@ -70,16 +64,19 @@ class SharedRollout:
         if ranks.is_main:
             with self._errors_to_all(), ranks.own_deadline():  # the engine's
                 self.controller = start()
-            ranks.send(Message("data", done=self.controller.engine.weight_version))
+            ranks.send(Message("data", done=self.controller.weight_version))
         else:
             message = ranks.receive()
             self._raise_if_error(message)
-            self._remote_engine.weight_version = message.done
+            self._remote_version = message.done
 
     @property
-    def engine(self) -> VersionedEngine:
-        """The engine; on the other ranks an object with its `weight_version`."""
-        return self._remote_engine if self.controller is None else self.controller.engine
+    def engine(self) -> object:
+        return None if self.controller is None else self.controller.engine
+
+    @property
+    def weight_version(self) -> int:
+        return self._remote_version if self.controller is None else self.controller.weight_version
 
     @property
     def local(self) -> RolloutController:
@@ -154,7 +151,7 @@ class SharedRollout:
                     for _ in rest:
                         pass
             self.ranks.send(Message("data"))
-        self._remote_engine.weight_version = weight_version
+        self._remote_version = weight_version
 
     # ------------------------------------------------------------------ local
 
@@ -196,7 +193,7 @@ class SharedRollout:
 
     def _summary(self, groups: Sequence[Group]) -> bytes:
         items = [item for group in groups for item in group.trajectories]
-        are_judged = not self.settings.judges_later
+        are_judged = not self.settings.defers_rewards
         self._taken = SpreadExperience.from_trajectories(items, are_judged=are_judged) if items else None
         return summary_to_bytes(groups, self._taken)
 

@@ -1,7 +1,7 @@
-"""GroupFilter: which judged groups are not worth an update, and why.
+"""GroupFilter: which groups are, by their rewards, not worth an update, and why.
 
 A group teaches by the differences between its trajectories. One whose rewards are all equal has no advantages: it takes
-up a place in the iteration and gives no gradient. DAPO's dynamic sampling drops such groups and draws new prompts.
+up a place in the iteration and gives no gradient. DAPO's dynamic sampling drops such groups and samples new prompts.
 
 Source: DAPO, https://arxiv.org/abs/2503.14476.
 """
@@ -29,7 +29,7 @@ OTHER_ADVICE = "loosen the rule"
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Called with each judged group; returns why to drop it, as (reason, message), or None to keep it.
+    """Called with each group that has its rewards; returns why to drop it, as (reason, message), or None to keep it.
 
     Dropping changes what is learned. Without groups that always succeed or always fail, the mean training reward no
     longer tells how good the policy is (validation does), and a bound on tokens favors short completions.
@@ -62,10 +62,10 @@ class GroupFilter:
         if self.max_group_tokens is not None and longest > self.max_group_tokens:
             bound = f"max_group_tokens={self.max_group_tokens}"
             return "filtered_too_long", f"{name} has a trajectory of {longest} tokens, above {bound}."
-        verdict = self.rule(group) if self.rule is not None else None
-        if not verdict:
+        reason = self.rule(group) if self.rule is not None else None
+        if not reason:
             return None
-        return f"filtered_{verdict if isinstance(verdict, str) else 'rule'}", f"{name} is dropped by the rule."
+        return f"filtered_{reason if isinstance(reason, str) else 'rule'}", f"{name} is dropped by the rule."
 
 
 def success_rate(group: Group) -> float:

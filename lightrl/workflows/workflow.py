@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from lightrl.checks.user_code import named_user_code
+from lightrl.concurrency.abandon import each_when_done, is_abandoned
 from lightrl.engines.engine import Completion
-from lightrl.errors import RolloutError
+from lightrl.errors import RewardError, RolloutError
 from lightrl.functional import joined_supports, num_coded_tokens
 from lightrl.models.chat_template import ChatTemplate
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn, token_array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrl.workflows.turn_log import TurnLog
+
+RunResult = Trajectory | RolloutError | RewardError  # an error drops the trajectory
+GroupResult = tuple[int, RunResult]  # a sample's number first
 
 
 class Generate(Protocol):
@@ -27,11 +36,28 @@ class Generate(Protocol):
         ...
 
 
+class GroupGenerate(Protocol):
+    """Calls the policy in the trajectories of one group. Completions that a checkpoint has started are continued."""
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """The numbers of the trajectories to run; a resumed group may have some of them already."""
+        ...
+
+    def for_sample(self, sample: int) -> Generate:
+        """Calls the policy in one trajectory, turn by turn."""
+        ...
+
+    def for_all(self, token_ids: list[int]) -> AsyncGenerator[tuple[int, Completion | RolloutError], None]:
+        """Yields each sample's first completion after these token ids when it is done; the engine gets one request."""
+        ...
+
+
 class Workflow(ABC):
     """One interaction with the policy, from prompt to trajectory. Token ids in, token ids out: nothing is re-encoded.
 
-    The controller runs `group_size` of them at the same time for each prompt and judges the results. Interactions share
-    no state.
+    `run_group` runs `group_size` of them at the same time for each prompt; the controller computes the rewards.
+    Interactions share no state.
     """
 
     # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
@@ -65,9 +91,30 @@ class Workflow(ABC):
                 f"{context_tokens} tokens. Lower it, or leave it out."
             )
 
+    async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
+        """Runs the trajectories of a group and yields each when it is done, so that its reward starts early.
+
+        This default calls `run` for each sample, all at the same time. An exception drops the samples that were not
+        yielded before; a RolloutError or RewardError that is yielded drops its sample alone.
+
+        Args:
+            prompt: the task; `prompt.token_ids` is set.
+            generate: calls the policy. On cancellation its requests leave the engine.
+
+        Yields:
+            Each of `generate.samples` once, in any order.
+        """
+        runs = {
+            sample: asyncio.ensure_future(_run_sample(self, prompt, generate.for_sample(sample)))
+            for sample in generate.samples
+        }
+        async with contextlib.aclosing(each_when_done(runs)) as done:
+            async for sample, run in done:
+                yield sample, run.result()
+
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Plays one interaction.
+        """Runs one interaction.
 
         Args:
             prompt: the task; `prompt.token_ids` is set.
@@ -95,10 +142,28 @@ class SingleTurn(Workflow):
         self.template: ChatTemplate = ChatTemplate(tokenizer)
         self.continues = type(self).run is SingleTurn.run
 
+    async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
+        """Generates the completions of all samples in one request, unless a subclass replaces `run` alone."""
+        if type(self).run is not SingleTurn.run:
+            async with contextlib.aclosing(super().run_group(prompt, generate)) as results:
+                async for result in results:
+                    yield result
+            return
+        async with contextlib.aclosing(generate.for_all(_token_ids(prompt))) as completions:
+            async for sample, completion in completions:
+                if isinstance(completion, RolloutError):
+                    yield sample, completion
+                    continue
+                trajectory: Trajectory | RolloutError
+                try:
+                    with named_user_code(f"{type(self).__name__}.run", on=f"prompt {prompt.id!r}"):
+                        trajectory = self.trajectory_of(prompt, completion)
+                except RolloutError as error:
+                    trajectory = error
+                yield sample, trajectory
+
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        if not prompt.token_ids:
-            raise RolloutError(f"Prompt {prompt.id!r} has no token ids. Render its messages first.")
-        return self.trajectory_of(prompt, await generate(prompt.token_ids))
+        return self.trajectory_of(prompt, await generate(_token_ids(prompt)))
 
     def trajectory_of(self, prompt: Prompt, completion: Completion) -> Trajectory:
         """What `run` returns for this completion of a prompt that has token ids."""
@@ -136,16 +201,92 @@ def _runs(code: str, *runs: tuple[int, int]) -> TokenArray[Any]:
     return TokenArray.of_runs(runs, code)
 
 
-async def wait_or_abandon(
-    task: asyncio.Future[Any], *others: asyncio.Future[Any], within_s: float | None = None
-) -> None:
-    """Waits for a task or the first of `others`; a task that is not done then is cancelled, its outcome ignored."""
+def _token_ids(prompt: Prompt) -> list[int]:
+    if not prompt.token_ids:
+        raise RolloutError(f"Prompt {prompt.id!r} has no token ids. Render its messages first.")
+    return prompt.token_ids
+
+
+class _OwnTime:
+    """Calls the policy for one run of a workflow, and cancels it when it has spent too long outside of these calls.
+
+    Args:
+        timeout_s: that the workflow may spend at a time outside; None is no limit.
+        generate: calls the policy.
+    """
+
+    def __init__(self, timeout_s: float | None, generate: Generate) -> None:
+        self.timeout_s = timeout_s
+        self.is_over = False
+        self._generate = generate
+        self._num_generating = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    @property
+    def turn_log(self) -> TurnLog | None:
+        return getattr(self._generate, "turn_log", None)
+
+    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+        self._num_generating += 1
+        self._stop()
+        try:
+            return await self._generate(token_ids, max_new_tokens=max_new_tokens)
+        finally:
+            self._num_generating -= 1
+            if self._num_generating == 0:
+                self._start()
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """The current task runs the workflow inside."""
+        self._task = asyncio.current_task()
+        self._start()
+        try:
+            yield
+        finally:
+            self._task = None  # also for generations that the workflow left behind
+            self._stop()
+
+    def _start(self) -> None:
+        if self.timeout_s is not None and self._task is not None:
+            self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self._end)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self) -> None:
+        assert self._task is not None
+        self.is_over = True
+        self._task.cancel()
+
+
+async def _run_sample(
+    workflow: Workflow, prompt: Prompt, generate: Generate
+) -> Trajectory | RolloutError | RewardError:
+    """Run a workflow once: its trajectory, or the error that drops it. An EngineError is raised."""
+    name = f"{type(workflow).__name__}.run"
+    own_time = _OwnTime(workflow.own_timeout_s, generate)
     try:
-        await asyncio.wait({task, *others}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(lambda late: late.cancelled() or late.exception())
+        with named_user_code(name, on=f"prompt {prompt.id!r}"), own_time.measured():
+            return check_trajectory(await workflow.run(prompt, own_time), workflow, prompt)
+    except (RolloutError, RewardError) as error:
+        return error
+    except asyncio.CancelledError:
+        if is_abandoned(asyncio.current_task()):
+            raise
+        if not own_time.is_over:
+            return own_cancellation(name, prompt)
+        return RolloutError(
+            f"{name} spent own_timeout_s={own_time.timeout_s:g} outside of generate on prompt {prompt.id!r}. Give what "
+            "it awaits a deadline, or increase the attribute own_timeout_s of the class."
+        )
+
+
+def own_cancellation(name: str, prompt: Prompt) -> RolloutError:
+    """The error of a workflow that nobody cancelled."""
+    return RolloutError(f"{name} let a cancellation of its own escape on prompt {prompt.id!r}.")
 
 
 def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> Trajectory:

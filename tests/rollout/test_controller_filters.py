@@ -10,7 +10,7 @@ from lightrl.data import SuccessRateCurriculum
 from lightrl.engines import FakeEngine
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout import GroupFilter
-from lightrl.rollout.prompt_cursor import Prompts
+from lightrl.rollout.prompts import Prompts
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 __all__ = ["make"]  # the fixture
@@ -195,7 +195,7 @@ def test_dropped_groups_teach_the_curriculum_too(make: Make) -> None:
 
 
 def test_a_curriculum_that_plays_nothing_ends_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.rollout.prompt_cursor.MAX_SKIPPED", 50)
+    monkeypatch.setattr("lightrl.rollout.prompts.MAX_SKIPPED", 50)
     controller = make(
         group_size=2, prompts=SixPrompts(), reward=solved_below(6), curriculum=SuccessRateCurriculum(solved_times=1)
     )

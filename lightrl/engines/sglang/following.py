@@ -9,12 +9,13 @@ whether a server is lost, and when requests may begin, the leader decides.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightrl.engines.abilities import Followers
-from lightrl.engines.engine import Completion
+from lightrl.engines.engine import Completion, generate_each
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.gateway import Gateway, GatewayState
 from lightrl.engines.sglang.home_loop import HomeLoop
@@ -184,6 +185,11 @@ class SGLangFollower:
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, **of_request: Any
     ) -> list[Completion]:
         return await self._writer.write(token_ids, sampling, session, n, **of_request)
+
+    def generate_group(
+        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, **of_request: Any
+    ) -> list[asyncio.Future[Completion]]:
+        return generate_each(self.generate, token_ids, samplings, session=session, **of_request)
 
     async def unfinished(self) -> dict[int, Completion]:
         return await self._writer.unfinished()

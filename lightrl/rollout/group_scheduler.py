@@ -1,4 +1,4 @@
-"""GroupBook: which groups may start and which a batch takes. Plain decisions: no asyncio, threads, clocks or I/O.
+"""GroupScheduler: which groups may start and which a batch takes. Plain decisions: no asyncio, threads, clocks or I/O.
 
 Letters: v the weight version (now), η `max_staleness`, P `groups_per_iteration`, s any version. A group's version is
 that of its oldest token; for a running one it is the version that served when it started, a lower bound.
@@ -8,23 +8,224 @@ trainer moves this window, by P groups in each iteration. A batch is the first P
 of them takes. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions later,
 and which groups a batch has does not depend on how long they took: fast ones are not preferred.
 
-A run that over-samples or redraws stragglers passes over slow groups instead: `find_late` tells for which of those left
-over no later batch would come in time.
+A run that over-samples or resamples stragglers passes over slow groups instead: `find_late` tells for which of those
+left over no later batch would come in time.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Mapping, Sequence
+import collections
+import contextlib
+import math
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.user_code import named_user_code
-from lightrl.rollout.drop_tally import DropTally
-from lightrl.rollout.settings import RolloutSettings
+from lightrl.errors import RewardError, RolloutError
+from lightrl.rollout.group_filter import ADVICE, OTHER_ADVICE
+from lightrl.rollout.prompts import Curriculum
 from lightrl.trajectory import Group, Prompt, Trajectory
 
-MAX_REDRAWS = 3  # of a group that lost a trajectory; then it is dropped
+MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
+MAX_RESAMPLES = 3  # of a group that lost a trajectory; then it is dropped
+
+
+class DropsGroups(Protocol):
+    """Returns why to drop a group with rewards, as (reason, message), or None to keep it. `GroupFilter` is one."""
+
+    def __call__(self, group: Group) -> tuple[str, str] | None: ...
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """The controller's settings.
+
+    Args:
+        group_size: G, trajectories per prompt.
+        groups_per_iteration: P.
+        total_groups: what the whole run needs; None if it has no known end.
+        max_staleness: η, in versions; 0 is on-policy.
+        max_concurrent: bound on groups in flight; None leaves it to the staleness bound.
+        redraw_stragglers: start a group again, instead of waiting for it, when it would exceed the staleness bound.
+            Faster with a heavy tail, but it over-represents short completions.
+        rollout_timeout_s: the run ends if no trajectory that a batch waits for finishes for this long.
+        loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for this long.
+        max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fails.
+        curriculum: chooses among the prompts by past success; None runs all of them.
+        group_filter: decides from the rewards which groups are dropped, and why; each is replaced by a new prompt.
+        max_dropped_groups: the run ends if more than this many groups are dropped per P that are kept, by the filter,
+            as incomplete, or because every trajectory failed; 10·P if None.
+        incomplete_groups: if some trajectories of a group fail, `train` on the others, `redraw` the whole group with
+            new seeds (at most three times), or `drop` it for a new prompt.
+        oversample_fraction: start this fraction of P more groups than needed. The run gives up those in flight that
+            would hold a batch back and carries the others over; on-policy it gives up all of them.
+        workflow_workers: processes that run the workflow; 0 runs it on the controller's event loop.
+        defers_rewards: on-policy, `take` returns groups without rewards, and `wait_for_rewards` waits for them; neither
+            `curriculum` nor `group_filter` can read them.
+    """
+
+    group_size: int = 1
+    groups_per_iteration: int = 1
+    total_groups: int | None = None
+    max_staleness: int = 0
+    max_concurrent: int | None = None
+    redraw_stragglers: bool = False
+    rollout_timeout_s: float = 1800.0
+    loop_timeout_s: float = 60.0
+    max_failed_fraction: float = 0.5
+    curriculum: Curriculum | None = None
+    group_filter: DropsGroups | None = None
+    max_dropped_groups: int | None = None
+    incomplete_groups: Literal["train", "redraw", "drop"] = "train"
+    oversample_fraction: float = 0.0
+    workflow_workers: int = 0
+    defers_rewards: bool = False
+
+    def __post_init__(self) -> None:
+        check_bounds(1, group_size=self.group_size, groups_per_iteration=self.groups_per_iteration)
+        check_bounds(1, max_concurrent=self.max_concurrent)
+        check_bounds(0, max_staleness=self.max_staleness, max_dropped_groups=self.max_dropped_groups)
+        check_bounds(0, workflow_workers=self.workflow_workers)
+        check_bounds(0, 1, max_failed_fraction=self.max_failed_fraction)
+        check_bounds(0, 10, oversample_fraction=self.oversample_fraction)
+        timeouts = {"rollout_timeout_s": self.rollout_timeout_s, "loop_timeout_s": self.loop_timeout_s}
+        check_bounds(1e-3, threading.TIMEOUT_MAX, **timeouts)
+        if self.defers_rewards and (self.max_staleness or self.reads_rewards):
+            raise ValueError(
+                "defers_rewards cannot be combined with max_staleness, curriculum, group_filter, incomplete_groups or "
+                "oversample_fraction: they need rewards before a group is taken."
+            )
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether rewards decide which groups are taken, so that they must be known before."""
+        return bool(
+            self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
+        )
+
+    @property
+    def passes_over_stragglers(self) -> bool:
+        """Whether a batch takes later groups before slow ones; else it takes the stream's order."""
+        return self.redraw_stragglers or self.num_oversampled > 0
+
+    @property
+    def num_oversampled(self) -> int:
+        """Groups started beyond the P that an iteration needs."""
+        return math.ceil(self.oversample_fraction * self.groups_per_iteration)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A trajectory that was dropped, and why."""
+
+    reason: str  # one word, for counting
+    message: str
+    prompt_id: str
+
+
+class DropCounter:
+    """Counts since the last batch was taken, against the bounds of the settings; keeps drops until they are drained."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
+        self.last = Drop("none", "nothing was dropped", "")
+        self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
+        self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
+        self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
+        self._num_done = 0  # trajectories, since the last batch was taken
+        self._num_failed = 0  # of them
+        self._num_kept = 0  # groups, since then
+        self._num_dropped: collections.Counter[str] = collections.Counter()  # groups, since then
+
+    def begin_iteration(self) -> None:
+        """A batch was taken: the counts start again."""
+        self._num_done = self._num_failed = self._num_kept = 0
+        self._num_dropped.clear()
+
+    def drop(self, reason: str, message: str, prompt: Prompt) -> None:
+        """A trajectory is dropped."""
+        self.last = Drop(reason, message, prompt.id)
+        self._drops.append(self.last)
+
+    def count_thrown_away(self, trajectories: Iterable[Trajectory]) -> None:
+        """What these finished trajectories of a dropped group were like, in sums since the start."""
+        for trajectory in trajectories:
+            self.thrown_away["thrown_away_trajectories"] += 1
+            self.thrown_away["thrown_away_tokens"] += trajectory.num_loss_tokens
+            self.thrown_away["thrown_away_correct"] += trajectory.accuracy
+
+    def drop_failed(self, error: RewardError | RolloutError, prompt: Prompt) -> None:
+        """A trajectory is dropped because its workflow or its reward raised this."""
+        self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
+
+    def count_trajectory(self, *, is_failed: bool) -> None:
+        """A trajectory is done.
+
+        Raises:
+            RolloutError: if too many have failed.
+        """
+        self._num_done += 1
+        self._num_failed += is_failed
+        num_expected = self.settings.group_size * self.settings.groups_per_iteration
+        if is_failed:
+            total = max(self._num_done, num_expected)  # async: up to η + 1 iterations' worth
+            self._check_failed(self._num_failed, total, "trajectories failed since the last batch was taken")
+
+    def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
+        """Raises RolloutError if too many of a validation batch failed: a mean over the rest would flatter."""
+        self._check_failed(num_requested - num_rewarded, num_requested, "validation trajectories failed")
+
+    def _check_failed(self, num_failed: int, total: int, what: str) -> None:
+        max_fraction = self.settings.max_failed_fraction
+        if num_failed > max_fraction * total:
+            raise RolloutError(
+                f"Aborting: {num_failed} of {total} {what} (max_failed_fraction={max_fraction:g}). "
+                f"Last failure: {self.last.reason}: {self.last.message}"
+            )
+
+    def count_kept(self) -> None:
+        """A group is kept."""
+        self._num_kept += 1
+
+    def count_given_up(self, reason: str) -> None:
+        """An over-sampled group is dropped; that does not count as a failure."""
+        self._group_drops[reason] += 1
+
+    def count_dropped(self, reason: str, message: str) -> None:
+        """A group is dropped and another prompt takes its place.
+
+        Raises:
+            RolloutError: if too many were dropped.
+        """
+        self._group_drops[reason] += 1
+        self._num_dropped[reason] += 1
+        size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
+        if max_dropped is None:
+            max_dropped = MAX_DROPPED_ITERATIONS * size
+        if self._num_dropped.total() > max_dropped * max(1.0, self._num_kept / size):
+            advice = dict.fromkeys(ADVICE.get(reason, OTHER_ADVICE) for reason, _ in self._num_dropped.most_common())
+            raise RolloutError(
+                f"Aborting: {self._num_dropped.total()} groups were dropped ({dict(self._num_dropped)}) and "
+                f"{self._num_kept} kept since the last batch was taken; max_dropped_groups_per_iteration={max_dropped} "
+                f"per {size} kept. To fix this, {'; or '.join(advice)}. Last drop: {message}"
+            )
+
+    def drain(self) -> list[Drop]:
+        """The trajectories dropped since the last call; from any thread."""
+        drops: list[Drop] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                drops.append(self._drops.popleft())
+        return drops
+
+    def drain_groups(self) -> dict[str, int]:
+        """How many groups were dropped since the last call, by reason."""
+        drops, self._group_drops = dict(self._group_drops), collections.Counter()
+        return drops
 
 
 @dataclass(frozen=True)
@@ -42,7 +243,7 @@ class Batch:
 
 @dataclass(eq=False)
 class RunningGroup:
-    """One draw of a group; a redraw of the same group is another object."""
+    """A group that is being sampled; if it is sampled again, that is another object."""
 
     group: Group
     started_version: int  # the weights that served when it started: no token is older
@@ -50,11 +251,11 @@ class RunningGroup:
     results: dict[int, Trajectory | None] = field(default_factory=dict)  # by sample; None was dropped
 
 
-class GroupBook:
-    """Knows where each group is. The controller reports what happens and does what the book decides.
+class GroupScheduler:
+    """Knows where each group is. The controller reports what happens and does what the scheduler decides.
 
         queue ──start──► running ─record, settle─► finished ──take──► taken ──commit──► trained on
-          ▲                 │ redrawn                  │ overdue          │ not committed: finished again
+          ▲                 │ resampled                │ overdue          │ not committed: finished again
           └─────────────────┴──────────────────────────┘
 
     A position of the prompt stream, once queued, is in one of these places until it is trained on, dropped or given up.
@@ -62,16 +263,17 @@ class GroupBook:
 
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
-        self.tally = DropTally(settings)
+        self.counter = DropCounter(settings)
         self.num_consumed = 0  # groups that an iteration was trained on
-        self.num_redrawn = 0  # stragglers, since this object was made
+        self.num_resampled = 0  # stragglers, since this object was made
         self.running: dict[int, RunningGroup] = {}
         self.finished: dict[int, tuple[Group, int]] = {}  # with the version of its oldest token
         self.taken: list[Group] = []
         self._queued: list[int] = []  # positions to start next, in order
-        self._again: list[int] = []  # on-policy, positions to draw again in the next wave
-        self.begun: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}  # of a checkpoint: version, done samples
-        self._redraws: dict[int, int] = {}  # how often a position in flight was started again, each time with new seeds
+        self._again: list[int] = []  # on-policy, positions to sample again in the next admission batch
+        # What a checkpoint has of the groups that were running, by position: version at the start, done samples.
+        self.started: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}
+        self._num_resamples: dict[int, int] = {}  # by position in flight; each time it got new seeds
 
     @property
     def num_done_trajectories(self) -> int:
@@ -90,8 +292,8 @@ class GroupBook:
     def may_start(self, weight_version: int) -> bool:
         """Whether a group may start now.
 
-        On-policy, replacements of dropped groups wait until the whole wave before them is done: which groups are drawn,
-        and which are decoded together, then depends on the seed, not on which one finished first.
+        On-policy, replacements of dropped groups wait until the whole admission batch before them is done: which groups
+        are sampled, and which are decoded together, then depends on the seed, not on which one finished first.
         """
         if self.settings.max_staleness == 0 and self.running and not self._queued:
             return False
@@ -100,7 +302,7 @@ class GroupBook:
         return bool(self.startable(weight_version))  # after a resume: more is finished than the window holds
 
     def plan(self, weight_version: int) -> int:
-        """How many new positions to `queue` before groups start; on-policy those of a whole wave."""
+        """How many new positions to `queue` before groups start; on-policy those of a whole admission batch."""
         max_concurrent = self.settings.max_concurrent
         if self.settings.max_staleness == 0:
             if self.running or self._queued:
@@ -130,9 +332,9 @@ class GroupBook:
     def start(self, position: int, prompt: Prompt, weight_version: int) -> RunningGroup:
         """A queued position starts, under these weights."""
         (self._queued if position in self._queued else self._again).remove(position)
-        redraws = self._redraws.get(position)
-        seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
-        started_version, results = self.begun.pop(position, (weight_version, {}))
+        num_resamples = self._num_resamples.get(position)
+        seed_name = f"{position}:{prompt.id}" + (f":{num_resamples}" if num_resamples else "")
+        started_version, results = self.started.pop(position, (weight_version, {}))
         self.running[position] = RunningGroup(Group(position, prompt), started_version, seed_name, results)
         return self.running[position]
 
@@ -144,18 +346,19 @@ class GroupBook:
         """A trajectory of a running group is done; None if it was dropped. Raises RolloutError if too many failed.
 
         Returns:
-            True once all trajectories are done, then call `settle`; False before, and if the group is drawn again.
+            True once all trajectories are done, then call `settle`; False before, and if the group is sampled again.
         """
         running.results[sample] = trajectory
-        self.tally.count_trajectory(is_failed=trajectory is None)
+        self.counter.count_trajectory(is_failed=trajectory is None)
         if len(running.results) < self.settings.group_size:
             return False
         group = running.group
         group.trajectories = [item for _, item in sorted(running.results.items()) if item is not None]
-        is_incomplete, redraws = len(group.trajectories) < self.settings.group_size, self._redraws.get(group.id, 0)
-        if is_incomplete and self.settings.incomplete_groups == "redraw" and redraws < MAX_REDRAWS:
-            self._drop(group.id, "incomplete", f"Group {group.id} lost a trajectory and is drawn again.")
-            self._redraws[group.id] = redraws + 1
+        is_incomplete = len(group.trajectories) < self.settings.group_size
+        num_resamples = self._num_resamples.get(group.id, 0)
+        if is_incomplete and self.settings.incomplete_groups == "redraw" and num_resamples < MAX_RESAMPLES:
+            self._drop(group.id, "incomplete", f"Group {group.id} lost a trajectory and is sampled again.")
+            self._num_resamples[group.id] = num_resamples + 1
             if self.settings.max_staleness == 0:
                 self._again.append(group.id)
             else:
@@ -166,22 +369,22 @@ class GroupBook:
     def settle(self, group: Group) -> None:
         """Keeps or drops a group whose trajectories are all done. Raises RolloutError if too many were dropped.
 
-        It also raises if the group filter does; the group stays in flight, and a run with a fixed filter redraws it.
+        It also raises if the group filter does; the group stays in flight, and a run with a fixed filter resamples it.
         """
-        self._redraws.pop(group.id, None)
-        verdict = self._reason_to_drop(group)
-        if verdict is None:
+        self._num_resamples.pop(group.id, None)
+        reason = self._reason_to_drop(group)
+        if reason is None:
             del self.running[group.id]
             self._keep(group)
-            self.tally.count_kept()
+            self.counter.count_kept()
         else:
-            self._drop(group.id, *verdict)
-            self.tally.count_dropped(*verdict)
+            self._drop(group.id, *reason)
+            self.counter.count_dropped(*reason)
 
     def _reason_to_drop(self, group: Group) -> tuple[str, str] | None:
         num, size = len(group.trajectories), self.settings.group_size
         if num == 0:
-            return "failed", f"Every trajectory of group {group.id} failed: {self.tally.last.message}"
+            return "failed", f"Every trajectory of group {group.id} failed: {self.counter.last.message}"
         if num < size and self.settings.incomplete_groups != "train":
             return "incomplete", f"Group {group.id} has {num} of its {size} trajectories."
         if self.settings.group_filter is None:
@@ -192,12 +395,12 @@ class GroupBook:
     def _keep(self, group: Group) -> None:
         self.finished[group.id] = (group, group.oldest_version)
 
-    def unjudged(self) -> list[Group]:
-        """Finished groups without rewards: a checkpoint's, of a run that took groups before they were judged."""
+    def unrewarded(self) -> list[Group]:
+        """Finished groups without rewards: a checkpoint's, of a run that took groups before their rewards came."""
         return [group for group, _ in self.finished.values() if any(item.reward is None for item in group.trajectories)]
 
-    def rejudged(self, groups: Sequence[Group]) -> None:
-        """The groups of `unjudged` now have their rewards; where all of them failed, the group is drawn again."""
+    def on_rewards(self, groups: Sequence[Group]) -> None:
+        """The groups of `unrewarded` now have their rewards; where all of them failed, the group is sampled again."""
         for group in groups:
             if group.trajectories:
                 self._keep(group)
@@ -206,13 +409,13 @@ class GroupBook:
                 self.queue(group.id)
 
     def begin_take(self, weight_version: int) -> None:
-        """The last batch, unless committed, is finished again; finished groups too old for any batch are redrawn."""
+        """The last batch, unless committed, is finished again; finished groups too old for any batch are resampled."""
         for group in self.taken:
             self._keep(group)
         self.taken = []
         for group_id in find_late(self.settings, weight_version, _versions(self.finished, weight_version)):
             bound = f"max_staleness={self.settings.max_staleness}"
-            self._drop(group_id, "stale", f"Group {group_id} is too old for {bound} and is drawn again.")
+            self._drop(group_id, "stale", f"Group {group_id} is too old for {bound} and is sampled again.")
             self.queue(group_id)
 
     def take(self, weight_version: int) -> Batch:
@@ -230,9 +433,9 @@ class GroupBook:
         self.taken = [self.finished.pop(group_id)[0] for group_id in batch.group_ids]
         for group_id in batch.gives_up:
             self._drop(group_id, "oversampled", f"Group {group_id} was over-sampled and the iteration did not need it.")
-            self._redraws.pop(group_id, None)
-            self.tally.count_given_up("oversampled")
-        self.tally.begin_iteration()
+            self._num_resamples.pop(group_id, None)
+            self.counter.count_given_up("oversampled")
+        self.counter.begin_iteration()
         return batch
 
     @property
@@ -241,18 +444,18 @@ class GroupBook:
         return len(self.finished) >= self.settings.groups_per_iteration
 
     def stragglers(self, batch: Batch, weight_version: int) -> list[int]:
-        """The groups a batch waits for that `redraw` should start again: all that then get newer weights."""
+        """The groups a batch waits for that `resample` should start again: all that then get newer weights."""
         if not self.settings.redraw_stragglers or not self.is_held_back:
             return []
         return [group_id for group_id in batch.waits_for if self.running[group_id].started_version < weight_version]
 
-    def redraw(self, group_id: int) -> Prompt:
+    def resample(self, group_id: int) -> Prompt:
         """Puts a running group back into the queue, to `start` with new seeds and this prompt."""
         running = self.running[group_id]
-        message = f"Group {group_id} of version {running.started_version} held a batch back and is drawn again."
+        message = f"Group {group_id} of version {running.started_version} held a batch back and is sampled again."
         self._drop(group_id, "straggler", message)
-        self._redraws[group_id] = self._redraws.get(group_id, 0) + 1
-        self.num_redrawn += 1
+        self._num_resamples[group_id] = self._num_resamples.get(group_id, 0) + 1
+        self.num_resampled += 1
         self.queue(group_id)
         return running.group.prompt
 
@@ -267,18 +470,18 @@ class GroupBook:
             running = self.running.pop(group_id)
             num_failed = sum(trajectory is None for trajectory in running.results.values())
             prompt, num = running.group.prompt, self.settings.group_size - num_failed
-            self.tally.count_thrown_away(item for item in running.results.values() if item is not None)
+            self.counter.count_thrown_away(item for item in running.results.values() if item is not None)
         else:
             group, _ = self.finished.pop(group_id)
             prompt, num = group.prompt, len(group.trajectories)
-            self.tally.count_thrown_away(group.trajectories)
+            self.counter.count_thrown_away(group.trajectories)
         for _ in range(num):
-            self.tally.drop(reason, message, prompt)
+            self.counter.drop(reason, message, prompt)
 
     def state_dict(self) -> dict[str, Any]:
         """Positions in flight and groups not yet trained on; plain Python."""
         in_flight = sorted([*self.running, *self._queued, *self._again])
-        begun = self.begun | {key: (item.started_version, item.results) for key, item in self.running.items()}
+        started = self.started | {key: (item.started_version, item.results) for key, item in self.running.items()}
         return {
             "groups_per_iteration": self.settings.groups_per_iteration,
             "num_consumed": self.num_consumed,
@@ -287,9 +490,11 @@ class GroupBook:
             "group_size": self.settings.group_size,
             "begun": [
                 [position, version, [_state_of(*result) for result in sorted(results.items())]]
-                for position, (version, results) in sorted(begun.items())
+                for position, (version, results) in sorted(started.items())
             ],
-            "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
+            "redraws": [
+                [position, self._num_resamples[position]] for position in in_flight if position in self._num_resamples
+            ],
             "finished": [
                 group.state_dict() for group in [*self.taken, *(group for group, _ in self.finished.values())]
             ],
@@ -300,15 +505,15 @@ class GroupBook:
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
         self._queued = sorted(state["in_flight"])
-        self._redraws, self.finished = dict(state["redraws"]), {}
+        self._num_resamples, self.finished = dict(state["redraws"]), {}
         for record in state["finished"]:
             self._keep(Group.from_json(record))
-        # With a smaller bound what was begun might be too old when it is done, so it starts again.
+        # With a smaller bound what was running might be too old when it is done, so it starts again.
         is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
         goes_on = is_in_time and state.get("group_size") == self.settings.group_size
         for position, version, results in state["begun"] if goes_on else []:
             done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
-            self.begun[position] = (version, done)
+            self.started[position] = (version, done)
 
 
 def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:
@@ -367,7 +572,7 @@ def find_late(
 ) -> list[int]:
     """As few of these groups as possible, so that the others can be trained on in time, running ones first.
 
-    Without over-sampling and redrawing there are none, except after a resume with a smaller η or P.
+    Without over-sampling and resampling there are none, except after a resume with a smaller η or P.
 
     Args:
         weight_version: of the next batch, which takes the P groups of the oldest versions; later ones follow.
@@ -390,5 +595,5 @@ def _oldest_first(versions: Mapping[int, int]) -> list[int]:
 
 
 def _versions(finished: Mapping[int, tuple[Group, int]], weight_version: int) -> dict[int, int]:
-    # A group in which the policy wrote nothing has version -1 and cannot be stale.
+    # A group in which the policy generated nothing has version -1 and cannot be stale.
     return {key: version if version >= 0 else weight_version for key, (_, version) in finished.items()}
