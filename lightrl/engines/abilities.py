@@ -5,16 +5,17 @@ The framework checks `isinstance(engine, ScoresTokens)` before it uses an abilit
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from lightrl import loaded_on_first_use
 from lightrl.engines.engine import Completion
 from lightrl.models.lora import AdapterShape
 from lightrl.trajectory import Sampling
 from lightrl.weights import SharedFolder
 
 Proof = Literal["digests", "replicas", "version"]
+__getattr__ = loaded_on_first_use(__name__, {})  # names that have changed
 
 
 @runtime_checkable
@@ -51,18 +52,6 @@ class ContinuesCompletions(Protocol):
         They keep their logprobs and versions, and count for `sampling.max_new_tokens`. The others are drawn as if
         nothing had come between.
         """
-        ...
-
-    def generate_group(
-        self,
-        token_ids: list[int],
-        samplings: Sequence[Sampling],
-        *,
-        session: str,
-        images: tuple[str, ...] = (),
-        started: Sequence[Completion | None] | None = None,
-    ) -> list[asyncio.Future[Completion]]:
-        """As RolloutEngine's."""
         ...
 
     async def unfinished(self) -> dict[int, Completion]:

@@ -41,15 +41,15 @@ from lightrl.trace import in_microbatch_spans, span
 from lightrl.trajectory import Group, Trajectory, sampling_seed
 
 
-class JudgedGroups(list[Group]):
+class RewardedGroups(list[Group]):
     """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
 
-    def to(self, *args: Any, **kwargs: Any) -> JudgedGroups:
+    def to(self, *args: Any, **kwargs: Any) -> RewardedGroups:
         return self
 
 
-def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> JudgedGroups:
-    """Rolls out and judges the prompts of a batch.
+def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> RewardedGroups:
+    """Rolls out the prompts of a batch, with rewards.
 
     Args:
         trainer: evaluates an RLModule.
@@ -68,7 +68,7 @@ def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> JudgedGroups:
         num_samples=module.validation_group_size,
         on_wait=on_wait,
     )
-    return JudgedGroups(groups)
+    return RewardedGroups(groups)
 
 
 def _index_of_batch(trainer: RLTrainer) -> int:
@@ -321,7 +321,7 @@ class RolloutLoop(_AutomaticOptimization):
                 experience = accepted(experience, changed, self.ranks)
         return experience
 
-    def judged_groups(self, batch: Any) -> list[Group]:
+    def rewarded_groups(self, batch: Any) -> list[Group]:
         """The groups of a validation, test or predict batch."""
         groups = evaluate(self.trainer, batch, self._waiting())
         self._report_drops()

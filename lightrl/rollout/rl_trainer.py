@@ -75,6 +75,6 @@ class RLTrainer(L.Trainer):
         """
         raise NotImplementedError
 
-    def judged_groups(self, batch: Any) -> list[Group]:
-        """Rolls out and judges the prompts of a validation, test or predict batch."""
+    def rewarded_groups(self, batch: Any) -> list[Group]:
+        """Rolls out the prompts of a validation, test or predict batch, with rewards."""
         raise NotImplementedError
