@@ -1,4 +1,4 @@
-"""Which files of lightrl a process enters while a flag is up, in order of first entry; `watch` in each process of a run.
+"""Which files of lightrl the processes of a run enter while a flag is up, in order of first entry.
 
 Entered is a file of which a function, method or coroutine runs; what only is imported is not.
 """
@@ -15,7 +15,7 @@ CHECK_S = 0.001  # between two looks at the flag
 
 
 class Watcher:
-    """Writes `<time in ns> <file>` to `<process id>.entered` in a folder, where `flag` is up while a file of that name is.
+    """Writes `<time in ns> <file>` to `<process id>.entered` in a folder while it has a file named `flag`.
 
     Args:
         folder: of the flag and the records.

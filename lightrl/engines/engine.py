@@ -1,9 +1,9 @@
-"""RolloutEngine: the protocol of LocalEngine, FakeEngine and SGLangEngine; and Completion, what they write."""
+"""RolloutEngine: the protocol of LocalEngine, FakeEngine and SGLangEngine; and Completion, what they generate."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -34,7 +34,7 @@ class Completion:
             object.__setattr__(self, "supports", token_array("supports", self.supports))
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints; plain Python."""
+        """Return the fields in plain Python, for checkpoints."""
         fields = vars(self).items()
         return {name: [value.code, value.text] if isinstance(value, TokenArray) else value for name, value in fields}
 
@@ -56,7 +56,7 @@ class RolloutEngine(Protocol):
     `tests/engines/engine_contract.py`.
     """
 
-    weight_version: int  # of the current weights; -1 before the first load
+    weight_version: int  # the current weights; -1 before the first load
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model of this config or connects to it; called on the main thread, before anything else."""
@@ -67,8 +67,8 @@ class RolloutEngine(Protocol):
     ) -> list[Completion]:
         """`n` completions of one prompt; requests are admitted in the order of the calls.
 
-        `images` are the prompt's pictures, whose image tokens are in `token_ids`; it is passed only if there are some,
-        so an engine for text may omit the parameter.
+        `images` are the prompt's images, whose image tokens are in `token_ids`; the argument is passed only if there
+        are some, so an engine for text may omit the parameter.
 
         With n > 1, completion i has a seed of its own, derived from (sampling.seed, i). On cancellation the request
         leaves the engine at the next token boundary. `session` names the conversation, for prefix caches.
@@ -102,7 +102,15 @@ class RolloutEngine(Protocol):
         Raises:
             ValueError, EngineError: as `generate`, or in the futures.
         """
-        return generate_each(self.generate, token_ids, samplings, session=session, images=images, started=started)
+
+        async def generate(index: int, sampling: Sampling) -> Completion:
+            request: dict[str, Any] = {"images": images} if images else {}
+            if started is not None and started[index] is not None:
+                request["written"] = started[index]
+            (completion,) = await self.generate(token_ids, sampling, session=f"{session}/{index}", **request)
+            return completion
+
+        return [asyncio.ensure_future(generate(index, sampling)) for index, sampling in enumerate(samplings)]
 
     async def pause(self) -> None:
         """Returns when in-flight requests have stopped at a token boundary; new ones wait."""
@@ -115,7 +123,7 @@ class RolloutEngine(Protocol):
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Pauses, loads, acknowledges `weight_version`, resumes; or rolls back to the old weights and raises.
 
-        Called from another thread than the event loop's. Tokens drawn afterwards carry the new version; key-values of
+        Called from another thread than the event loop's. Tokens sampled afterwards carry the new version; key-values of
         old weights are not used again. A paused engine stays paused.
 
         Raises:
@@ -124,33 +132,12 @@ class RolloutEngine(Protocol):
         ...
 
     def queue_depths(self) -> dict[str, int]:
-        """Completions being written (`running`) and waiting for a slot (`waiting`); for messages."""
+        """Completions in progress (`running`) and waiting for a slot (`waiting`); for messages."""
         ...
 
     def close(self) -> None:
         """Ends threads and processes; in-flight requests raise EngineError. May be called twice."""
         ...
-
-
-def generate_each(
-    generate: Callable[..., Awaitable[list[Completion]]],
-    token_ids: list[int],
-    samplings: Sequence[Sampling],
-    *,
-    session: str,
-    images: tuple[str, ...] = (),
-    started: Sequence[Completion | None] | None = None,
-) -> list[asyncio.Future[Completion]]:
-    """`RolloutEngine.generate_group` by one call of the engine's `generate` for each completion."""
-
-    async def one(index: int, sampling: Sampling) -> Completion:
-        request: dict[str, Any] = {"images": images} if images else {}
-        if started is not None and started[index] is not None:
-            request["written"] = started[index]
-        (completion,) = await generate(token_ids, sampling, session=f"{session}/{index}", **request)
-        return completion
-
-    return [asyncio.ensure_future(one(index, sampling)) for index, sampling in enumerate(samplings)]
 
 
 def replaces_generate_alone(engine: RolloutEngine) -> bool:

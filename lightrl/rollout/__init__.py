@@ -4,8 +4,7 @@ rl_trainer.py aside.
 Reading order:
     protocol.py         Rollout: what the loop and the callbacks use; RecordedRollout: the groups of an earlier run
     controller.py       keeps groups in flight and hands over batches
-    group_scheduler.py  decides what starts and what may be trained on; RolloutSettings: its sizes and bounds
-      group_filter.py   which groups are replaced for their rewards
+    group_scheduler.py  decides what starts, what may be trained on and what is replaced, within RolloutSettings
     runner.py           runs the trajectories of a group and computes their rewards
       workflow_pool.py  runs them in other processes, of which workflow_worker.py is one
     prompts.py          which prompt comes next
@@ -17,8 +16,7 @@ May import: errors, checks, concurrency, trajectory, rewards, weights, engines, 
 """
 
 from lightrl.rollout.controller import RolloutController
-from lightrl.rollout.group_filter import GroupFilter
-from lightrl.rollout.group_scheduler import Drop, RolloutSettings
+from lightrl.rollout.group_scheduler import Drop, GroupFilter, RolloutSettings
 from lightrl.rollout.prompts import Curriculum
 from lightrl.rollout.protocol import RecordedRollout, Rollout
 

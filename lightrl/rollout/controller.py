@@ -25,8 +25,7 @@ from lightrl.engines.abilities import LivesOnLoop
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 from lightrl.rewards import JudgesGroups
-from lightrl.rollout.group_filter import success_rate
-from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup
+from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
 from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.resume import SavedState
@@ -66,7 +65,7 @@ class Stragglers:
     _since_s: float = 0.0  # monotonic clock
 
     def count(self, num: int) -> None:
-        """From now on the batch waits for this many of them."""
+        """Record that the batch waits for this many of them from now on."""
         now = time.monotonic()
         if self.num:
             self.waited_s += now - self._since_s
@@ -127,7 +126,7 @@ class RolloutController:
         if folder is not None and workflow.has_side_effects:
             self._runner.in_flight.open_journal(folder)
         self._saved_state = SavedState(engine, self._scheduler, self._cursor, self._runner, self._admission)
-        self._take_wait: Wait | None = None  # of the `take` in progress
+        self._take_wait: Wait | None = None  # the wait of the `take` in progress
         self._stragglers = Stragglers()
         self._is_closing = False
 
@@ -136,7 +135,8 @@ class RolloutController:
         self._thread.start()
         if isinstance(engine, LivesOnLoop):
             self._thread.call(engine.attach())
-        self._thread.call(self._runner.open())
+        if isinstance(self._runner, WorkflowPool):
+            self._thread.call(self._runner.open())
 
     # ------------------------------------------------------------------ from the main thread
 
@@ -149,7 +149,7 @@ class RolloutController:
         return self
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """The next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
+        """Return the next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
 
         They have their rewards, unless `defers_rewards`. Without a `commit` in between, the groups of the last `take`
         are candidates again.
@@ -167,9 +167,10 @@ class RolloutController:
         return self._wait_for(self._take(weight_version, wait), wait, on_wait)
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """With `defers_rewards`: sets the rewards of the groups from the last `take`.
+        """Sets the rewards of the groups from the last `take`, if `defers_rewards`.
 
-        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` tells why.
+        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` gives the
+        reason.
 
         Raises:
             RolloutError: if no reward comes for `rollout_timeout_s`, or if too many fail.
@@ -178,7 +179,7 @@ class RolloutController:
         self._wait_for(self._rewards.wait_for(groups, wait.count), wait, on_wait)
 
     def commit(self) -> None:
-        """The groups of the last `take` have been trained on: forget them."""
+        """Forget the groups of the last `take`, which have been trained on."""
         self._thread.call(_as_coroutine(self._scheduler.commit))
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
@@ -196,7 +197,7 @@ class RolloutController:
     ) -> list[Group]:
         """Rolls out prompts for validation, with rewards, in order, outside admission; training rollouts continue.
 
-        Trajectories whose reward failed are missing from their group; `drain_drops` tells why.
+        Trajectories whose reward failed are missing from their group; `drain_drops` gives the reason.
 
         Raises:
             RolloutError: if none of them finishes for `rollout_timeout_s`, or if too many fail.
@@ -207,15 +208,15 @@ class RolloutController:
         return self._wait_for(self._evaluate(prompts, sampling, num_samples, wait), wait, on_wait)
 
     def drain_drops(self) -> list[Drop]:
-        """The trajectories dropped since the last call."""
+        """Return the trajectories dropped since the last call."""
         return self._scheduler.counter.drain()
 
     def drain_group_drops(self) -> dict[str, int]:
-        """How many groups were dropped since the last call, by reason; each was replaced by another prompt."""
+        """Return how many groups were dropped since the last call, by reason; each was replaced by another prompt."""
         return self._thread.call(_as_coroutine(self._scheduler.counter.drain_groups))
 
     def progress(self) -> dict[str, float]:
-        """Queue depths, stragglers, and sums over what was chosen and what was not; for messages and metrics."""
+        """Return queue depths, stragglers, and sums over chosen and skipped prompts, for messages and metrics."""
         return {
             **self._depths(),
             "skipped_prompts": self._cursor.num_skipped,
@@ -227,12 +228,12 @@ class RolloutController:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What resume needs: cursor, curriculum, positions in flight, groups not yet trained on. Plain Python."""
+        """Return what resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
         timeout_s = self.settings.loop_timeout_s / 2
         return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first `take`: restores the cursor and finished groups; what was in flight starts again first."""
+        """Restores the cursor and finished groups before the first `take`; what was in flight starts again first."""
         self._thread.call(_as_coroutine(partial(self._restore, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -249,7 +250,7 @@ class RolloutController:
         }
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, _T], wait: Wait, on_wait: OnWait | None) -> _T:
-        """The coroutine's result, or an error at the deadline; whatever is raised here cancels it."""
+        """Return the coroutine's result, or raise at the deadline; whatever is raised here cancels the coroutine."""
 
         def look() -> None:
             if time.monotonic() - wait.last_progress > self.settings.rollout_timeout_s:
@@ -407,7 +408,7 @@ class RolloutController:
             abandon(rewards)
 
     def _report(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
-        """Tells the scheduler that a trajectory of a running group is done; None was dropped."""
+        """Report to the scheduler that a trajectory of a running group is done; None was dropped."""
         group = running.group
         if self._scheduler.running.get(group.id) is not running:
             return  # it was given up in this tick of the event loop
@@ -445,7 +446,7 @@ class RolloutController:
     ) -> list[Group]:
         """Waits for all trajectories, or for the first error. On cancellation they are cancelled and awaited."""
         groups = [Group(index, prompt) for index, prompt in enumerate(prompts)]
-        done: dict[tuple[int, int], Trajectory] = {}  # by group and sample
+        done: dict[tuple[int, int], Trajectory] = {}  # group and sample -> trajectory
         tasks: list[asyncio.Task[None]] = []
 
         def on_done(group: Group, sample: int, trajectory: Trajectory | None) -> None:

@@ -8,30 +8,91 @@ trainer moves this window, by P groups in each iteration. A batch is the first P
 of them takes. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions later,
 and which groups a batch has does not depend on how long they took: fast ones are not preferred.
 
-A run that over-samples or resamples stragglers passes over slow groups instead: `find_late` tells for which of those
-left over no later batch would come in time.
+A run that over-samples or resamples stragglers passes over slow groups instead: `find_late` finds those of them for
+which no later batch would come in time.
 """
 
 from __future__ import annotations
 
 import bisect
 import collections
-import contextlib
 import math
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.user_code import named_user_code
 from lightrl.errors import RewardError, RolloutError
-from lightrl.rollout.group_filter import ADVICE, OTHER_ADVICE
 from lightrl.rollout.prompts import Curriculum
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
-MAX_RESAMPLES = 3  # of a group that lost a trajectory; then it is dropped
+MAX_RESAMPLES = 3  # then a group that lost a trajectory is dropped
+
+# Reason of a drop -> how to fix a run in which too many groups are dropped for it.
+ADVICE = {
+    "filtered_zero_variance": "increase group_size or the temperature, or use prompts of medium difficulty",
+    "filtered_too_hard": "lower min_success, or use easier prompts",
+    "filtered_too_easy": "increase max_success, or use harder prompts",
+    "filtered_too_long": "increase max_group_tokens, or lower max_new_tokens",
+    "incomplete": "fix what makes trajectories fail, or train on incomplete groups",
+    "failed": "fix what makes trajectories fail",
+}
+OTHER_ADVICE = "loosen the rule"
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Called with each group that has its rewards; returns why to drop it, as (reason, message), or None to keep it.
+
+    A group teaches by the differences between its trajectories. One whose rewards are all equal has no advantages: it
+    takes up a place in the iteration and gives no gradient. DAPO's dynamic sampling drops such groups and samples new
+    prompts.
+
+    Source: DAPO, https://arxiv.org/abs/2503.14476.
+
+    Dropping changes what is learned. Without groups that always succeed or always fail, the mean training reward no
+    longer shows how good the policy is (validation does), and a bound on tokens favors short completions.
+    """
+
+    drop_zero_variance: bool = True  # all trajectories of the group have the same reward
+    min_success: float = 0.0  # bounds on the group's success rate, 0 to 1
+    max_success: float = 1.0
+    max_group_tokens: int | None = None  # the longest trajectory, prompt not counted
+    rule: Callable[[Group], Any] | None = None  # a word or True drops the group; None, False or "" keeps it
+
+    def __post_init__(self) -> None:
+        check_bounds(1, max_group_tokens=self.max_group_tokens)
+        if not 0 <= self.min_success <= self.max_success <= 1:
+            bounds = f"min_success={self.min_success} and max_success={self.max_success}"
+            raise ValueError(f"0 <= min_success <= max_success <= 1 must hold, got {bounds}.")
+
+    def __call__(self, group: Group) -> tuple[str, str] | None:
+        """The reason and message of the first rule that drops the group; None if no rule does."""
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        success = success_rate(group)
+        longest = max(trajectory.num_loss_tokens for trajectory in group.trajectories)
+        name = f"Group {group.id} of prompt {group.prompt.id!r}"
+        if success < self.min_success:
+            return "filtered_too_hard", f"{name} has success rate {success:.2f}, below min_success={self.min_success}."
+        if success > self.max_success:
+            return "filtered_too_easy", f"{name} has success rate {success:.2f}, above max_success={self.max_success}."
+        if self.drop_zero_variance and rewards.count(rewards[0]) == len(rewards):
+            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in all {len(rewards)} trajectories."
+        if self.max_group_tokens is not None and longest > self.max_group_tokens:
+            bound = f"max_group_tokens={self.max_group_tokens}"
+            return "filtered_too_long", f"{name} has a trajectory of {longest} tokens, above {bound}."
+        reason = self.rule(group) if self.rule is not None else None
+        if not reason:
+            return None
+        return f"filtered_{reason if isinstance(reason, str) else 'rule'}", f"{name} is dropped by the rule."
+
+
+def success_rate(group: Group) -> float:
+    """Mean accuracy of the group's trajectories, 0 to 1; there must be at least one."""
+    return sum(trajectory.accuracy for trajectory in group.trajectories) / len(group.trajectories)
 
 
 class DropsGroups(Protocol):
@@ -137,7 +198,7 @@ class DropCounter:
         self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
         self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
         self._num_done = 0  # trajectories, since the last batch was taken
-        self._num_failed = 0  # of them
+        self._num_failed = 0  # trajectories that failed, since then
         self._num_kept = 0  # groups, since then
         self._num_dropped: collections.Counter[str] = collections.Counter()  # groups, since then
 
@@ -152,7 +213,7 @@ class DropCounter:
         self._drops.append(self.last)
 
     def count_thrown_away(self, trajectories: Iterable[Trajectory]) -> None:
-        """What these finished trajectories of a dropped group were like, in sums since the start."""
+        """Add the finished trajectories of a dropped group to the sums since the start."""
         for trajectory in trajectories:
             self.thrown_away["thrown_away_trajectories"] += 1
             self.thrown_away["thrown_away_tokens"] += trajectory.num_loss_tokens
@@ -216,11 +277,7 @@ class DropCounter:
 
     def drain(self) -> list[Drop]:
         """The trajectories dropped since the last call; from any thread."""
-        drops: list[Drop] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                drops.append(self._drops.popleft())
-        return drops
+        return [self._drops.popleft() for _ in range(len(self._drops))]
 
     def drain_groups(self) -> dict[str, int]:
         """How many groups were dropped since the last call, by reason."""
@@ -230,7 +287,7 @@ class DropCounter:
 
 @dataclass(frozen=True)
 class Batch:
-    """What `take` decides: the groups to train on, or the running groups to wait for."""
+    """The decision of `take`: the groups to train on, or the running groups to wait for."""
 
     group_ids: list[int] | None  # P group ids, or None: wait
     waits_for: list[int]  # running groups that hold the batch back
@@ -248,7 +305,7 @@ class RunningGroup:
     group: Group
     started_version: int  # the weights that served when it started: no token is older
     seed_name: str  # the seeds of its generations follow from this
-    results: dict[int, Trajectory | None] = field(default_factory=dict)  # by sample; None was dropped
+    results: dict[int, Trajectory | None] = field(default_factory=dict)  # sample -> trajectory; None was dropped
 
 
 class GroupScheduler:
@@ -273,11 +330,11 @@ class GroupScheduler:
         self._again: list[int] = []  # on-policy, positions to sample again in the next admission batch
         # What a checkpoint has of the groups that were running, by position: version at the start, done samples.
         self.started: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}
-        self._num_resamples: dict[int, int] = {}  # by position in flight; each time it got new seeds
+        self._num_resamples: dict[int, int] = {}  # position in flight -> how often it got new seeds
 
     @property
     def num_done_trajectories(self) -> int:
-        """Of the groups that the next batch may have, for progress."""
+        """Number of finished trajectories of the groups that the next batch may have, for progress."""
         ids = [*self.running, *self.finished]
         if not self.settings.passes_over_stragglers:
             ids = self._stream()[: self.settings.groups_per_iteration]
@@ -311,12 +368,12 @@ class GroupScheduler:
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued))
 
     def room(self, weight_version: int) -> int:
-        """At most how many new positions `plan` asks for."""
+        """Return the most new positions that `plan` asks for."""
         max_concurrent = None if self.settings.max_staleness == 0 else self.settings.max_concurrent
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
 
     def queue(self, position: int) -> None:
-        """This position of the prompt stream waits for its start, in the stream's order."""
+        """Add a position of the prompt stream to those that wait for their start, in the stream's order."""
         bisect.insort(self._queued, position)
 
     def startable(self, weight_version: int) -> list[int]:
@@ -523,7 +580,7 @@ def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:
 def num_admissible(
     settings: RolloutSettings, weight_version: int, running: int, accepted: int, max_concurrent: int | None
 ) -> int:
-    """How many groups may start now.
+    """Return how many groups may start now.
 
     A group may start while `accepted + running < (η + v + 1)·P`: then it is trained on by version v + η. With
     over-sampling a few more may start; `pass_over` gives up those that would hold a batch back.
@@ -570,7 +627,7 @@ def pass_over(
 def find_late(
     settings: RolloutSettings, weight_version: int, versions: Mapping[int, int], running: Collection[int] = ()
 ) -> list[int]:
-    """As few of these groups as possible, so that the others can be trained on in time, running ones first.
+    """Return as few of these groups as possible, so that the others can be trained on in time, running ones first.
 
     Without over-sampling and resampling there are none, except after a resume with a smaller η or P.
 

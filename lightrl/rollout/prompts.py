@@ -43,7 +43,7 @@ class PreparesPrompts(Prompts, Protocol):
         ...
 
     def state_dict(self, position: int) -> dict[str, Any] | None:
-        """What helps a resumed run to read from this position on; None if nothing does."""
+        """Return what helps a resumed run to read from this position on; None if nothing does."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -96,11 +96,11 @@ class PromptCursor:
         self.next_position = 0
         self.num_skipped = 0  # positions, since this object was made
         self.past_success: dict[str, float] = defaultdict(float)  # sums over prompts that came again
-        self._observations: dict[int, tuple[str, float]] = {}  # that the curriculum does not have yet, by position
+        self._observations: dict[int, tuple[str, float]] = {}  # position -> what the curriculum does not have yet
 
     @property
     def fingerprint(self) -> str | None:
-        """Tells the prompts of two runs apart; None if the stream has none."""
+        """A text that differs between the prompts of two runs; None if the stream has none."""
         return getattr(self.prompts, "fingerprint", None)
 
     def read(self, position: int) -> Prompt:
@@ -176,7 +176,7 @@ class PromptCursor:
                 self._on_reading.prepare(first, AHEAD)
 
     def stream_state(self, position: int) -> dict[str, Any] | None:
-        """What helps a resumed run to read from this position on, if anything does."""
+        """Return what helps a resumed run to read from this position on, if anything does."""
         return None if self._on_reading is None else self._on_reading.state_dict(position)
 
     def load_stream_state(self, state: Mapping[str, Any] | None) -> None:

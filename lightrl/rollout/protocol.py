@@ -32,12 +32,12 @@ class Rollout(Protocol):
 
     @property
     def engine(self) -> object:
-        """What generates, to ask for its abilities; on rank 0 only, else None."""
+        """The engine, to ask for its abilities; None on other ranks than 0."""
         ...
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that sample now, as the engine has acknowledged them; -1 before the first load."""
+        """The version of the weights that sample now, which the engine owns; -1 before the first load."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class RecordedRollout:
         return self.iterations[weight_version % len(self.iterations)]
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """They are recorded."""
+        """Do nothing: the rewards are recorded."""
 
     def commit(self) -> None:
         """Nothing is in flight."""

@@ -34,15 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class InFlightCompletions:
-    """What groups have generated while they run; a group is known by its seed name. Belongs to one event loop."""
+    """The completions of running groups, by seed name of the group. Belongs to one event loop."""
 
     workflow: Workflow
-    started: dict[int, Completion] = field(default_factory=dict)  # by seed: what a checkpoint has, whole or in part
-    journal: Journal | None = None  # of workflows with side effects
-    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # by seed; None: in progress
-    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # of a checkpoint, by session
-    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # by session
-    _copied: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # seeds and sessions of `copy_of`
+    started: dict[int, Completion] = field(default_factory=dict)  # seed -> what a checkpoint has, whole or in part
+    journal: Journal | None = None  # for workflows with side effects
+    _completions: dict[str, dict[int, Completion | None]] = field(
+        default_factory=dict
+    )  # seed -> completion; None: in progress
+    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> what a checkpoint has
+    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # session -> log
 
     def open_journal(self, folder: Path) -> None:
         """Starts the journal of a new run; `load_state_dict` continues that of an earlier one."""
@@ -56,33 +57,23 @@ class InFlightCompletions:
         """The group is done or given up."""
         self._completions.pop(seed_name, None)
         self._logs.pop(seed_name, None)
-        for seed, session in self._copied.pop(seed_name, ()):
-            self.started.pop(seed, None)
-            self._answers.pop(session, None)
 
-    def copy_of(self, seed_name: str, samples: Sequence[int], run_seed: int) -> dict[str, Any] | None:
-        """Return what a checkpoint has of these samples, for `add` in another process; None in a validation.
-
-        The originals stay until `close`, for the next checkpoint.
-        """
+    def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> dict[str, Any] | None:
+        """Give away what a checkpoint has of these samples, for `take_over` in a worker; None in a validation."""
         if seed_name not in self._completions:
             return None
-        copies: dict[str, Any] = {"started": {}, "answers": {}}
+        started: dict[int, Completion] = {}
         for sample in samples:
-            session = f"{seed_name}/{sample}"
             seeds = (sampling_seed(run_seed, seed_name, sample, turn) for turn in itertools.count())
-            for seed in itertools.takewhile(self.started.__contains__, seeds):
-                copies["started"][seed] = self.started[seed]
-                self._copied.setdefault(seed_name, []).append((seed, session))
-            if session in self._answers:
-                copies["answers"][session] = self._answers[session]
-        return copies
+            started |= {seed: self.started.pop(seed) for seed in itertools.takewhile(self.started.__contains__, seeds)}
+        sessions = {f"{seed_name}/{sample}" for sample in samples} & self._answers.keys()
+        return {"started": started, "answers": {session: self._answers.pop(session) for session in sessions}}
 
-    def add(self, seed_name: str, copies: Mapping[str, Any]) -> None:
-        """A training group starts here, with what another process has of it."""
+    def take_over(self, seed_name: str, parts: Mapping[str, Any]) -> None:
+        """A training group starts here, with what the controller had of it."""
         self.open(seed_name)
-        self.started |= copies["started"]
-        self._answers |= copies["answers"]
+        self.started |= parts["started"]
+        self._answers |= parts["answers"]
 
     def completions(self, seed_name: str) -> dict[int, Completion | None]:
         """The completions of a running group, to be set; of validation, which nothing resumes, an empty dict."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RLTrainer(L.Trainer):
-    """What loops and callbacks use of `lightrl.Trainer`."""
+    """The part of `lightrl.Trainer` that loops and callbacks use."""
 
     callbacks: list[Callback]
     fast_dev_run: int | bool
@@ -29,11 +29,11 @@ class RLTrainer(L.Trainer):
 
     engine: RolloutEngine | None = None  # what generates; on rank 0 LocalEngine() from the first stage on, if not set
     open_rollout: Rollout | None = None  # while a stage of an RLModule runs
-    phase_seconds: dict[str, float]  # of the current iteration: rollout, score, rewards, update, sync
+    phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) -> seconds
 
     @property
     def rollout(self) -> Rollout:
-        """Where the groups of the current stage come from.
+        """The source of the groups of the current stage.
 
         Raises:
             RuntimeError: if no stage of an RLModule runs.
@@ -44,7 +44,7 @@ class RLTrainer(L.Trainer):
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that are trained: the number of finished iterations, `global_step`."""
+        """Version of the weights that are trained: the number of finished iterations, `global_step`."""
         return self.global_step
 
     @property

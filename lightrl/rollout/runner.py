@@ -80,9 +80,6 @@ class TrajectoryRunner:
         except RolloutError as error:
             return error
 
-    async def open(self) -> None:
-        """Does nothing: the engine has been started."""
-
     def end_group(self, seed_name: str) -> None:
         """The group is done or given up."""
         self.in_flight.close(seed_name)
@@ -122,7 +119,7 @@ class _GroupGenerate:
                     yield sample, error
 
     def _start(self, token_ids: list[int], seeds: dict[int, int]) -> dict[int, asyncio.Future[Completion]]:
-        """By sample, the completion that the engine generates or that a checkpoint has."""
+        """Return by sample the completion that the engine generates or that a checkpoint has."""
         started = {sample: self.in_flight.started.pop(seed, None) for sample, seed in seeds.items()}
         futures: dict[int, asyncio.Future[Completion]] = {}
         for sample, completion in started.items():
@@ -221,7 +218,9 @@ class Rewards:
     drops: DropCounter  # counts the trajectories whose reward failed
     tasks: Tasks  # an error of the worker ends the run there
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
-    _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # by id()
+    _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(
+        default_factory=dict, init=False
+    )  # keys: id()
 
     def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:
         """Sets the reward when it is there; the result is False if it failed and the trajectory is dropped.

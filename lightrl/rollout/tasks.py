@@ -56,7 +56,7 @@ class Tasks:
         self.changed.set()
 
     def fail_on_exit(self, error: BaseException) -> None:
-        """As `fail`, for an error that left the event loop."""
+        """Ends the run with an error that left the event loop."""
         failure = RolloutError(f"A task on the event loop raised {error!r}, which would have ended the loop.")
         failure.__cause__ = error
         self.fail(failure)

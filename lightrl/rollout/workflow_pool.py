@@ -43,9 +43,9 @@ from lightrl.workflows.workflow import GroupResult, Workflow
 log = logging.getLogger(__name__)
 
 START_S = 120.0  # until a worker has imported everything
-END_S = 5.0  # for a worker to end, once it is told to
+END_S = 5.0  # until a worker whose channel is closed has ended
 BEAT_S = 1.0  # between two messages to an idle worker
-MAX_DEATHS = 3  # of workers, with a trajectory in progress: it may be what they die of
+MAX_DEATHS = 3  # then a trajectory that its workers died with is not run again: it may be the cause
 _STACK_S = 0.5  # for a worker that hangs to print where
 _TICK_S = 0.05
 
@@ -63,9 +63,9 @@ class _Worker:
     guard: str  # its name among the guards
     channel: Channel
     pid: int
-    answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)  # by key of the request
-    runs: dict[int, tuple[set[int], _Results]] = field(default_factory=dict)  # by key: samples that run, their results
-    state: Any = None  # of its engine
+    answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)  # key of the request -> answer
+    runs: dict[int, tuple[set[int], _Results]] = field(default_factory=dict)  # key -> samples that run, their results
+    state: Any = None  # its engine's
     num_done: int = 0  # trajectories
     silent_s: float = 0.0  # counted in beats, not by the clock: a stopped run is not a worker that hangs
 
@@ -114,7 +114,7 @@ class WorkflowPool:
         self._tasks = tasks
         self._silent_s = silent_s
         self._guards = GuardedProcesses()
-        self._workers: list[_Worker] = []  # that are ready
+        self._workers: list[_Worker] = []  # only ready ones
         self._has_workers = asyncio.Event()
         self._was_ready = False  # one of them, at some time
         self._keys = itertools.count()
@@ -150,8 +150,8 @@ class WorkflowPool:
             for worker, part in samples_of.items():
                 keys.append((worker, next(self._keys)))
                 worker.runs[keys[-1][1]] = (set(part), results)
-                copies = self.in_flight.copy_of(seed_name, part, run_seed)
-                worker.channel.send(keys[-1][1], "run", copies, prompt, part, sampling, run_seed, seed_name)
+                started = self.in_flight.hand_over(seed_name, part, run_seed)
+                worker.channel.send(keys[-1][1], "run", started, prompt, part, sampling, run_seed, seed_name)
 
         try:
             await start(samples)
@@ -187,7 +187,7 @@ class WorkflowPool:
             worker.channel.send(None, "end group", seed_name)
 
     async def states_of_workers(self) -> list[dict[str, Any]]:
-        """What each has in flight while the engine is paused; nothing of one that dies meanwhile."""
+        """Return what each worker has in flight while the engine is paused; nothing of one that dies meanwhile."""
         answers = [worker.ask(next(self._keys), "state") for worker in self._workers]
         states = await asyncio.gather(*answers, return_exceptions=True)
         for state in states:

@@ -67,7 +67,7 @@ class WorkflowWorker:
         self._engine = engine
         self._tasks = Tasks()
         self._runner = TrajectoryRunner(engine, workflow)  # type: ignore[arg-type]  # it generates, no more
-        self._running: dict[int, asyncio.Task[None]] = {}  # by key
+        self._running: dict[int, asyncio.Task[None]] = {}  # key of the request -> task
 
     async def serve(self) -> None:
         while (message := await self._channel.receive()) is not None:
@@ -88,10 +88,10 @@ class WorkflowWorker:
         ending = [*running, asyncio.ensure_future(self._engine.close())]
         await asyncio.wait(ending, timeout=END_S)
 
-    def _start(self, key: int, copies: dict[str, Any] | None, *run: Any) -> None:
-        """Starts a part of a group; `copies` is what a checkpoint has of it, None for a validation."""
-        if copies is not None:
-            self._runner.in_flight.add(run[-1], copies)
+    def _start(self, key: int, started: dict[str, Any] | None, *run: Any) -> None:
+        """Starts a part of a group; `started` is what a checkpoint has of it, None for a validation."""
+        if started is not None:
+            self._runner.in_flight.take_over(run[-1], started)
         task = self._running[key] = self._tasks.spawn(self._run_group(key, *run))
         task.add_done_callback(lambda task: self._running.pop(key, None))
 

@@ -74,7 +74,7 @@ class Workflow(ABC):
     # Whether completions are written to the run's journal at once: what follows from them must not happen twice.
     has_side_effects: bool = False
 
-    # Reads what the policy wrote; before the first interaction, it gets the ids that end a turn.
+    # Reads what the policy generated; before the first interaction, it gets the ids that end a turn.
     template: ChatTemplate | None = None
 
     def fit_context(self, context_tokens: int | None) -> None:
@@ -135,7 +135,7 @@ class SingleTurn(Workflow):
         tokenizer: turns the completion's ids into `Trajectory.completion`, without end tokens.
     """
 
-    _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None  # of `_of_prompt`
+    _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None  # the last result of `_of_prompt`
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -166,7 +166,7 @@ class SingleTurn(Workflow):
         return self.trajectory_of(prompt, await generate(_token_ids(prompt)))
 
     def trajectory_of(self, prompt: Prompt, completion: Completion) -> Trajectory:
-        """What `run` returns for this completion of a prompt that has token ids."""
+        """Return the trajectory of this completion of a prompt that has token ids."""
         prompt_ids, zeros, opening = self._of_prompt(prompt)
         start, num_new = len(prompt_ids), len(completion.token_ids)
         versions = token_array("weight_versions", completion.weight_versions).runs()
@@ -303,16 +303,16 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
     if len(set(lengths.values())) > 1:
         raise RolloutError(
             f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}; each needs one entry per token. "
-            "Use False, 0.0 and -1 for tokens that the policy did not write."
+            "Use False, 0.0 and -1 for tokens that the policy did not generate."
         )
     if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != lengths["token_ids"]:
         raise RolloutError(
             f"{name} returned the supports of {coded} tokens for prompt {prompt.id!r}, which has "
-            f"{lengths['token_ids']}. Use functional.joined_supports, with None for what the policy did not write."
+            f"{lengths['token_ids']}. Use functional.joined_supports, with None for what the policy did not generate."
         )
     if bool((np.asarray(trajectory.loss_mask) & (np.asarray(trajectory.weight_versions) < 0)).any()):
         raise RolloutError(
             f"{name} set loss_mask where weight_versions is -1 for prompt {prompt.id!r}: only tokens that the policy "
-            "wrote can be trained on. Copy weight_versions from the Completion, or clear loss_mask there."
+            "generated can be trained on. Copy weight_versions from the Completion, or clear loss_mask there."
         )
     return trajectory

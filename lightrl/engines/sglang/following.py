@@ -9,13 +9,12 @@ whether a server is lost, and when requests may begin, the leader decides.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightrl.engines.abilities import Followers
-from lightrl.engines.engine import Completion, generate_each
+from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.gateway import Gateway, GatewayState
 from lightrl.engines.sglang.home_loop import HomeLoop
@@ -186,10 +185,7 @@ class SGLangFollower:
     ) -> list[Completion]:
         return await self._writer.write(token_ids, sampling, session, n, **of_request)
 
-    def generate_group(
-        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, **of_request: Any
-    ) -> list[asyncio.Future[Completion]]:
-        return generate_each(self.generate, token_ids, samplings, session=session, **of_request)
+    generate_group = RolloutEngine.generate_group
 
     async def unfinished(self) -> dict[int, Completion]:
         return await self._writer.unfinished()
