@@ -17,7 +17,7 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     strategies    where parameters and work live
     testing       a tiny policy and made-up trajectories, for tests
     workflows     a prompt to a trajectory: turns, environments, agents
-    rollout       prompts to judged trajectories, within a staleness
+    rollout       prompts to trajectories with rewards, within a staleness
     module        RLModule: the hooks a user writes
     data          prompts by position, chats for SFT
     algorithms    RLModules ready to use: GRPO and its relatives, SFT

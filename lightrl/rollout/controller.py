@@ -403,9 +403,10 @@ class RolloutController:
                     else:
                         rewards.append(self._rewards.compute(result))
                         rewards[-1].add_done_callback(partial(on_reward, result))
-            await asyncio.gather(*rewards)
+            for reward in rewards:
+                await reward
         finally:
-            abandon(rewards)
+            self._rewards.cancel(rewards)
 
     def _report(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
         """Report to the scheduler that a trajectory of a running group is done; None was dropped."""

@@ -39,9 +39,7 @@ class InFlightCompletions:
     workflow: Workflow
     started: dict[int, Completion] = field(default_factory=dict)  # seed -> what a checkpoint has, whole or in part
     journal: Journal | None = None  # for workflows with side effects
-    _completions: dict[str, dict[int, Completion | None]] = field(
-        default_factory=dict
-    )  # seed -> completion; None: in progress
+    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # seeds; None: in progress
     _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> what a checkpoint has
     _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # session -> log
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record, span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.turn_log import TurnLog
-from lightrl.workflows.workflow import GroupResult, RunResult, Workflow, check_trajectory, own_cancellation
+from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workflow, check_trajectory, own_cancellation
 
 
 @dataclass(eq=False)
@@ -37,6 +37,8 @@ class TrajectoryRunner:
 
     def __post_init__(self) -> None:
         self.in_flight = InFlightCompletions(self.workflow)
+        # Ours check what they yield, or make it by themselves.
+        self._checks = type(self.workflow).run_group not in (Workflow.run_group, SingleTurn.run_group)
 
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
@@ -61,7 +63,7 @@ class TrajectoryRunner:
                         if sample not in missing:
                             raise RolloutError(f"{name} yielded sample {sample!r} of prompt {prompt.id!r} unasked.")
                         del missing[sample]
-                        yield sample, self._check(result, prompt)
+                        yield sample, self._check(result, prompt) if self._checks else result
                 error = RolloutError(f"{name} ended without a trajectory of prompt {prompt.id!r}.")
         except (RolloutError, RewardError) as raised:
             error = raised
@@ -218,14 +220,13 @@ class Rewards:
     drops: DropCounter  # counts the trajectories whose reward failed
     tasks: Tasks  # an error of the worker ends the run there
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
-    _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(
-        default_factory=dict, init=False
-    )  # keys: id()
+    _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # by id
+    _judgments: dict[asyncio.Future[bool], asyncio.Future[Judgment]] = field(default_factory=dict, init=False)
 
     def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:
         """Sets the reward when it is there; the result is False if it failed and the trajectory is dropped.
 
-        The worker keeps its own deadline. Cancel the future if nobody needs the reward.
+        The worker keeps its own deadline.
         """
         loop = asyncio.get_running_loop()
         if not self._unsent:
@@ -249,28 +250,38 @@ class Rewards:
         Raises:
             RolloutError: if too many failed.
         """
-        waiting: list[asyncio.Future[bool]] = []
+        waiting: dict[int, asyncio.Future[bool]] = {}
         for item in (item for group in groups for item in group.trajectories):
-            _, is_kept = self._deferred.pop(id(item), (item, None))
             if item.reward is not None:
+                self._deferred.pop(id(item), None)
                 on_reward()
                 continue
-            waiting.append(is_kept or self.compute(item))
-            waiting[-1].add_done_callback(lambda _: on_reward())
+            if id(item) not in self._deferred:
+                self.defer(item)
+            waiting[id(item)] = self._deferred[id(item)][1]
+            waiting[id(item)].add_done_callback(lambda _: on_reward())
         if not waiting:
             return
-        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        done, _ = await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_EXCEPTION)
         for is_kept in done:
             is_kept.result()  # raises what it raised
-        for is_kept in waiting:
+        for key, is_kept in waiting.items():
+            del self._deferred[key]
             self.drops.count_trajectory(is_failed=not is_kept.result())
         self.drops.begin_iteration()
         for group in groups:
             group.trajectories = [item for item in group.trajectories if item.reward is not None]
 
+    def cancel(self, rewards: Iterable[asyncio.Future[bool]]) -> None:
+        """Cancels those of these computations that are not done."""
+        for is_kept in rewards:
+            if (judgment := self._judgments.pop(is_kept, None)) is not None:
+                judgment.cancel()
+            abandon([is_kept])
+
     def close(self) -> None:
         """Cancels what is left."""
-        abandon(is_kept for _, is_kept in [*self._unsent, *self._deferred.values()])
+        self.cancel(is_kept for _, is_kept in [*self._unsent, *self._deferred.values()])
 
     def _send(self) -> None:
         unsent = [(trajectory, is_kept) for trajectory, is_kept in self._unsent if not is_kept.done()]
@@ -284,13 +295,13 @@ class Rewards:
                 is_kept.set_exception(error)
             return
         for (trajectory, is_kept), judgment in zip(unsent, computing, strict=True):
+            self._judgments[is_kept] = judgment
             judgment.add_done_callback(functools.partial(self._set, trajectory, is_kept, start_ns))
-            is_kept.add_done_callback(functools.partial(_cancel_too, judgment))
 
     def _set(
         self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, judgment: asyncio.Future[Judgment]
     ) -> None:
-        if is_kept.done() or judgment.cancelled():
+        if self._judgments.pop(is_kept, None) is None or judgment.cancelled():
             is_kept.cancel()
             return
         record("reward", "reward", "rewards", start_ns)
@@ -304,8 +315,3 @@ class Rewards:
             is_kept.set_exception(error)
             return
         is_kept.set_result(error is None)
-
-
-def _cancel_too(judgment: asyncio.Future[Judgment], is_kept: asyncio.Future[bool]) -> None:
-    if is_kept.cancelled():
-        judgment.cancel()

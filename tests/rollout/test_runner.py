@@ -95,12 +95,14 @@ def test_a_group_with_one_request_equals_one_of_single_requests(make: Any, setti
     for workflow in (SingleTurn, RunAlone):
         engine = GroupEngine()
         controller = make(engine, lambda trajectory: float(sum(trajectory.completion_ids)), workflow, **settings)
-        first = controller.take(0)
-        if settings.get("defers_rewards"):
-            controller.wait_for_rewards(first)
-        controller.commit()
-        load_version(controller, 1)
-        iterations.append(records([*first, *controller.take(1)]))
+        groups = []
+        for version in (0, 1):
+            groups += controller.take(version)
+            if settings.get("defers_rewards"):
+                controller.wait_for_rewards(groups[-2:])
+            controller.commit()
+            load_version(controller, version + 1)
+        iterations.append(records(groups))
         assert bool(engine.num_groups) == (workflow is SingleTurn)
     assert iterations[0] == iterations[1]
     assert len({request.sampling.seed for request in engine.requests}) == len(engine.requests)
