@@ -6,7 +6,7 @@ The framework checks `isinstance(engine, ScoresTokens)` before it uses an abilit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from lightrl import loaded_on_first_use
 from lightrl.engines.engine import Completion
@@ -15,7 +15,8 @@ from lightrl.trajectory import Sampling
 from lightrl.weights import SharedFolder
 
 Proof = Literal["digests", "replicas", "version"]
-__getattr__ = loaded_on_first_use(__name__, {})  # names that have changed
+if not TYPE_CHECKING:
+    __getattr__ = loaded_on_first_use(__name__, {})  # names that have changed
 
 
 @runtime_checkable
@@ -33,7 +34,7 @@ class LivesOnLoop(Protocol):
 
 @runtime_checkable
 class ContinuesCompletions(Protocol):
-    """Continues completions that were begun before, by this engine or by another."""
+    """Continues completions that this engine or another has started."""
 
     weight_version: int
 

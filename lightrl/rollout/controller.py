@@ -138,8 +138,6 @@ class RolloutController:
         if isinstance(self._runner, WorkflowPool):
             self._thread.call(self._runner.open())
 
-    # ------------------------------------------------------------------ from the main thread
-
     @property
     def weight_version(self) -> int:
         return self.engine.weight_version
@@ -268,8 +266,6 @@ class RolloutController:
                 wait.done = self._scheduler.num_done_trajectories
 
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=look, who=wait.who)
-
-    # ------------------------------------------------------------------ on the event loop
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.run_seed = int(state["run_seed"])
