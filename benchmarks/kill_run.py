@@ -197,9 +197,9 @@ class Moment(RLCallback):
         if actor == "environment":
             return Tool.idle[0].pid
         if actor == "workflow worker":
-            workers: list[Any] = self.trainer.rollout.local._player.pool._workers
+            workers: list[Any] = self.trainer.rollout.local._runner._workers
             wait_until(lambda: len(workers) == WORKERS)  # one may still be starting
-            return max(workers, key=lambda worker: len(worker.playing)).pid
+            return max(workers, key=lambda worker: worker.num_running).pid
         return os.getpid()
 
     def _act(self, pid: int) -> None:

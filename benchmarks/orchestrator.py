@@ -115,13 +115,16 @@ async def serve(delay_s: float, num_tokens: int) -> None:
     await fake.serve(server)
 
 
-class Judged:
+class InstantRewards:
     """Returns a reward immediately."""
 
     def start(self) -> None: ...
 
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        return Judgment(1.0)
+    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+        futures = [asyncio.get_running_loop().create_future() for _ in trajectories]
+        for future in futures:
+            future.set_result(Judgment(1.0))
+        return futures
 
     def close(self) -> None: ...
 
@@ -214,7 +217,7 @@ def controller_run(setting: Setting) -> None:
         controller = RolloutController(
             engine,
             SingleTurn(orchestrator.NoText()),  # type: ignore[arg-type]
-            Judged(),  # type: ignore[arg-type]
+            InstantRewards(),  # type: ignore[arg-type]
             RolloutSettings(
                 group_size=GROUP_SIZE,
                 groups_per_iteration=num_groups,

@@ -1,4 +1,4 @@
-"""SimulatedCluster: servers, ranks and failures on a clock that is a number, driven by GroupBook and ServerFleet.
+"""SimulatedCluster: servers, ranks and failures on a clock that is a number, driven by GroupScheduler and ServerFleet.
 
 A server writes one token of each of its completions in a step. A step reads the weights and the key-values of all of
 them from memory, which bounds its time; so it takes longer the more completions there are, and hardly less for one.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.stream_order import OrderOfBook
+from benchmarks.stream_order import OrderOfScheduler
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.fleet import ServerFleet
 from lightrl.engines.sglang.server import Server as EngineServer
@@ -207,7 +207,7 @@ class SimulatedCluster:
         self.hosts, self.gpus_per_host, self.failures_per_host_s = hosts, gpus_per_host, failures_per_host_s
         room = max(prompts, 2 * len(servers) * slots // group_size)
         concurrent = {"max_concurrent": room} if max_staleness else {}
-        self.order = OrderOfBook(groups_per_iteration=prompts, max_staleness=max_staleness, **concurrent)
+        self.order = OrderOfScheduler(groups_per_iteration=prompts, max_staleness=max_staleness, **concurrent)
         self.fleet = ServerFleet()
         self.servers = {
             f"http://{number}": Server(f"http://{number}", host, hardware, slots, lengths.prompt)

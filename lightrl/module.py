@@ -463,12 +463,12 @@ class RLModule(L.LightningModule):
         return batch  # prompts are plain Python
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Validation, test and predict batches are prompts; their steps get the judged groups."""
+        """Validation, test and predict batches are prompts; their steps get groups with rewards."""
         trainer: Any = self.trainer
         if trainer.training:
             self._log_batch_size = 1
             return batch
-        groups: list[Group] = trainer.judged_groups(batch)
+        groups: list[Group] = trainer.rewarded_groups(batch)
         self._set_name = getattr(batch, "set_name", None)
         self._log_batch_size = max(1, sum(len(group.trajectories) for group in groups))
         return groups

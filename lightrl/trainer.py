@@ -188,8 +188,8 @@ class Trainer(RLTrainer):
     def log_number(self, name: str, value: float, settings: Mapping[str, Any]) -> bool:
         return self._step_log.put(name, value, settings)
 
-    def judged_groups(self, batch: Any) -> list[Group]:
-        return self.rollout_loop.judged_groups(batch)
+    def rewarded_groups(self, batch: Any) -> list[Group]:
+        return self.rollout_loop.rewarded_groups(batch)
 
     @property
     def log_dir(self) -> str | None:

@@ -182,7 +182,7 @@ class WeightSync(RLCallback):
         if not isinstance(module, RLModule):
             return
         rl_trainer = cast("RLTrainer", trainer)
-        if rl_trainer.rollout.engine.weight_version != rl_trainer.weight_version:
+        if rl_trainer.rollout.weight_version != rl_trainer.weight_version:
             self._sync(rl_trainer, module, rl_trainer.weight_version)
 
     def _sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:

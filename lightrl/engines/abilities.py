@@ -6,36 +6,20 @@ only SGLangEngine can do, such as sharing the trainer's devices, is asked of tha
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from lightrl import loaded_on_first_use
 from lightrl.engines.engine import Completion
 from lightrl.trajectory import Sampling
 
 Verification = Literal["digests", "replicas", "version"]
-
-
-@runtime_checkable
-class WritesGroups(Protocol):
-    """Takes the completions of a group in one request, which spares the event loop a task for each of them."""
-
-    def write_group(
-        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
-    ) -> list[asyncio.Future[Completion]]:
-        """A completion of this prompt for each sampling, with its seed, as `generate` would write it.
-
-        Called on the event loop. A future is done when its own completion is; cancelling it removes that request alone.
-
-        Raises:
-            ValueError, EngineError: as `generate`; an EngineError later is in the futures.
-        """
-        ...
+if not TYPE_CHECKING:
+    __getattr__ = loaded_on_first_use(__name__, {})  # names that have changed
 
 
 @runtime_checkable
 class ContinuesCompletions(Protocol):
-    """Continues completions that were started before, by this engine or by another."""
+    """Continues completions that this engine or another has started."""
 
     weight_version: int
 

@@ -2,7 +2,7 @@
 
     take groups → Experience → score, advantages → minibatches → version + 1 → weights out
 
-On-policy, the loop waits for the last rewards while it runs the calls that need none (`RolloutSettings.judges_later`).
+On-policy, the loop waits for the last rewards while it runs the calls that need none (`defers_rewards`).
 
 It replaces `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each training
 batch. One batch is one iteration is one `global_step` is one weight version. A module that is not an RLModule goes
@@ -50,14 +50,14 @@ _ADVICE = {
 }
 
 
-class EvaluatedGroups(list[Group]):
+class RewardedGroups(list[Group]):
     """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
 
-    def to(self, *args: Any, **kwargs: Any) -> EvaluatedGroups:
+    def to(self, *args: Any, **kwargs: Any) -> RewardedGroups:
         return self
 
 
-def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> EvaluatedGroups:
+def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> RewardedGroups:
     """Roll out and reward the prompts of a batch.
 
     Args:
@@ -77,7 +77,7 @@ def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> EvaluatedGroups
         num_samples=module.validation_group_size,
         on_wait=on_wait,
     )
-    return EvaluatedGroups(groups)
+    return RewardedGroups(groups)
 
 
 def _index_of_batch(trainer: RLTrainer) -> int:
@@ -149,7 +149,7 @@ class RolloutLoop(_AutomaticOptimization):
             groups = trainer.rollout.take(trainer.weight_version, on_wait=self._waiting("on_rollout_progress"))
         self._report_drops()
         trainer.call_rl_hook("on_rollout_end", groups)
-        if not trainer.rollout.settings.judges_later:
+        if not trainer.rollout.settings.defers_rewards:
             trainer.call_rl_hook("on_rewards_ready", groups)
         return groups
 
@@ -173,7 +173,7 @@ class RolloutLoop(_AutomaticOptimization):
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
             experience = self._make_experience(module, trajectories)
-            if not rollout.settings.judges_later:
+            if not rollout.settings.defers_rewards:
                 return self._run_calls(module, experience, trajectories, left_out=set())
             graph = module.data_flow()
             scored = graph.beside_rewards()
@@ -195,7 +195,7 @@ class RolloutLoop(_AutomaticOptimization):
         if isinstance(rollout, SharedRollout):
             experience, has_all = rollout.pop_experience(), range(1)
         else:  # of one rank, or recorded: every rank has read them all
-            has_rewards = not rollout.settings.judges_later
+            has_rewards = not rollout.settings.defers_rewards
             experience = ShardedExperience.from_trajectories(trajectories, has_rewards=has_rewards)
             has_all = range(self.ranks.size)
         longest = int(experience.lengths.max()) if len(experience) else 0
@@ -341,7 +341,7 @@ class RolloutLoop(_AutomaticOptimization):
                 shown = experience.shown
         return experience
 
-    def judged_groups(self, batch: Any) -> list[Group]:
+    def rewarded_groups(self, batch: Any) -> list[Group]:
         """The groups of a validation, test or predict batch."""
         groups = evaluate(self.trainer, batch, self._waiting())
         self._report_drops()

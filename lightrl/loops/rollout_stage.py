@@ -234,7 +234,7 @@ class RolloutStage:
             _check_sizes(module, prompts.batch_size, ranks)
         settings = _configured(trainer, module, settings)
         if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.beside_rewards():
-            settings = dataclasses.replace(settings, judges_later=True)
+            settings = dataclasses.replace(settings, defers_rewards=True)
         settings = _of_rank_0(settings, ranks)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
         failures = None if trainer.fast_dev_run else folder / "failed_rewards.jsonl"

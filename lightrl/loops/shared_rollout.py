@@ -24,8 +24,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightrl import errors
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rollout import RolloutController, RolloutSettings
-from lightrl.rollout.drop_tally import Drop
-from lightrl.rollout.protocol import OnWait, VersionedEngine
+from lightrl.rollout.group_scheduler import Drop
+from lightrl.rollout.protocol import OnWait
 from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all_ranks
 from lightrl.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
@@ -112,12 +112,6 @@ def set_remote_rewards(groups: Sequence[Group], summaries: Sequence[Any]) -> Non
             item.reward, item.metrics = rewarded.reward, rewarded.metrics
 
 
-class _RemoteEngine:
-    """Rank 0's engine on the other ranks."""
-
-    weight_version = -1
-
-
 class SharedRollout:
     """The controller's methods. All ranks call them together, except those documented as local.
 
@@ -136,7 +130,7 @@ class SharedRollout:
         self.ranks = ranks
         self.run_seed = run_seed
         self.settings = settings
-        self._remote_engine = _RemoteEngine()
+        self._remote_version = -1  # of rank 0's engine, on the other ranks
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, float] = collections.defaultdict(int)
@@ -145,16 +139,19 @@ class SharedRollout:
         if ranks.is_main:
             with self._errors_to_all(), ranks.own_deadline():  # the engine's
                 self.controller = start()
-            ranks.send(Message("data", done=self.controller.engine.weight_version))
+            ranks.send(Message("data", done=self.controller.weight_version))
         else:
             message = ranks.receive()
             self._raise_if_error(message)
-            self._remote_engine.weight_version = message.done
+            self._remote_version = message.done
 
     @property
-    def engine(self) -> VersionedEngine:
-        """The engine; on the other ranks an object with its `weight_version`."""
-        return self._remote_engine if self.controller is None else self.controller.engine
+    def engine(self) -> object:
+        return None if self.controller is None else self.controller.engine
+
+    @property
+    def weight_version(self) -> int:
+        return self._remote_version if self.controller is None else self.controller.weight_version
 
     @property
     def local(self) -> RolloutController:
@@ -231,7 +228,7 @@ class SharedRollout:
                     for _ in rest:
                         pass
             self.ranks.send(Message("data"))
-        self._remote_engine.weight_version = weight_version
+        self._remote_version = weight_version
 
     def commit(self) -> None:
         """Local: the groups of the last `take` have been trained on."""
@@ -269,7 +266,7 @@ class SharedRollout:
 
     def _summary(self, groups: Sequence[Group]) -> list[Any]:
         items = [item for group in groups for item in group.trajectories]
-        has_rewards = not self.settings.judges_later
+        has_rewards = not self.settings.defers_rewards
         self._taken = ShardedExperience.from_trajectories(items, has_rewards=has_rewards) if items else None
         return [summaries_of(groups), None if self._taken is None else self._taken.token_dtypes]
 

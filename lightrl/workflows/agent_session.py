@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import LightRLError, RolloutError
@@ -27,7 +28,7 @@ from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.chat_protocol import Answer, ChatRequest, MessageKey, RequestRefused, find_calls
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.tools import ToolParser, parse_hermes
-from lightrl.workflows.workflow import Generate, wait_or_abandon
+from lightrl.workflows.workflow import Generate
 
 _LONG_CHARS = 1 << 15  # of a request's messages: some 30 ms of a tokenizer
 _T = TypeVar("_T")

@@ -30,7 +30,7 @@ def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pyt
         spawned = Tasks()
         spawned.spawn(goes_on(ended))
         await asyncio.sleep(0)
-        await spawned.give_up_all(but=[])
+        await spawned.abandon_all(but=[])
         assert spawned.failure is None
 
     asyncio.run(scenario())

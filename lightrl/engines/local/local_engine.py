@@ -15,9 +15,8 @@ from lightrl.engines.abilities import (
     ContinuesCompletions,
     NamesDtypes,
     ScoresTokens,
-    WritesGroups,
 )
-from lightrl.engines.engine import Completion, RolloutEngine, check_request
+from lightrl.engines.engine import Completion, RolloutEngine, check_request, replaces_generate_alone
 from lightrl.engines.local.decode_thread import DecodeThread
 from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
@@ -107,7 +106,6 @@ class LocalEngine(
     RolloutEngine,
     ScoresTokens,
     NamesDtypes,
-    WritesGroups,
     ContinuesCompletions,
 ):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
@@ -174,6 +172,7 @@ class LocalEngine(
 
         self.key_value_bytes: float | None = None  # set before `start`; None: on a GPU half of what is then free
 
+        self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None
         self._dtype = torch.float32  # that of `dtype` and the config, after `start`
         self._thread: DecodeThread | None = None
@@ -240,12 +239,22 @@ class LocalEngine(
         if n < 1:
             raise ValueError(f"n must be at least 1 completion, got {n}.")
         seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
-        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, written)))
+        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, [written] * n)))
 
-    def write_group(
-        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
+    def generate_group(
+        self,
+        token_ids: list[int],
+        samplings: Sequence[Sampling],
+        *,
+        session: str,
+        images: tuple[str, ...] = (),
+        started: Sequence[Completion | None] | None = None,
     ) -> list[asyncio.Future[Completion]]:
-        return self._submit(token_ids, samplings, [sampling.seed for sampling in samplings], images)
+        """One request for all of them, unless a subclass replaces `generate` alone."""
+        if self._generates_each:
+            return super().generate_group(token_ids, samplings, session=session, images=images, started=started)
+        seeds = [sampling.seed for sampling in samplings]
+        return self._submit(token_ids, samplings, seeds, images, started or [None] * len(samplings))
 
     async def unfinished(self) -> dict[int, Completion]:
         return self._started().unfinished()
@@ -304,15 +313,15 @@ class LocalEngine(
         samplings: Sequence[Sampling],
         seeds: Sequence[int],
         images: tuple[str, ...],
-        written: Completion | None = None,
+        started: Sequence[Completion | None],
     ) -> list[asyncio.Future[Completion]]:
         thread = self._started()
         longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
         check_request(token_ids, longest, len(samplings), vocab_size=self._vocab_size, max_context=self.max_context)
         pixels = self._pixel_values(images, token_ids) if images else None
         prompt = tuple(token_ids)
-        rows = zip(samplings, seeds, strict=True)
-        return thread.submit([Row(prompt, sampling, seed, images, pixels, written) for sampling, seed in rows])
+        rows = zip(samplings, seeds, started, strict=True)
+        return thread.submit([Row(prompt, sampling, seed, images, pixels, begun) for sampling, seed, begun in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightrl.engines.engine import Completion
+from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import raise_open_files
 from lightrl.engines.sglang.fleet import ServerFleet
@@ -109,6 +109,8 @@ class SGLangFollower:
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, **of_request: Any
     ) -> list[Completion]:
         return await self._requests.generate(token_ids, sampling, session, n, **of_request)
+
+    generate_group = RolloutEngine.generate_group
 
     async def unfinished(self) -> dict[int, Completion]:
         return await self._requests.unfinished()

@@ -7,7 +7,7 @@ import pytest
 from test_controller import Numbers
 
 from lightrl.errors import RolloutError
-from lightrl.rollout.prompt_cursor import PromptCursor
+from lightrl.rollout.prompts import PromptCursor
 
 
 class Weights:

@@ -1,6 +1,6 @@
-"""GroupBook: its rules by hand, a simulation in virtual time, and random sequences of events against its invariants.
+"""GroupScheduler: its rules by hand, a simulation in virtual time, and random events against its invariants.
 
-Letters as in group_book.py: v weight version, η max_staleness, P groups per iteration, G group size.
+Letters as in group_scheduler.py: v weight version, η max_staleness, P groups per iteration, G group size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightrl.rollout import RolloutSettings
-from lightrl.rollout.group_book import MAX_REDRAWS, Batch, GroupBook, RunningGroup, find_late, num_admissible, pass_over
+from lightrl.rollout.group_scheduler import (
+    MAX_RESAMPLES,
+    Batch,
+    GroupScheduler,
+    RunningGroup,
+    find_late,
+    num_admissible,
+    pass_over,
+)
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 STALENESSES = (0, 1, 2, 4, 8)
@@ -53,21 +61,24 @@ def drops_negative(group: Group) -> tuple[str, str] | None:
     return ("filtered_rule", f"no {group.id}") if any(reward is not None and reward < 0 for reward in rewards) else None
 
 
-def start_all(book: GroupBook, weight_version: int, next_position: int) -> list[RunningGroup]:
+def start_all(scheduler: GroupScheduler, weight_version: int, next_position: int) -> list[RunningGroup]:
     """What the controller does when groups may start."""
-    if not book.may_start(weight_version):
+    if not scheduler.may_start(weight_version):
         return []
-    for position in range(next_position, next_position + book.plan(weight_version)):
-        book.queue(position)
-    return [book.start(position, prompt_at(position), weight_version) for position in book.startable(weight_version)]
+    for position in range(next_position, next_position + scheduler.plan(weight_version)):
+        scheduler.queue(position)
+    return [
+        scheduler.start(position, prompt_at(position), weight_version)
+        for position in scheduler.startable(weight_version)
+    ]
 
 
-def finish(book: GroupBook, running: RunningGroup, *, version: int = 0, reward: float = 1.0) -> None:
-    for sample in range(book.settings.group_size):
+def finish(scheduler: GroupScheduler, running: RunningGroup, *, version: int = 0, reward: float = 1.0) -> None:
+    for sample in range(scheduler.settings.group_size):
         if sample not in running.results:
             trajectory = trajectory_of(running, sample, version=version, reward=reward)
-            if book.record(running, sample, trajectory):
-                book.settle(running.group)
+            if scheduler.record(running, sample, trajectory):
+                scheduler.settle(running.group)
 
 
 @pytest.mark.parametrize(
@@ -145,80 +156,82 @@ def test_a_message_names_the_first_groups_only() -> None:
 
 
 def test_a_batch_is_the_first_groups_of_the_stream_whatever_finishes_first() -> None:
-    book = GroupBook(rules(2, 2, group_filter=drops_negative))
-    running = start_all(book, 0, next_position=0)
+    scheduler = GroupScheduler(rules(2, 2, group_filter=drops_negative))
+    running = start_all(scheduler, 0, next_position=0)
     for position in (5, 2, 4, 3):
-        finish(book, running[position])
-    assert book.take(0) == Batch(None, [0, 1])
-    finish(book, running[1], reward=-1.0)
-    assert book.take(0) == Batch(None, [0])  # group 1 was dropped: 2 moves up
-    finish(book, running[0])
-    assert book.take(0) == Batch([0, 2], [])
-    assert start_all(book, 0, next_position=6)[0].group.id == 6  # in the place of the dropped one
-    assert start_all(book, 0, next_position=7) == []
-    book.commit()
-    assert len(start_all(book, 1, next_position=7)) == 2  # only the trainer makes room
+        finish(scheduler, running[position])
+    assert scheduler.take(0) == Batch(None, [0, 1])
+    finish(scheduler, running[1], reward=-1.0)
+    assert scheduler.take(0) == Batch(None, [0])  # group 1 was dropped: 2 moves up
+    finish(scheduler, running[0])
+    assert scheduler.take(0) == Batch([0, 2], [])
+    assert start_all(scheduler, 0, next_position=6)[0].group.id == 6  # in the place of the dropped one
+    assert start_all(scheduler, 0, next_position=7) == []
+    scheduler.commit()
+    assert len(start_all(scheduler, 1, next_position=7)) == 2  # only the trainer makes room
 
 
 def test_what_a_batch_waits_for_starts_although_the_window_is_full_of_finished_groups() -> None:
     """A resume with a smaller bound, in which the first group was in flight."""
-    first = GroupBook(rules(1, 3))
+    first = GroupScheduler(rules(1, 3))
     for running in start_all(first, 0, next_position=0)[1:]:
         finish(first, running, version=1)
-    book = GroupBook(rules(1, 1))
-    book.load_state_dict(first.state_dict())
-    book.begin_take(1)
-    (running,) = start_all(book, 1, next_position=4)
+    scheduler = GroupScheduler(rules(1, 1))
+    scheduler.load_state_dict(first.state_dict())
+    scheduler.begin_take(1)
+    (running,) = start_all(scheduler, 1, next_position=4)
     assert running.group.id == 0
-    finish(book, running, version=1)
-    assert book.take(1) == Batch([0], [])
+    finish(scheduler, running, version=1)
+    assert scheduler.take(1) == Batch([0], [])
 
 
-def test_a_group_that_lost_a_trajectory_is_drawn_again_three_times_with_other_seeds() -> None:
-    book = GroupBook(rules(1, group_size=2, incomplete_groups="redraw"))
+def test_a_group_that_lost_a_trajectory_is_sampled_again_three_times_with_other_seeds() -> None:
+    scheduler = GroupScheduler(rules(1, group_size=2, incomplete_groups="redraw"))
     names = []
-    for _ in range(MAX_REDRAWS + 1):
-        (running,) = start_all(book, 0, next_position=len(book.state_dict()["in_flight"]))
+    for _ in range(MAX_RESAMPLES + 1):
+        (running,) = start_all(scheduler, 0, next_position=len(scheduler.state_dict()["in_flight"]))
         names.append(running.seed_name)
-        assert not book.record(running, 1, None)
-        if book.record(running, 0, trajectory_of(running, version=0)):
-            book.settle(running.group)
+        assert not scheduler.record(running, 1, None)
+        if scheduler.record(running, 0, trajectory_of(running, version=0)):
+            scheduler.settle(running.group)
     assert names == ["0:p0", "0:p0:1", "0:p0:2", "0:p0:3"]
-    assert book.tally.drain_groups() == {"incomplete": 1}
-    assert (book.running, book.finished, book.state_dict()["redraws"]) == ({}, {}, [])
+    assert scheduler.counter.drain_groups() == {"incomplete": 1}
+    assert (scheduler.running, scheduler.finished, scheduler.state_dict()["redraws"]) == ({}, {}, [])
 
 
-def test_a_redrawn_straggler_is_another_draw_and_what_it_had_is_dropped() -> None:
-    book = GroupBook(rules(1, 1, group_size=3, redraw_stragglers=True))
-    straggler, other = start_all(book, 0, next_position=0)
-    book.record(straggler, 0, trajectory_of(straggler, version=0))
-    book.record(straggler, 1, None)
-    finish(book, other)
-    batch = book.take(1)
+def test_a_resampled_straggler_is_another_group_and_what_it_had_is_dropped() -> None:
+    scheduler = GroupScheduler(rules(1, 1, group_size=3, redraw_stragglers=True))
+    straggler, other = start_all(scheduler, 0, next_position=0)
+    scheduler.record(straggler, 0, trajectory_of(straggler, version=0))
+    scheduler.record(straggler, 1, None)
+    finish(scheduler, other)
+    batch = scheduler.take(1)
     assert batch == Batch(None, [0])
-    assert book.stragglers(batch, weight_version=0) == []  # it would get no newer weights
-    assert book.stragglers(batch, weight_version=1) == [0]
-    again = book.start(0, book.redraw(0), 1)
+    assert scheduler.stragglers(batch, weight_version=0) == []  # it would get no newer weights
+    assert scheduler.stragglers(batch, weight_version=1) == [0]
+    again = scheduler.start(0, scheduler.resample(0), 1)
     assert (again.seed_name, again.started_version, again.results) == ("0:p0:1", 1, {})
-    assert book.running == {0: again}
-    assert [drop.reason for drop in book.tally.drain()] == ["straggler"] * 2  # sample 1 was dropped when it failed
-    assert book.take(1).group_ids == [1]
+    assert scheduler.running == {0: again}
+    assert [drop.reason for drop in scheduler.counter.drain()] == [
+        "straggler"
+    ] * 2  # sample 1 was dropped when it failed
+    assert scheduler.take(1).group_ids == [1]
 
 
-def test_a_restored_group_whose_rewards_all_failed_is_drawn_again() -> None:
-    first = GroupBook(rules(2, judges_later=True))
+def test_a_restored_group_whose_rewards_all_failed_is_sampled_again() -> None:
+    first = GroupScheduler(rules(2, defers_rewards=True))
     for running in start_all(first, 0, next_position=0):
         first.record(running, 0, trajectory_of(running, version=0, reward=None))
         first.settle(running.group)
     first.take(0)
-    book = GroupBook(rules(2))
-    book.load_state_dict(first.state_dict())
-    failed, judged = groups = book.unjudged()
+    scheduler = GroupScheduler(rules(2))
+    scheduler.load_state_dict(first.state_dict())
+    failed, rewarded = groups = scheduler.unrewarded()
     failed.trajectories = []
-    judged.trajectories[0].reward = 1.0
-    book.rejudged(groups)
-    assert (list(book.finished), book.state_dict()["in_flight"]) == ([judged.id], [failed.id])
-    assert book.unjudged() == []
+    rewarded.trajectories[0].reward = 1.0
+    scheduler.on_rewards(groups)
+    assert (list(scheduler.finished), scheduler.state_dict()["in_flight"]) == ([rewarded.id], [failed.id])
+    assert scheduler.unrewarded() == []
 
 
 @dataclass
@@ -237,26 +250,26 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.book = GroupBook(self.settings)
+        self.scheduler = GroupScheduler(self.settings)
 
     def run(self, num_iterations: int) -> Simulation:
         while self.version < num_iterations:
-            for running in start_all(self.book, self.version, self.next_position):
+            for running in start_all(self.scheduler, self.version, self.next_position):
                 duration = self.random.uniform(0.5, 1.0) * (30 if self.random.random() < 0.05 else 1)
                 heapq.heappush(self.ends, (self.clock + duration, running.group.id))
                 self.next_position = max(self.next_position, running.group.id + 1)
-            if self.update_ends is None and self.book.take(self.version).group_ids is not None:
-                for group in self.book.taken:
+            if self.update_ends is None and self.scheduler.take(self.version).group_ids is not None:
+                for group in self.scheduler.taken:
                     self.staleness.append(self.version - group.oldest_version)
                     self.trained.append(group.id)
-                self.book.commit()
+                self.scheduler.commit()
                 self.update_ends = self.clock + 1.0
             self.advance()
         return self
 
     def advance(self) -> None:
         """To the next event; without one the run would wait for ever."""
-        self.ends = [end for end in self.ends if end[1] in self.book.running]  # some were given up
+        self.ends = [end for end in self.ends if end[1] in self.scheduler.running]  # some were given up
         heapq.heapify(self.ends)
         next_end = self.ends[0][0] if self.ends else float("inf")
         assert self.update_ends is not None or self.ends, "deadlock: nothing runs and no batch can be taken"
@@ -265,8 +278,8 @@ class Simulation:
             self.version += 1
             return
         self.clock, group_id = heapq.heappop(self.ends)
-        running = self.book.running[group_id]
-        finish(self.book, running, version=running.started_version, reward=-float(self.random.random() < 0.03))
+        running = self.scheduler.running[group_id]
+        finish(self.scheduler, running, version=running.started_version, reward=-float(self.random.random() < 0.03))
 
 
 def simulation(groups_per_iteration: int, max_staleness: int, *, seed: int = 0, **others: Any) -> Simulation:
@@ -278,7 +291,7 @@ def simulation(groups_per_iteration: int, max_staleness: int, *, seed: int = 0, 
 def test_the_bound_holds_exactly_with_stragglers_and_drops(max_staleness: int, groups_per_iteration: int) -> None:
     run = simulation(groups_per_iteration, max_staleness).run(200)
     assert len(run.trained) == len(set(run.trained)) == 200 * groups_per_iteration
-    assert run.book.tally.drain_groups()["filtered_rule"] > 0
+    assert run.scheduler.counter.drain_groups()["filtered_rule"] > 0
     assert max(run.staleness) == max_staleness
 
 
@@ -289,7 +302,7 @@ def test_which_groups_are_trained_on_does_not_depend_on_how_long_they_take(max_s
 
 
 class Controller(RuleBasedStateMachine):
-    """Does with the book what a controller may do, in any order, and checks it after each step."""
+    """Does with the scheduler what a controller may do, in any order, and checks it after each step."""
 
     @initialize(
         per_iteration=st.integers(1, 3),
@@ -309,7 +322,7 @@ class Controller(RuleBasedStateMachine):
         others["total_groups"] = None if num_iterations is None else num_iterations * per_iteration
         others["group_filter"] = drops_negative
         self.settings = rules(per_iteration, max_staleness, oversampled=oversampled, **others)
-        self.book = GroupBook(self.settings)
+        self.scheduler = GroupScheduler(self.settings)
         self.next_position = 0
         self.version = self.served = 0  # of the trainer and of the engine
         self.is_waiting = False  # for a batch
@@ -322,15 +335,15 @@ class Controller(RuleBasedStateMachine):
     @precondition(lambda self: self.is_waiting or self.settings.max_staleness > 0)
     @rule()
     def start(self) -> None:
-        for running in start_all(self.book, self.served, self.next_position):
+        for running in start_all(self.scheduler, self.served, self.next_position):
             self.next_position = max(self.next_position, running.group.id + 1)
-        planned = self.book.state_dict()["in_flight"]
+        planned = self.scheduler.state_dict()["in_flight"]
         self.next_position = max([self.next_position, *(position + 1 for position in planned)])
 
-    @precondition(lambda self: self.book.running)
+    @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data(), reward=st.sampled_from([1.0, 1.0, 1.0, -1.0, None]), is_late=st.booleans())
     def end_trajectory(self, data: st.DataObject, reward: float | None, is_late: bool) -> None:
-        running = self.book.running[data.draw(st.sampled_from(sorted(self.book.running)))]
+        running = self.scheduler.running[data.draw(st.sampled_from(sorted(self.scheduler.running)))]
         sample = data.draw(st.sampled_from(sorted(set(range(self.settings.group_size)) - set(running.results))))
         version = self.served if is_late else running.started_version
         trajectory = trajectory_of(running, sample, version=version, reward=reward) if reward is not None else None
@@ -338,24 +351,24 @@ class Controller(RuleBasedStateMachine):
 
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
         group = running.group
-        if self.book.record(running, sample, trajectory):
-            self.book.settle(group)
-            if group.id not in self.book.finished:
+        if self.scheduler.record(running, sample, trajectory):
+            self.scheduler.settle(group)
+            if group.id not in self.scheduler.finished:
                 self.gone.append(group.id)
                 is_incomplete = len(group.trajectories) < self.settings.group_size
                 is_dropped_for_it = is_incomplete and self.settings.incomplete_groups != "train"
                 reason = "incomplete" if is_dropped_for_it else "filtered_rule"
                 self.num_drops[reason] += len(group.trajectories)
-        elif group.id not in self.book.running:
+        elif group.id not in self.scheduler.running:
             assert self.settings.incomplete_groups == "redraw"
             self.num_drops["incomplete"] += len(group.trajectories)
 
     @precondition(lambda self: self.version - self.served <= self.settings.max_staleness)
     @rule()
     def wait_for_a_batch(self) -> None:
-        finished = [group for group, _ in self.book.finished.values()] + self.book.taken
-        self.book.begin_take(self.version)
-        stale = [group for group in finished if group.id not in self.book.finished]
+        finished = [group for group, _ in self.scheduler.finished.values()] + self.scheduler.taken
+        self.scheduler.begin_take(self.version)
+        stale = [group for group in finished if group.id not in self.scheduler.finished]
         assert not stale or self.settings.num_oversampled
         self.num_drops["stale"] += sum(len(group.trajectories) for group in stale)
         self.is_waiting = True
@@ -363,21 +376,21 @@ class Controller(RuleBasedStateMachine):
         self.take()
 
     def take(self) -> None:
-        running = dict(self.book.running)
-        in_line = [*self.book.state_dict()["in_flight"], *self.book.finished]
-        batch = self.book.take(self.version)
+        running = dict(self.scheduler.running)
+        in_line = [*self.scheduler.state_dict()["in_flight"], *self.scheduler.finished]
+        batch = self.scheduler.take(self.version)
         if batch.group_ids is None:
-            assert self.book.taken == []
-            assert self.settings.redraw_stragglers or not self.book.stragglers(batch, self.served)
-            self.redraw(self.book.stragglers(batch, self.served))
+            assert self.scheduler.taken == []
+            assert self.settings.redraw_stragglers or not self.scheduler.stragglers(batch, self.served)
+            self.redraw(self.scheduler.stragglers(batch, self.served))
             return
         self.is_waiting = False
-        assert [group.id for group in self.book.taken] == batch.group_ids
+        assert [group.id for group in self.scheduler.taken] == batch.group_ids
         assert len(batch.group_ids) == self.settings.groups_per_iteration
         if not self.settings.passes_over_stragglers:
             earlier = [position for position in in_line if position < max(batch.group_ids)]
             assert sorted(earlier) == batch.group_ids[:-1]
-        assert all(self.version - group.oldest_version <= self.settings.max_staleness for group in self.book.taken)
+        assert all(self.version - group.oldest_version <= self.settings.max_staleness for group in self.scheduler.taken)
         self.gone += batch.gives_up
         for group_id in batch.gives_up:
             results = running[group_id].results.values() if group_id in running else []
@@ -385,18 +398,18 @@ class Controller(RuleBasedStateMachine):
 
     def redraw(self, group_ids: list[int]) -> None:
         for group_id in group_ids:
-            before = self.book.running[group_id]
-            after = self.book.start(group_id, self.book.redraw(group_id), self.served)
+            before = self.scheduler.running[group_id]
+            after = self.scheduler.start(group_id, self.scheduler.resample(group_id), self.served)
             assert after.started_version > before.started_version
             assert after.seed_name != before.seed_name
             failed = sum(item is None for item in before.results.values())
             self.num_drops["straggler"] += self.settings.group_size - failed
 
-    @precondition(lambda self: self.book.taken)
+    @precondition(lambda self: self.scheduler.taken)
     @rule()
     def train(self) -> None:
-        self.trained += [group.id for group in self.book.taken]
-        self.book.commit()
+        self.trained += [group.id for group in self.scheduler.taken]
+        self.scheduler.commit()
         self.version += 1
 
     @rule()
@@ -410,34 +423,34 @@ class Controller(RuleBasedStateMachine):
         stragglers = None
         for _ in range(num_iterations):
             self.wait_for_a_batch()
-            stragglers = sorted(self.book.running)[:num_stragglers] if stragglers is None else stragglers
+            stragglers = sorted(self.scheduler.running)[:num_stragglers] if stragglers is None else stragglers
             self.finish_all(but=stragglers)
             self.wait_for_a_batch()
-            if not self.book.taken:
+            if not self.scheduler.taken:
                 return
             self.train()
             self.sync()
 
     def finish_all(self, *, but: Collection[int] = ()) -> None:
-        for running in [item for group_id, item in self.book.running.items() if group_id not in but]:
+        for running in [item for group_id, item in self.scheduler.running.items() if group_id not in but]:
             for sample in set(range(self.settings.group_size)) - set(running.results):
                 self.record(running, sample, trajectory_of(running, sample, version=running.started_version))
 
     @rule()
     def resume(self) -> None:
-        before, state = self.book, json.loads(json.dumps(self.book.state_dict()))
-        self.book = GroupBook(self.settings)
-        self.book.load_state_dict(state)
-        assert self.book.state_dict() == state
+        before, state = self.scheduler, json.loads(json.dumps(self.scheduler.state_dict()))
+        self.scheduler = GroupScheduler(self.settings)
+        self.scheduler.load_state_dict(state)
+        assert self.scheduler.state_dict() == state
         if not before.running and not self.is_waiting:
-            before, after = copy.deepcopy(before), copy.deepcopy(self.book)
-            for book in (before, after):
-                book.begin_take(self.version)
+            before, after = copy.deepcopy(before), copy.deepcopy(self.scheduler)
+            for scheduler in (before, after):
+                scheduler.begin_take(self.version)
             assert before.take(self.version) == after.take(self.version)
             assert {item.id for item in before.taken} == {item.id for item in after.taken}
             assert before.state_dict() == after.state_dict()
-        before.tally.drain()
-        self.book.tally = before.tally
+        before.counter.drain()
+        self.scheduler.counter = before.counter
         self.served, self.is_waiting = self.version, False
 
     @rule()
@@ -458,29 +471,29 @@ class Controller(RuleBasedStateMachine):
 
     @invariant()
     def every_position_is_in_exactly_one_place(self) -> None:
-        book = self.book
-        finished, taken = list(book.finished), [group.id for group in book.taken]
-        waiting = [position for position in book.state_dict()["in_flight"] if position not in book.running]
-        places = [*waiting, *book.running, *finished, *taken, *self.trained, *self.gone]
+        scheduler = self.scheduler
+        finished, taken = list(scheduler.finished), [group.id for group in scheduler.taken]
+        waiting = [position for position in scheduler.state_dict()["in_flight"] if position not in scheduler.running]
+        places = [*waiting, *scheduler.running, *finished, *taken, *self.trained, *self.gone]
         assert sorted(places) == list(range(self.next_position))
 
     @invariant()
     def no_more_groups_start_than_the_bounds_allow(self) -> None:
-        book, settings = self.book, self.settings
-        accepted = len(book.finished) + len(book.taken) + len(self.trained)
-        num = len(book.state_dict()["in_flight"]) + accepted
+        scheduler, settings = self.scheduler, self.settings
+        accepted = len(scheduler.finished) + len(scheduler.taken) + len(self.trained)
+        num = len(scheduler.state_dict()["in_flight"]) + accepted
         ahead = settings.max_staleness + self.served + 1
         assert num <= ahead * settings.groups_per_iteration + settings.num_oversampled
         assert settings.total_groups is None or num <= settings.total_groups
-        assert settings.max_concurrent is None or len(book.running) <= settings.max_concurrent
+        assert settings.max_concurrent is None or len(scheduler.running) <= settings.max_concurrent
 
     @invariant()
     def the_counts_add_up(self) -> None:
-        assert self.book.num_consumed == len(self.trained)
-        drops = Counter(drop.reason for drop in self.book.tally.drain())
+        assert self.scheduler.num_consumed == len(self.trained)
+        drops = Counter(drop.reason for drop in self.scheduler.counter.drain())
         assert drops == +self.num_drops
         self.num_drops.clear()
-        dropped = self.book.tally.drain_groups()
+        dropped = self.scheduler.counter.drain_groups()
         self.num_gone = getattr(self, "num_gone", 0) + sum(dropped.values())
         assert self.num_gone == len(self.gone)
 

@@ -1,13 +1,20 @@
-"""PromptCursor: which position of the prompt stream comes next; with a Curriculum, which ones are skipped."""
+"""PromptCursor: which position of the prompt stream comes next; with a Curriculum, which ones are skipped.
+
+PromptsAhead makes prompts that take time in a thread, before their turn.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lightrl.checks.user_code import named_user_code
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.errors import RolloutError
+from lightrl.rollout.tasks import Tasks
+from lightrl.trace import span
 from lightrl.trajectory import Prompt, sampling_seed
 
 MAX_SKIPPED = 100_000  # positions in a row
@@ -15,7 +22,7 @@ AHEAD = 256  # prompts that are made at once, ahead of need
 
 
 class Prompts(Protocol):
-    """Endless prompts, by position; None where there is none to play."""
+    """Endless prompts, by position; None where there is none to run."""
 
     def __getitem__(self, position: int) -> Prompt | None: ...
 
@@ -36,7 +43,7 @@ class PreparesPrompts(Prompts, Protocol):
         ...
 
     def state_dict(self, position: int) -> dict[str, Any] | None:
-        """What helps a resumed run to read from this position on; None if nothing does."""
+        """Return what helps a resumed run to read from this position on; None if nothing does."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -46,11 +53,11 @@ class Curriculum(Protocol):
     """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast."""
 
     def weight(self, prompt_id: str) -> float:
-        """The probability that this prompt is played when its turn comes, 0 to 1; 1 for a new prompt."""
+        """The probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
         ...
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """A group of this prompt was judged, with this mean accuracy, 0 to 1; also called for dropped groups."""
+        """A group of this prompt got its rewards, with this mean accuracy, 0 to 1; also called for dropped groups."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,15 +79,15 @@ class ShowsSuccess(Protocol):
 class PromptCursor:
     """Walks through the stream, position by position, and never back.
 
-    With a curriculum, a prompt is played with probability `weight` when its turn comes, or else skipped until its turn
-    in the next epoch. The draw depends on (run seed, position) alone, so a position still identifies a group for seeds
+    With a curriculum, a prompt is run with probability `weight` when its turn comes, or else skipped until its turn in
+    the next epoch. The choice depends on (run seed, position) alone, so a position still identifies a group for seeds
     and resume.
 
-    Observations take effect at the next choice, in the order of positions, whatever was judged first.
+    Observations take effect at the next choice, in the order of positions, whatever finished first.
 
     Args:
         prompts: the stream; None if there is nothing to choose.
-        curriculum: None plays every position.
+        curriculum: None runs every position.
     """
 
     def __init__(self, prompts: Prompts | None, curriculum: Curriculum | None = None) -> None:
@@ -89,11 +96,11 @@ class PromptCursor:
         self.next_position = 0
         self.num_skipped = 0  # positions, since this object was made
         self.past_success: dict[str, float] = defaultdict(float)  # sums over prompts that came again
-        self._observations: dict[int, tuple[str, float]] = {}  # that the curriculum does not have yet, by position
+        self._observations: dict[int, tuple[str, float]] = {}  # position -> what the curriculum does not have yet
 
     @property
     def fingerprint(self) -> str | None:
-        """Tells the prompts of two runs apart; None if the stream has none."""
+        """A text that differs between the prompts of two runs; None if the stream has none."""
         return getattr(self.prompts, "fingerprint", None)
 
     def read(self, position: int) -> Prompt:
@@ -107,7 +114,7 @@ class PromptCursor:
         return prompt
 
     def choose(self, run_seed: int) -> int:
-        """The next position to play; moves the cursor past it.
+        """The next position to run; moves the cursor past it.
 
         Raises:
             RolloutError: if the stream or the curriculum raises, or if the curriculum skips too many prompts in a row.
@@ -115,10 +122,10 @@ class PromptCursor:
         self._pass_on_observations()
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
             prompt = self._at(position)
-            is_played = prompt is not None and self._is_played(run_seed, position, prompt)
-            self._count_success(prompt, "played" if is_played else "skipped")
+            is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
+            self._count_success(prompt, "played" if is_chosen else "skipped")
             self.next_position = position + 1
-            if is_played:
+            if is_chosen:
                 return position
             self.num_skipped += 1
         if self.curriculum is None:
@@ -149,7 +156,7 @@ class PromptCursor:
             if not prompts.is_prepared(position):
                 return position
             prompt = self._at(position)
-            num -= prompt is not None and self._is_played(run_seed, position, prompt)
+            num -= prompt is not None and self._is_chosen(run_seed, position, prompt)
         return None
 
     @property
@@ -169,7 +176,7 @@ class PromptCursor:
                 self._on_reading.prepare(first, AHEAD)
 
     def stream_state(self, position: int) -> dict[str, Any] | None:
-        """What helps a resumed run to read from this position on, if anything does."""
+        """Return what helps a resumed run to read from this position on, if anything does."""
         return None if self._on_reading is None else self._on_reading.state_dict(position)
 
     def load_stream_state(self, state: Mapping[str, Any] | None) -> None:
@@ -182,7 +189,7 @@ class PromptCursor:
         return prompts if isinstance(prompts, PreparesPrompts) and prompts.is_made_on_reading else None
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
-        """Keeps the success rate of a judged group for the curriculum, if there is one."""
+        """Keeps the success rate of a group for the curriculum, if there is one."""
         if self.curriculum is not None:
             self._observations[position] = (prompt_id, success_rate)
 
@@ -205,7 +212,7 @@ class PromptCursor:
         with named_user_code(f"Prompt {position} of the stream"):
             return self.prompts[position]
 
-    def _is_played(self, run_seed: int, position: int, prompt: Prompt) -> bool:
+    def _is_chosen(self, run_seed: int, position: int, prompt: Prompt) -> bool:
         if self.curriculum is None:
             return True
         with named_user_code(f"{type(self.curriculum).__name__}.weight"):
@@ -229,3 +236,48 @@ class PromptCursor:
             prompt_id, success_rate = self._observations.pop(min(self._observations))
             with named_user_code(f"{type(self.curriculum).__name__}.observe"):
                 self.curriculum.observe(prompt_id, success_rate)
+
+
+class PromptsAhead:
+    """Makes the prompts that come next; belongs to the controller's event loop.
+
+    Args:
+        cursor: says which prompts come next.
+        tasks: an error of the stream ends the run there.
+        then: starts what may start, once prompts have been made.
+    """
+
+    def __init__(self, cursor: PromptCursor, tasks: Tasks, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._cursor = cursor
+        self._tasks = tasks
+        self._then = then
+        self._making: asyncio.Task[None] | None = None
+
+    def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
+        """Whether a prompt of these positions, or of the next `num` choices, is not made yet; if so, starts to make it.
+
+        After an error of the stream the answer is False, for nothing will start.
+        """
+        try:
+            missing = self._cursor.unprepared(positions, num, run_seed)
+        except RolloutError as error:
+            self._tasks.fail(error)
+            return False
+        if missing is not None:
+            self._begin(missing)
+        return missing is not None
+
+    def refill(self) -> None:
+        """Makes more prompts, if few are left."""
+        if self._cursor.may_prepare:
+            self._begin(self._cursor.next_position)
+
+    def _begin(self, first: int) -> None:
+        if self._making is None or self._making.done():
+            self._making = self._tasks.spawn(self._make(first))
+
+    async def _make(self, first: int) -> None:
+        with span("make prompts", "data", "prompts", first=first):
+            await in_thread(self._cursor.prepare, first)
+        self._making = None
+        await self._then()
