@@ -159,7 +159,7 @@ class Experience:
         return cast(Tensor, value)
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """With these fields set; names that are not fields become extras."""
+        """Returns a copy with these fields set; names that are not fields become extras."""
         return self.of_tensors({**self.tensors(), **tensors})
 
     @classmethod
@@ -182,7 +182,7 @@ class Experience:
         return self.with_tensors({**picked, **cut})
 
     def to(self, device: torch.device | str) -> Self:
-        """On this device; the host does not wait, and `on_host` of a field is what was copied."""
+        """Copies to this device; the host does not wait, and `on_host` of a field is what was copied."""
         place = torch.device(device)
         moved = {name: to_device(value, place) for name, value in self.tensors().items() if name not in ON_HOST}
         return self.with_tensors(moved)
@@ -230,7 +230,7 @@ class Experience:
 
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
-FIELDS = frozenset(_FIELD_ORDER)  # of Experience, less the extras
+FIELDS = frozenset(_FIELD_ORDER)  # Experience's, less the extras
 _TABLES = ("pixel_values", "supports")  # stored once; other fields say which part belongs to a row
 ON_HOST = ("supports", "support_starts", "support_sizes")  # strategies decode them there
 # The fields that the rollout fills in; model calls may read them.

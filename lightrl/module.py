@@ -164,7 +164,7 @@ class RLModule(L.LightningModule):
             check_effect("with lr_decay='constant'", min_lr_ratio=(min_lr_ratio, 0.0))
         if reward_model is None:
             check_effect("without reward_model", reward_model_coef=(reward_model_coef, 1.0))
-        if isinstance(workflow, functools.partial):  # as YAML gives it
+        if isinstance(workflow, functools.partial):  # YAML gives one
             kind = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
             if kind is not None and issubclass(kind, Workflow):
                 kind.check_settings(**workflow.keywords)

@@ -96,7 +96,7 @@ def _takes_several(flags: Mapping[str, Any]) -> bool:
 
 
 def set_device_defaults(flags: dict[str, Any]) -> None:
-    """On a CUDA GPU precision is bf16-mixed, unless the user says otherwise; MPS is left alone, as nobody tried it."""
+    """Sets precision bf16-mixed on a CUDA GPU, unless the user says otherwise; MPS is left alone: nobody tried it."""
     accelerator = flags.get("accelerator") or "auto"
     if not torch.cuda.is_available():
         flags["accelerator"] = "cpu" if accelerator == "auto" and torch.backends.mps.is_available() else accelerator
@@ -153,7 +153,7 @@ class Trainer(RLTrainer):
         self._logger_connector = self._step_log = StepLog(self)
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
-        self.memory_estimate = "No memory was estimated; lightrl plan does it."  # of a rank, in words
+        self.memory_estimate = "No memory was estimated; lightrl plan does it."  # a rank's, in words
         self.phase_seconds = {}
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop

@@ -33,7 +33,7 @@ class ContinuesCompletions(Protocol):
         images: tuple[str, ...] = (),
         written: Completion | None = None,
     ) -> list[Completion]:
-        """As RolloutEngine's; with n = 1 the completion begins with the tokens that are `written`.
+        """Generates as RolloutEngine's does; with n = 1 the completion begins with the tokens that are `written`.
 
         They keep their logprobs and versions, and count for `sampling.max_new_tokens`. The others are sampled as
         if nothing had come between.
@@ -41,7 +41,7 @@ class ContinuesCompletions(Protocol):
         ...
 
     async def unfinished(self) -> dict[int, Completion]:
-        """What is generated of each running completion, by the seed of its sampling; its finish reason is `abort`.
+        """Seed of a sampling → what is generated of its running completion; the finish reason is `abort`.
 
         Called while the engine is paused; the completions continue when it is resumed.
         """

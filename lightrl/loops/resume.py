@@ -27,11 +27,11 @@ from lightrl.strategies.checkpoint import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
 
-OptimizerSettings = list[list[dict[str, Any]]]  # of each optimizer the groups, of each group the numbers by name
+OptimizerSettings = list[list[dict[str, Any]]]  # optimizers, their groups, and each group's numbers by name
 
 
 def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> OptimizerSettings:
-    """What `configure_optimizers` set: `lr` without a schedule's factor, whether there is one, `weight_decay` etc."""
+    """Numbers that `configure_optimizers` set: `lr` without its factor, whether it has one, etc."""
     return [
         [
             {name: value for name, value in group.items() if isinstance(value, float | tuple)}
@@ -112,10 +112,10 @@ class Resume:
         self.trainer = trainer
         self.guard = guard
         self.why_no_checkpoint: str | None = None  # what makes a checkpoint wrong at this moment
-        self._rollout_state: dict[str, Any] | None = None  # of the last fit or checkpoint, for the next rollout
+        self._rollout_state: dict[str, Any] | None = None  # the last fit's or checkpoint's, for the next rollout
         self._is_restored = False  # the open rollout has taken the state over
-        self._optimizers: OptimizerSettings = []  # of this fit
-        self._settings: dict[str, Any] = {}  # of this fit, by path
+        self._optimizers: OptimizerSettings = []  # this fit's
+        self._settings: dict[str, Any] = {}  # path → setting of this fit
         self._saved: dict[str, Any] = {}  # a checkpoint's `optimizers` and `settings`, until they are compared
 
     def begin(self) -> None:
@@ -124,7 +124,7 @@ class Resume:
         self._is_restored = False
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; without the rollout's part if nothing was rolled out."""
+        """State for a checkpoint; without the rollout's part if nothing was rolled out."""
         state = (self.trainer.rollout.state_dict() if self._is_restored else None) or self._rollout_state
         settings = {"optimizers": self._optimizers, "settings": self._settings} if self._optimizers else {}
         if state is None:

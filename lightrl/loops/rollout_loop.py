@@ -107,7 +107,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.guard = GradientGuard()
         self.resume = Resume(trainer, self.guard)
         self.phase = "start"  # the present one, or the last
-        self.sizes = ""  # of this iteration's tensors, in words
+        self.sizes = ""  # the sizes of this iteration's tensors, in words
 
     @property
     def ranks(self) -> Ranks:
@@ -194,7 +194,7 @@ class RolloutLoop(_AutomaticOptimization):
         rollout = self.trainer.rollout
         if isinstance(rollout, SharedRollout):
             experience, has_all = rollout.pop_experience(), range(1)
-        else:  # of one rank, or recorded: every rank has read them all
+        else:  # one rank, or recorded trajectories, which every rank has read
             has_rewards = not rollout.settings.defers_rewards
             experience = ShardedExperience.from_trajectories(trajectories, has_rewards=has_rewards)
             has_all = range(self.ranks.size)
@@ -356,7 +356,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.num_updates = int(state_dict.get("num_updates", self.num_updates))
 
     def _waiting(self, hook: str | None = None) -> OnWait:
-        """What a rollout calls while it waits; the RL hook reports how far it is."""
+        """The function that a rollout calls while it waits; the RL hook reports how far it is."""
 
         def on_wait(done: int, total: int) -> None:
             self.ranks.step()
@@ -374,7 +374,7 @@ class RolloutLoop(_AutomaticOptimization):
             self.trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
 
     def out_of_memory(self, error: torch.OutOfMemoryError, module: Any) -> TrainingError:
-        """What to raise instead: the phase, its sizes, what was estimated, and what to set."""
+        """The error to raise instead: the phase, its sizes, what was estimated, and what to set."""
         tokens = getattr(module, "microbatch_tokens", None)
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"
         other = f"Lower {smaller}, or set activation_checkpointing of trainer.strategy (FSDP2Strategy) to true."

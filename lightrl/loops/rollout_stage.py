@@ -283,7 +283,7 @@ class RolloutStage:
 
 
 def _judge_of(module: RLModule) -> JudgesGroups:
-    """What judges the module's trajectories, not started."""
+    """Builds what computes the rewards of the module's trajectories, not started."""
     return make_judge(
         module.reward_source if module.reward_source is not None else module.reward,
         workers=module.reward_workers,
@@ -295,7 +295,7 @@ def _judge_of(module: RLModule) -> JudgesGroups:
 
 
 def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, ParallelModel]:
-    """By role what the strategy makes of the models that are here."""
+    """Role → what the strategy makes of the models that are here."""
     sampling = with_stop_tokens(module.sampling, module.stop_token_ids())
     settings = LogprobSettings(
         temperature=sampling.temperature,
@@ -361,7 +361,7 @@ def _of_rank_0(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
 
 
 def devices_text(trainer: RLTrainer) -> str:
-    """Who has which device on this machine; tells the engine those of the trainer."""
+    """Describes who has which device on this machine; sets the trainer's in the engine."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
     text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {choose_devices(engine, devices)}"
@@ -369,7 +369,7 @@ def devices_text(trainer: RLTrainer) -> str:
 
 
 def _log_what_runs(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
-    """What follows from the settings of a fit and cannot be set."""
+    """The settings that follow from those of a fit."""
     engine, threads = trainer.engine, count_text(torch.get_num_threads(), "update thread")
     num = engine.threads if isinstance(engine, LocalEngine) else None
     decoding = f", {count_text(num, 'decoding thread')}" if num else ""

@@ -147,14 +147,14 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
         for index, part in zip(rows, numbers[key], strict=True):
             if index:
-                ends = lengths[index].clamp(max=part.shape[1] - 1)  # of rows without an end, any place
+                ends = lengths[index].clamp(max=part.shape[1] - 1)  # any place for rows without an end
                 at_end[index] = part.gather(1, ends[:, None])[:, 0]
         result[key if scores_ends else "bootstrap_values"] = torch.where(has_end, at_end, 0.0)
     return result
 
 
 def _advantages(module: RLModule, experience: ShardedExperience) -> dict[str, Any]:
-    """What the module's `advantages` returns, for rewards that include the reward model's scores.
+    """Calls the module's `advantages`, for rewards that include the reward model's scores.
 
     Raises:
         ValueError: if those are all 0: its head could not be checked where models start without memory.
@@ -181,7 +181,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> dict[str, An
 
 
 def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole: bool) -> OnLossTokens | TokenRows:
-    """What `advantages` returned, [B] or per token, as it is kept: 0 on tokens that do not train."""
+    """Prepares what `advantages` returned, [B] or per token: 0 on tokens that do not train."""
     num = len(experience)
     if tuple(values.shape) == (num,):
         return OnLossTokens(values.detach().float().cpu())
@@ -198,7 +198,7 @@ def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole:
 
 
 def _per_token(parts: Sequence[Tensor], rows: Sequence[list[int]], lengths: Tensor) -> TokenRows:
-    """From the microbatches with these rows, [b, t, ...] each, on the host."""
+    """Joins the results of microbatches with these rows, [b, t, ...] each, on the host."""
     flat = [
         part[: len(index)][torch.arange(part.shape[1]) < lengths[index][:, None]]
         for index, part in zip(rows, parts, strict=True)
@@ -223,7 +223,7 @@ def _on_device(module: RLModule, role: str) -> Iterator[None]:
 def _function_outputs(
     call: ModelCall, experience: ShardedExperience, trajectories: list[Trajectory]
 ) -> dict[str, Tensor]:
-    """What a call's own function returns, by key.
+    """Calls a call's own function; returns its results by key.
 
     Raises:
         TrainingError: if it raises anything but an error of ours, which names its own source.

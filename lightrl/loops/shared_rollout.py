@@ -50,7 +50,7 @@ class _OnRank0:
 
 @dataclass(repr=False)
 class PromptSummary(_OnRank0):
-    """What other ranks than 0 know of a prompt."""
+    """The part of a prompt that other ranks than 0 know."""
 
     id: str
     images: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class PromptSummary(_OnRank0):
 
 @dataclass(repr=False)
 class TrajectorySummary(_OnRank0):
-    """What other ranks than 0 know of a trajectory."""
+    """The part of a trajectory that other ranks than 0 know."""
 
     prompt: PromptSummary
     group_id: int
@@ -130,7 +130,7 @@ class SharedRollout:
         self.ranks = ranks
         self.run_seed = run_seed
         self.settings = settings
-        self._remote_version = -1  # of rank 0's engine, on the other ranks
+        self._remote_version = -1  # the version of rank 0's engine, on the other ranks
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, float] = collections.defaultdict(int)
@@ -160,7 +160,7 @@ class SharedRollout:
         return self.controller
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """As RolloutController.take; other ranks get the groups without tokens and texts."""
+        """Takes as RolloutController does; other ranks get the groups without tokens and texts."""
         controller = self.controller
         if controller is None:
             summaries, dtypes = self._follow(on_wait)
@@ -184,7 +184,7 @@ class SharedRollout:
         return taken
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """As RolloutController.wait_for_rewards, with the same rewards on each rank's groups."""
+        """Waits as RolloutController does, with the same rewards on each rank's groups."""
         controller = self.controller
         if controller is None:
             set_remote_rewards(groups, self._follow(on_wait))
@@ -199,7 +199,7 @@ class SharedRollout:
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
     ) -> list[Group]:
-        """As RolloutController.evaluate, of rank 0's prompts, with the same groups on each rank."""
+        """Evaluates rank 0's prompts as RolloutController does, with the same groups on each rank."""
         controller = self.controller
         if controller is None:
             return [Group.from_json(record) for record in self._follow(on_wait)]
@@ -210,7 +210,7 @@ class SharedRollout:
         )
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """As RolloutController.load_weights; every rank takes part in making the buckets, rank 0 loads them.
+        """Loads as RolloutController does; every rank takes part in making the buckets, rank 0 loads them.
 
         Raises:
             LightRLError: on every rank, if the engine raised it on rank 0.
@@ -273,7 +273,7 @@ class SharedRollout:
     def _lead(
         self, work: Callable[[OnWait], _Groups], to_json: Callable[[_Groups], Any], on_wait: OnWait | None
     ) -> _Groups:
-        """On rank 0: does the work, and sends the others its progress and its result."""
+        """Does the work on rank 0, and sends the others its progress and its result."""
         sent_s = time.monotonic()
 
         def look(done: int, total: int) -> None:
@@ -302,7 +302,7 @@ class SharedRollout:
         return groups
 
     def _follow(self, on_wait: OnWait | None) -> Any:
-        """On the others: waits for the result of rank 0's work, as JSON."""
+        """Waits on the other ranks for the result of rank 0's work, as JSON."""
         while True:
             message = self.ranks.receive()
             self._raise_if_error(message)
@@ -317,7 +317,7 @@ class SharedRollout:
         return report["result"]
 
     def _errors_to_all(self) -> contextlib.ExitStack:
-        """On rank 0: an error that is raised inside is sent to the others, who raise it too."""
+        """Sends an error that is raised inside, on rank 0, to the others, which raise it too."""
 
         def send(
             kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -1,4 +1,4 @@
-"""What the ranks give each other in an iteration besides sums: rows of the rollout, rewards, outputs of model calls.
+"""Exchange between ranks in an iteration besides sums: rows of the rollout, rewards, outputs of model calls.
 
     rank 0 ── rows ──► who works on them        once, after the rollout
     who inferred ── values … ──► who works on the same rows, where that is another rank
@@ -65,7 +65,7 @@ def shard(
     reads_all = any(runs_beside(call) for call in graph.of_kind("infer") if call.name != REWARD)
     has = _all_rows_of(placed, has_all)
     needs = _work(placed)
-    needs[0] |= reads_all  # by functions and servers, which rank 0 calls
+    needs[0] |= reads_all  # for functions and servers, which rank 0 calls
     return placed.with_tensors(exchange(placed, placed.tokens, has, needs))
 
 

@@ -71,7 +71,7 @@ class MinibatchLoss:
     role: str = "policy"
     ranks: Ranks = field(default_factory=Ranks)
     weight_version: int | None = None
-    parts: dict[str, Tensor] = field(default_factory=dict)  # of metrics; see metrics.py
+    parts: dict[str, Tensor] = field(default_factory=dict)  # parts of metrics; see metrics.py
 
     def __post_init__(self) -> None:
         self.holders = self.ranks.of_role(self.role)
@@ -79,7 +79,7 @@ class MinibatchLoss:
         self.num_sequences = max(1, int((self.minibatch.loss_token_counts > 0).sum()))
 
     def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
-        """This microbatch's share of the minibatch's loss, a number that carries the gradient.
+        """Computes this microbatch's share of the minibatch's loss, a number that carries the gradient.
 
         A policy whose body has the critic's head has both losses: loss + value_coef · value loss.
         """
@@ -181,7 +181,7 @@ class MinibatchLoss:
             self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
     def metrics(self) -> dict[str, float]:
-        """Of the whole minibatch; see metrics.py."""
+        """Metrics of the whole minibatch; see metrics.py."""
         return values_of(self.parts)
 
     def _neutral(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:

@@ -28,7 +28,7 @@ class RLTrainer(L.Trainer):
     profiler: Profiler
 
     engine: RolloutEngine | None = None  # what generates; on rank 0 LocalEngine() from the first stage on, if not set
-    settings: Mapping[str, Any] | None = None  # of the command line and its files; None without a command
+    settings: Mapping[str, Any] | None = None  # the command line's and its files'; None without a command
     open_rollout: Rollout | None = None  # while a stage of an RLModule runs
     memory_estimate: str  # what a rank's memory holds on paper, in words
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) -> seconds

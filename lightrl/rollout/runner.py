@@ -220,7 +220,7 @@ class Rewards:
     drops: DropCounter  # counts the trajectories whose reward failed
     tasks: Tasks  # an error of the worker ends the run there
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
-    _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # by id
+    _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # ids
     _judgments: dict[asyncio.Future[bool], asyncio.Future[Judgment]] = field(default_factory=dict, init=False)
 
     def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:

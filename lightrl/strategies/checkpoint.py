@@ -49,7 +49,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """As Lightning's, but URLs are read with `weights_only=True` too: loading a checkpoint runs no code.
+        """Loads as Lightning does, but URLs too with `weights_only=True`: loading a checkpoint runs no code.
 
         A folder saved by several processes is read whole, with optimizer states by parameter name.
         """
@@ -115,12 +115,12 @@ def _write(target: Path, write: Callable[[Any], Any], num_bytes: int, progress: 
 
 
 def _discard(part: Path) -> None:
-    with contextlib.suppress(OSError):  # of a disk that is read-only now, for which the write has failed too
+    with contextlib.suppress(OSError):  # the disk is read-only now, and the write has failed too
         part.unlink(missing_ok=True)
 
 
 def num_tensor_bytes(tree: Any) -> int:
-    """Of all tensors in nested containers."""
+    """Counts the bytes of all tensors in nested containers."""
     return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 

@@ -15,14 +15,14 @@ class ClipsByNorm(Protocol):
 
 
 class LeavesBatches(Precision):
-    """For prompts, which are plain Python: Lightning's walk through a batch for floats fails at frozen dataclasses."""
+    """Leaves prompts alone: Lightning's walk through a batch for floats fails at frozen dataclasses."""
 
     def convert_input(self, data: Any) -> Any:
         return data
 
 
 class ClipsByStrategy(Precision):
-    """For parameters that are spread over ranks."""
+    """Precision for parameters that are sharded over ranks."""
 
     strategy: ClipsByNorm
 

@@ -40,7 +40,7 @@ Kind = Literal["waiting", "data", "error", "stop"]
 
 @dataclass(frozen=True)
 class Message:
-    """From rank 0 to all others."""
+    """A message from rank 0 to all others."""
 
     kind: Kind
     done: int = 0  # progress, while waiting
@@ -103,10 +103,10 @@ class Ranks:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def send(self, message: Message, source: int = 0) -> None:
-        """On rank `source`: sends to all others, which `receive` it."""
+        """Sends from rank `source` to all others, which `receive` it."""
 
     def receive(self, source: int = 0) -> Message:
-        """On the others: waits for the next message of rank `source`."""
+        """Waits on the other ranks for the next message of rank `source`."""
         raise AssertionError("One process receives nothing.")
 
     def broadcast_json(self, value: Any) -> Any:
@@ -119,7 +119,7 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """On rank 0 every rank's value, by rank; empty on the others; plain JSON.
+        """Gathers on rank 0 every rank's value, by rank; empty on the others; plain JSON.
 
         Raises:
             RuntimeError: at the deadline; it names the ranks that have not come.
@@ -185,7 +185,7 @@ class ProcessRanks(Ranks):
         self.dp_size = dist.get_world_size(dp_group)
         self.watch = watch
         self.copies: list[Tensor] = []  # parameters of this rank that another rank counts in norms
-        self.roles: dict[str, Ranks] = {}  # those with their own mesh
+        self.roles: dict[str, Ranks] = {}  # roles with their own mesh
         self._dp_group = dp_group
         self.control_group = control_group
         self._device = device
@@ -332,7 +332,7 @@ def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -
 
 
 def allow_long_waits(group: Any) -> None:
-    """From here on RankWatch, not the group's own deadline, ends a wait in this group."""
+    """Makes RankWatch, not the group's own deadline, end a wait in this group."""
     _set_pg_timeout(_WATCHED_TIMEOUT, group)
 
 

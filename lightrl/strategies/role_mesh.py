@@ -37,7 +37,7 @@ class HasRoles(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role's model is; on ranks outside of it, `ranks.is_here` is False."""
+    """The place of a role's model; on ranks outside of it, `ranks.is_here` is False."""
 
     mesh: DeviceMesh
     ranks: Ranks

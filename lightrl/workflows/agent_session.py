@@ -30,7 +30,7 @@ from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.tools import ToolParser, parse_hermes
 from lightrl.workflows.workflow import Generate
 
-_LONG_CHARS = 1 << 15  # of a request's messages: some 30 ms of a tokenizer
+_LONG_CHARS = 1 << 15  # in a request's messages: some 30 ms of a tokenizer
 _T = TypeVar("_T")
 
 
@@ -39,7 +39,7 @@ class _Answered:
     """The conversation after one answer; later ones are copies that continued."""
 
     conversation: Conversation
-    keys: list[MessageKey]  # of all messages, the answer's last
+    keys: list[MessageKey]  # all messages', the answer's last
     tools: list[dict[str, Any]]
     is_leaf: bool = True
 

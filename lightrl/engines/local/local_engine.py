@@ -164,7 +164,7 @@ class LocalEngine(
         self._given_max_context = max_context
         self.dtype = dtype
         self._given_device = device
-        self.device = torch.device(device or "cpu")  # as chosen, after `start`
+        self.device = torch.device(device or "cpu")  # the chosen one, after `start`
         self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.fast_path = fast_path
         self.prefill_tokens = prefill_tokens
@@ -174,7 +174,7 @@ class LocalEngine(
 
         self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None
-        self._dtype = torch.float32  # that of `dtype` and the config, after `start`
+        self._dtype = torch.float32  # after `start` that of `dtype` and the config
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
         self._pictures: Pictures | None = None  # how the model reads pictures; None if it takes none
@@ -204,12 +204,12 @@ class LocalEngine(
         if self.device.type == "cuda" and not is_small:
             log.warning("LocalEngine decodes on %s; SGLangEngine is faster for models of this size.", self.device)
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
-        threads = 1 if is_small and kernels is not None else self.threads  # of an operation of torch
+        threads = 1 if is_small and kernels is not None else self.threads  # for one operation of torch
         self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
 
     def choose_device(self) -> torch.device:
-        """Where it decodes, from `device` and `trainer_devices`; `start` calls it."""
+        """The device on which it decodes, from `device` and `trainer_devices`; `start` calls it."""
         if self._given_device is None and self.trainer_devices:
             first = self.trainer_devices[0]
             self.device = first if first.type == "cuda" else torch.device("cpu")
@@ -290,7 +290,7 @@ class LocalEngine(
         return {str(self._dtype).removeprefix("torch.")}
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        """As `score`: logprob and id of the `num` likeliest tokens at each place, likeliest first; none at place 0."""
+        """Computes as `score` does logprob and id of the top `num` tokens at each place, in order; none at place 0."""
         rows = self._log_probabilities(token_ids)
         logprobs, ids = rows.topk(min(num, rows.shape[1]), dim=1)
         return [[], *(list(zip(*pair, strict=True)) for pair in zip(logprobs.tolist(), ids.tolist(), strict=True))]

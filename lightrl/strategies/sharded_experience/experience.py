@@ -184,7 +184,7 @@ class ShardedExperience:
 
     @property
     def shown(self) -> Any:
-        """What hooks get: `local` with one rank; with several this object, which reads as an Experience."""
+        """The object that hooks get: `local` with one rank; with several this, which reads as an Experience."""
         return self.local if self.ranks.size == 1 else self
 
     @property

@@ -1,4 +1,4 @@
-"""Where each row trains: in one minibatch, and for each role on one data-parallel rank, for the whole iteration.
+"""The place in which each row trains: one minibatch, and for each role one data-parallel rank, for the iteration.
 
 Every rank computes the same placement from the lengths and groups of all rows. Rows that drop out later leave the
 others where they are. Shapes: B trajectories, W ranks of the run.
