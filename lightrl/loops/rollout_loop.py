@@ -45,7 +45,7 @@ from lightrl.trajectory import Group, Trajectory, sampling_seed
 _ENGINE = "trainer.engine's max_batch or prefill_tokens (SGLang: mem_fraction_static)"
 _ADVICE = {
     "rollout": f"Lower {_ENGINE}, or model.microbatch_tokens, which leaves the engine more.",
-    "sync": f"Lower {_ENGINE}, or bucket_mib of WeightSync.",
+    "sync": f"Lower {_ENGINE}.",
     "start": "Use more devices with trainer.strategy: FSDP2Strategy, or a smaller model.",
 }
 

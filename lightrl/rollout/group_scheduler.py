@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout.prompts import Curriculum
@@ -270,7 +271,7 @@ class DropCounter:
         if self._num_dropped.total() > max_dropped * max(1.0, self._num_kept / size):
             advice = dict.fromkeys(ADVICE.get(reason, OTHER_ADVICE) for reason, _ in self._num_dropped.most_common())
             raise RolloutError(
-                f"Aborting: {self._num_dropped.total()} groups were dropped ({dict(self._num_dropped)}) and "
+                f"Aborting: {count_text(self._num_dropped.total(), 'dropped group')} ({dict(self._num_dropped)}) and "
                 f"{self._num_kept} kept since the last batch was taken; max_dropped_groups_per_iteration={max_dropped} "
                 f"per {size} kept. To fix this, {'; or '.join(advice)}. Last drop: {message}"
             )

@@ -81,7 +81,7 @@ def test_too_many_dropped_groups_end_the_run_and_say_what_dropped_them(make: Mak
         max_staleness=max_staleness,
     )  # fmt: skip
     expected = (
-        r"6 groups were dropped .*'filtered_zero_variance': 6.*max_dropped_groups_per_iteration=5 .*increase group_size"
+        r"6 dropped groups .*'filtered_zero_variance': 6.*max_dropped_groups_per_iteration=5 .*increase group_size"
     )
     with pytest.raises(RolloutError, match=expected):
         controller.take(0)

@@ -69,18 +69,6 @@ def test_no_sync_at_all_is_refused():
         WeightSync(every_n_iterations=0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"probe": 0, "max_probe_nats": 0.1}, "max_probe_nats=0.1 has no effect with probe=0"),
-        ({"sync_timeout_s": 60.0}, "sync_timeout_s=60.0 has no effect with blocking=True"),
-    ],
-)
-def test_settings_without_effect_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        WeightSync(**settings)
-
-
 @pytest.fixture
 def fake_server():
     server = FakeServerProcess(vocab_size=8).start()

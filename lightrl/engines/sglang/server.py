@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lightrl.checks.printable import count_text
 from lightrl.engines.abilities import Verification
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.processes.process import ServerProcess
@@ -101,7 +102,7 @@ class Server:
     def describe(self) -> str:
         """One clause, for messages."""
         reason = f" ({self.reason})" if self.reason else ""
-        return f"{self.url} is {self.state} with version {self.weight_version} and {self.num_requests} requests{reason}"
+        return f"{self.url} is {self.state} with version {self.weight_version} and {count_text(self.num_requests, 'request')}{reason}"
 
     def rejoin(self) -> None:
         """The server is up again at its address, without our weights."""
