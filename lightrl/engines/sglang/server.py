@@ -101,8 +101,8 @@ class Server:
 
     def describe(self) -> str:
         """One clause, for messages."""
-        reason = f" ({self.reason})" if self.reason else ""
-        return f"{self.url} is {self.state} with version {self.weight_version} and {count_text(self.num_requests, 'request')}{reason}"
+        reason, requests = f" ({self.reason})" if self.reason else "", count_text(self.num_requests, "request")
+        return f"{self.url} is {self.state} with version {self.weight_version} and {requests}{reason}"
 
     def rejoin(self) -> None:
         """The server is up again at its address, without our weights."""
