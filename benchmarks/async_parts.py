@@ -112,7 +112,7 @@ def updates(name: str) -> dict[str, Callable[[], float]]:
     optimizer: Any = module.configure_optimizers()
 
     def update(trajectories: list[Trajectory]) -> None:
-        experience = score(module, Experience.from_trajectories(trajectories)).own
+        experience = score(module, Experience.from_trajectories(trajectories)).local
         for minibatch in experience.minibatches(1, seed=0):
             optimizer.zero_grad()
             losses = MinibatchLoss(module, minibatch)

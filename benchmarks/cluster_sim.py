@@ -2,7 +2,7 @@
 
     python -m benchmarks.cluster_sim [--quick] [--workloads math-1.5b,code-14b]
 
-The decisions are lightrl's own: GroupBook says which groups start and which are trained on, ServerPool which server a
+The decisions are lightrl's own: GroupScheduler says which groups start and are trained on, ServerFleet which server a
 request goes to and which may serve, the launch planner which GPUs are whose, and costs.py what an update takes. Time is
 a number; nobody sleeps. What takes time comes from the tables here: data sheets, published speeds of single requests,
 and published workloads. Constants that nobody has published are marked as assumed, and printed; none is fitted to what

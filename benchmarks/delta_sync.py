@@ -26,7 +26,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -44,8 +43,10 @@ from benchmarks.report import Report
 from benchmarks.sync_growth import grown
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.servers.server import HeldPort
-from lightrl.engines.sglang.sync.report import Fleet, SyncReport
+from lightrl.engines.sglang.home_loop import HomeLoop
+from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.sglang.server import Server as EngineServer
+from lightrl.engines.sglang.sync.report import SyncReport, SyncServers
 from lightrl.engines.sglang.sync.server_sync import ServerSync
 from lightrl.engines.sglang.sync.transports import DeltaTransport
 from lightrl.weights import Bucket, Digests, ServerForm, ServerLayout, bucketed
@@ -157,10 +158,8 @@ class Trainer:
         self.model: PreTrainedModel = make_model(name)
         self.side, self.bucket_mib = side, bucket_mib
         self.num_syncs = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._client = SGLangClient(side.server)
+        self._home = HomeLoop(lambda: name)
+        self._server = EngineServer(SGLangClient(side.server))
         self.optimizer: torch.optim.Optimizer
 
     def start(self, lr: float, warm_up: int) -> DeltaTransport:
@@ -189,8 +188,8 @@ class Trainer:
         start = time.perf_counter()
         digests = Digests(self.model.config, transport.form, layouts)
         report = ServerSync(transport, verify=False).load_from_thread(
-            self._loop,
-            [self._client],
+            self._home,
+            [self._server],
             _hashed(bucketed(named.items(), self.bucket_mib * MIB), digests),
             weight_version=self.num_syncs,
         )
@@ -201,10 +200,8 @@ class Trainer:
         return {name: _digest(parameter.detach().bfloat16()) for name, parameter in self.model.named_parameters()}
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._home.call(self._server.client.close(), 10)
+        self._home.close(self._home.end_tasks)
 
 
 def _hashed(buckets: Iterator[Bucket], digests: Digests) -> Iterator[Bucket]:
@@ -308,11 +305,11 @@ async def _grown(receivers: list[str], mib: int) -> dict[str, dict[str, float]]:
     num_bytes = sum(2 * tensor.numel() for tensor in named.values())
     found = {}
     for version, kind in enumerate(("delta transport, full", "delta")):
-        fleet = Fleet([SGLangClient(url) for url in servers], 600.0)
+        targets = SyncServers([EngineServer(SGLangClient(url)) for url in servers], 600.0)
         start = time.perf_counter()
-        await transport.stage(fleet, _fed(named), version)
+        await transport.stage(targets, _fed(named), version)
         seconds = time.perf_counter() - start
-        assert len(fleet.clients) == len(receivers), fleet.lost
+        assert len(targets.left) == len(receivers), targets.lost
         sent = transport.num_bytes / num_bytes
         found[kind] = {"seconds": round(seconds, 3), "models_sent_by_trainer": round(sent, 4)}
         for tensor in named.values():

@@ -33,7 +33,7 @@ from transformers import Qwen3Config
 from benchmarks.report import Report
 from lightrl import SGLangEngine
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang.servers.registry import Announcement, ServerEntry
+from lightrl.engines.sglang.registry import Announcement, ServerEntry
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
@@ -172,9 +172,7 @@ def main() -> None:
         engine = SGLangEngine(
             urls=[f"file://{folder}"],
             router=options.router,
-            max_connections=SLOTS,
-            timeouts=Timeouts(hang_s=5.0, request_s=20.0, sync_s=20.0, server_wait_s=30.0),
-            probe_interval_s=0.5,
+            timeouts=Timeouts(request_s=10.0, sync_s=20.0, startup_s=30.0),
         )
         processes.callback(engine.close)
         engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=100_000))

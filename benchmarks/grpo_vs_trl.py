@@ -146,15 +146,8 @@ def make_engine(task: Task) -> LocalEngine:
         return lightrl.LocalEngine()
 
     class ForcedLengthEngine(lightrl.LocalEngine):
-        async def generate(
-            self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1
-        ) -> list[Completion]:
-            length = session_length(session, lengths, task.group_size)
-            sampling = replace(sampling, min_new_tokens=length, max_new_tokens=length)
-            return await super().generate(token_ids, sampling, session=session, n=n)
-
-        def write_group(
-            self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
+        def generate_group(
+            self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, **request: Any
         ) -> list[asyncio.Future[Completion]]:
             sessions = [f"{session}/{sample}" for sample in range(len(samplings))]
             forced = [session_length(name, lengths, task.group_size) for name in sessions]
@@ -162,7 +155,7 @@ def make_engine(task: Task) -> LocalEngine:
                 replace(sampling, min_new_tokens=length, max_new_tokens=length)
                 for sampling, length in zip(samplings, forced, strict=True)
             ]
-            return super().write_group(token_ids, samplings, session=session, images=images)
+            return super().generate_group(token_ids, samplings, session=session, **request)
 
     return ForcedLengthEngine()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from fake_sglang import COMMAND
+from fake_sglang import python_of_fakes
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightrl
@@ -53,8 +53,7 @@ DEADLINE_S = 1.0  # of a reward, of an environment's step, and until a silent se
 HANG_S = 4.0  # without progress: a rank, a workflow worker, or the rollouts' event loop
 WORKERS = 2  # for workflows, in the cells that hit one
 STOPS = tuple(range(3, 13))  # so that few completions are cut off
-SERVER = [*COMMAND, "--port", "{port}", "--delay-s", "0.3"]
-SERVER += ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
+SERVER = ["--delay-s", "0.3", "--vocab-size", str(len(LETTERS)), "--context-length", "64"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MOMENT, AFTER, NOTICES, WEIGHTS = "moment.json", "after", "notices.jsonl", "weights.pt"  # files of the run's folder
 KILL, STOP, RAISE, BLOCK = "SIGKILL", "SIGSTOP", "exception", "blocked"
@@ -191,16 +190,16 @@ class Moment(RLCallback):
 
     def _target(self, actor: str) -> int:
         if actor == "server":
-            guard = self.trainer.engine.fleet.servers[0].pid
+            guard = self.trainer.engine.fleet.in_state()[0].process.pid
             return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
         if actor == "reward worker":
             return int((self.folder / PID).read_text())
         if actor == "environment":
             return Tool.idle[0].pid
         if actor == "workflow worker":
-            workers: list[Any] = self.trainer.rollout.local._player.pool._workers
+            workers: list[Any] = self.trainer.rollout.local._runner._workers
             wait_until(lambda: len(workers) == WORKERS)  # one may still be starting
-            return max(workers, key=lambda worker: len(worker.playing)).pid
+            return max(workers, key=lambda worker: worker.num_running).pid
         return os.getpid()
 
     def _act(self, pid: int) -> None:
@@ -340,12 +339,13 @@ def play(folder: Path, cell: Cell | None, *, rank: int = 0, ranks: int = 1, resu
     checkpoints = ModelCheckpoint(
         folder / "checkpoints", save_last=True, every_n_train_steps=1, save_top_k=0, save_on_exception=True
     )
-    timeouts = Timeouts(hang_s=DEADLINE_S, sync_s=10, server_wait_s=30, startup_s=60, request_s=10)
+    timeouts = Timeouts(request_s=2 * DEADLINE_S, sync_s=10, startup_s=60)
+    python = python_of_fakes(folder, *SERVER)
     spread = {"devices": ranks, "strategy": FSDP2Strategy(hang_timeout_s=HANG_S)} if ranks > 1 else {}
     letters = Letters(None, batch_size=PROMPTS, chat_template=TEMPLATE)
     trainer = lightrl.Trainer(
         **QUIET | {"enable_checkpointing": True}, default_root_dir=folder, max_steps=ITERATIONS, limit_val_batches=0,
-        engine=Engine(servers=2, command=SERVER, probe_interval_s=0.1, timeouts=timeouts), **spread,
+        engine=Engine(servers=2, sglang_python=python, timeouts=timeouts), **spread,
         callbacks=[moment, checkpoints, TrajectoryLog(1, table_every_n_iterations=None), WeightSync(),
                    StalenessControl(0, loop_timeout_s=HANG_S)],
     )  # fmt: skip

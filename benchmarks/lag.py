@@ -152,7 +152,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
     for iteration in range(options.iterations):
         fresh = sample(module.policy, draw.sample(prompts, GROUPS), iteration)
         queue.append(fresh)
-        experience = score(module, queue.popleft()).own
+        experience = score(module, queue.popleft()).local
         metrics = IterationMetrics()
         for minibatch in experience.minibatches(module.num_minibatches, seed=1000 * seed + iteration):
             optimizer.zero_grad()

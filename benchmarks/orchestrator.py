@@ -14,7 +14,7 @@ Rows of the table:
     controller    the whole path to judged groups
     workers_N     the same with `workflow_workers=N`: the time is rank 0's, and `worker_ms_per_request` that of the
                   workers, all together; `--workers 1,2` has a row for each
-    routing       which of many servers a request goes to (ServerPool), a part of the engine's time
+    routing       which of many servers a request goes to (ServerFleet), a part of the engine's time
 
 `at_most_...` is what a processor core that does nothing else can take in, from these milliseconds: the event loop is
 one thread, so this is the end of what rank 0 can control.
@@ -48,8 +48,10 @@ from transformers import Qwen3Config
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import SGLangEngine
-from lightrl.engines.sglang.open_files import raise_open_files
-from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.connection import raise_open_files
+from lightrl.engines.sglang.fleet import ServerFleet
+from lightrl.engines.sglang.server import Server as EngineServer
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Prompt, Sampling, Trajectory
@@ -113,13 +115,16 @@ async def serve(delay_s: float, num_tokens: int) -> None:
     await fake.serve(server)
 
 
-class Judged:
+class InstantRewards:
     """Returns a reward immediately."""
 
     def start(self) -> None: ...
 
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        return Judgment(1.0)
+    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+        futures = [asyncio.get_running_loop().create_future() for _ in trajectories]
+        for future in futures:
+            future.set_result(Judgment(1.0))
+        return futures
 
     def close(self) -> None: ...
 
@@ -174,7 +179,8 @@ def bare_loop(setting: Setting) -> None:
 
 @contextmanager
 def started_engine(setting: Setting) -> Iterator[SGLangEngine]:
-    engine = SGLangEngine(urls=setting.urls, max_connections=setting.in_flight, verify_sync=False)
+    engine = SGLangEngine(urls=setting.urls)
+    engine.should_verify = False
     engine.start(Qwen3Config(vocab_size=VOCAB_SIZE, max_position_embeddings=32768))
     try:
         engine.load_weights(iter([Bucket({"weight": torch.zeros(1)}, is_last=True)]), weight_version=0)
@@ -211,7 +217,7 @@ def controller_run(setting: Setting) -> None:
         controller = RolloutController(
             engine,
             SingleTurn(orchestrator.NoText()),  # type: ignore[arg-type]
-            Judged(),  # type: ignore[arg-type]
+            InstantRewards(),  # type: ignore[arg-type]
             RolloutSettings(
                 group_size=GROUP_SIZE,
                 groups_per_iteration=num_groups,
@@ -294,15 +300,14 @@ def measure(name: str, setting: Setting, servers: list[Server], report: Report) 
 
 
 def measure_routing(report: Report, num_servers: int, num_requests: int) -> None:
-    pool = ServerPool()
+    fleet = ServerFleet()
     for number in range(num_servers):
-        pool.join(str(number))
-        pool.admit(str(number), 0)
+        fleet.admit(fleet.join(EngineServer(SGLangClient(f"http://{number}"))), 0)
     started = time.process_time()
     for number in range(num_requests):
-        url = pool.choose(str(number))
-        assert url is not None
-        pool.start_request(url, 1000)
+        server = fleet.choose(str(number))
+        assert server is not None
+        fleet.start_request(server, 1000)
     per_request_ms = 1e3 * (time.process_time() - started) / num_requests
     report.add("routing", servers=num_servers, processor_ms_per_request=round(per_request_ms, 4))
 

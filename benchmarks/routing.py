@@ -1,4 +1,4 @@
-"""Which server a request goes to, by ServerPool and by SGLang's gateway (smg): prompt tokens computed, and load.
+"""Which server a request goes to, by ServerFleet and by SGLang's gateway (smg): prompt tokens computed, and load.
 
     pip install smg && python -m benchmarks.routing [--servers 4] [--groups 24]
 
@@ -36,7 +36,9 @@ from transformers import AutoConfig
 
 from benchmarks.report import Report
 from lightrl.engines import SGLangEngine
-from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.fleet import ServerFleet
+from lightrl.engines.sglang.server import Server
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -141,19 +143,18 @@ async def sample(post: Post, group: int, number: int, seen: list[list[int]]) -> 
 
 def by_pool(servers: Sequence[CachedServer], client: aiohttp.ClientSession) -> Post:
     """As SGLangEngine chooses: a trajectory stays on its server unless that is much busier."""
-    pool = ServerPool()
+    fleet = ServerFleet()
     for server in servers:
-        pool.join(server.url)
-        pool.admit(server.url, 0)
+        fleet.admit(fleet.join(Server(SGLangClient(server.url))), 0)
 
     async def post(session: str, name: str, tokens: list[int]) -> list[int]:
-        url = pool.choose(session)
-        assert url is not None
-        counted = pool.start_request(url, len(tokens) + COMPLETION)
+        server = fleet.choose(session)
+        assert server is not None
+        fleet.start_request(server, len(tokens) + COMPLETION)
         try:
-            return await send(client, url, name, tokens)
+            return await send(client, server.url, name, tokens)
         finally:
-            pool.end_request(counted, len(tokens) + COMPLETION)
+            fleet.end_request(server, len(tokens) + COMPLETION)
 
     return post
 
@@ -169,7 +170,8 @@ async def send(client: aiohttp.ClientSession, url: str, name: str, tokens: list[
 async def engine_on(servers: Sequence[CachedServer], router: str | None) -> AsyncIterator[Post]:
     """Requests of an engine that has loaded its first version."""
     urls = [server.url for server in servers]
-    engine = SGLangEngine(urls=urls, router=router, verify_sync=False)
+    engine = SGLangEngine(urls=urls, router=router)
+    engine.should_verify = False
     buckets = [Bucket({"weight": torch.zeros(1)}, is_last=True)]
     try:
         await asyncio.to_thread(engine.start, AutoConfig.for_model("llama", vocab_size=50_000))

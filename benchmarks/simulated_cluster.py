@@ -1,4 +1,4 @@
-"""SimulatedCluster: servers, ranks and failures on a clock that is a number, driven by GroupBook and ServerPool.
+"""SimulatedCluster: servers, ranks and failures on a clock that is a number, driven by GroupScheduler and ServerFleet.
 
 A server writes one token of each of its completions in a step. A step reads the weights and the key-values of all of
 them from memory, which bounds its time; so it takes longer the more completions there are, and hardly less for one.
@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.stream_order import OrderOfBook
-from lightrl.engines.sglang.pool import PooledServer, ServerPool
+from benchmarks.stream_order import OrderOfScheduler
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.fleet import ServerFleet
+from lightrl.engines.sglang.server import Server as EngineServer
 
 MEMORY_BYTES_PER_S = 3.35e12  # an H100's or H800's data sheet
 # A line through published speeds of one request (vLLM, bf16, an A100 of 2.039e12 bytes/s): seconds of a step, by bytes
@@ -100,7 +102,7 @@ class Request(NamedTuple):
     position: int
     sample: int
     length: int
-    counted: PooledServer
+    counted: EngineServer | None
 
 
 @dataclass
@@ -205,10 +207,10 @@ class SimulatedCluster:
         self.hosts, self.gpus_per_host, self.failures_per_host_s = hosts, gpus_per_host, failures_per_host_s
         room = max(prompts, 2 * len(servers) * slots // group_size)
         concurrent = {"max_concurrent": room} if max_staleness else {}
-        self.order = OrderOfBook(groups_per_iteration=prompts, max_staleness=max_staleness, **concurrent)
-        self.pool = ServerPool()
+        self.order = OrderOfScheduler(groups_per_iteration=prompts, max_staleness=max_staleness, **concurrent)
+        self.fleet = ServerFleet()
         self.servers = {
-            f"server-{number}": Server(f"server-{number}", host, hardware, slots, lengths.prompt)
+            f"http://{number}": Server(f"http://{number}", host, hardware, slots, lengths.prompt)
             for number, host in enumerate(servers)
         }
         self.now, self.version, self.lost_hosts = 0.0, 0, 0
@@ -222,8 +224,7 @@ class SimulatedCluster:
         self._unplaced: deque[Request] = deque()
         self._random = random.Random(0)
         for url in self.servers:
-            self.pool.join(url)
-            self.pool.admit(url, 0)
+            self.fleet.admit(self.fleet.join(EngineServer(SGLangClient(url))), 0)
 
     def run(self, *, warm_up: int, iterations: int) -> Outcome:
         if self.failures_per_host_s:
@@ -278,12 +279,12 @@ class SimulatedCluster:
         server.advance(self.now)
         has_finished, done = False, server.pop_done()
         for request in done:
-            self.pool.end_request(request.counted, request.length)
+            self.fleet.end_request(request.counted, request.length)
             self._left[request.position] -= 1
             if not self._left[request.position]:
                 self.order.finish(request.position)
                 has_finished = True
-        if self.pool.servers[server.url].state == "syncing" and not server.running:
+        if self.fleet.servers[server.url].state == "draining" and not server.running:
             server.pause(self.hardware.sync_s)
             self._at(server.paused_until, "loaded", server.url)
         self._schedule(server)
@@ -304,10 +305,10 @@ class SimulatedCluster:
                 continue
             if self.interrupts or not server.running:
                 server.pause(self.hardware.sync_s + self.hardware.prefill_s(server.context))
-                self.pool.admit(server.url, self.version)
+                self.fleet.admit(self.fleet.servers[server.url], self.version)
                 self._schedule(server)
             else:
-                self.pool.hold(server.url, "it gets weights when its requests are done")
+                self.fleet.drain(self.fleet.servers[server.url])  # it gets weights when its requests are done
 
     def _on_synced(self, number: int) -> None:
         if number == self._update:
@@ -317,7 +318,7 @@ class SimulatedCluster:
 
     def _on_loaded(self, url: str) -> None:
         if not self.servers[url].is_lost:
-            self.pool.admit(url, self.version)
+            self.fleet.admit(self.fleet.servers[url], self.version)
             self._place_waiting(self.servers[url].slots)
 
     def _on_fail(self, _: None) -> None:
@@ -329,9 +330,9 @@ class SimulatedCluster:
             if server.host == host or has_ranks:
                 server.advance(self.now)
                 server.is_lost = True
-                self.pool.lose(server.url, "its host failed", comes_back=True)
+                self.fleet.lose(self.fleet.servers[server.url], "its host failed")
                 for request in server.empty():  # decoded again from the start
-                    self.pool.end_request(request.counted, request.length)
+                    self.fleet.end_request(request.counted, request.length)
                     self._unplaced.append(request)
                 server.stamp += 1
                 server.paused_until = self.now + RESTART_S
@@ -349,7 +350,7 @@ class SimulatedCluster:
             return  # lost again
         server.advance(self.now)
         server.is_lost = False
-        self.pool.admit(url, self.version)
+        self.fleet.admit(self.fleet.servers[url], self.version)
         self._place_waiting(server.slots)
 
     def _on_restarted(self, number: int) -> None:
@@ -381,19 +382,21 @@ class SimulatedCluster:
             lengths = [self.lengths.draw(f"{position}/{sample}") for sample in range(self.group_size)]
             self._lengths[position], self._left[position] = lengths, self.group_size
             for sample, length in enumerate(lengths):
-                self._place(Request(0.0, position, sample, length, PooledServer("")), touched)
+                self._place(Request(0.0, position, sample, length, None), touched)
         self._schedule_all(touched)
 
     def _place(self, request: Request, touched: set[str]) -> None:
-        url = self.pool.choose(f"{request.position}/{request.sample}")
-        if url is None or len(self.servers[url].running) >= self.servers[url].slots:
+        counted = self.fleet.choose(f"{request.position}/{request.sample}")
+        url = counted.url if counted is not None else ""
+        if counted is None or len(self.servers[url].running) >= self.servers[url].slots:
             self._unplaced.append(request)
             return
         server = self.servers[url]
         if url not in touched:
             server.advance(self.now)
             touched.add(url)
-        server.add(request._replace(counted=self.pool.start_request(url, request.length)))
+        self.fleet.start_request(counted, request.length)
+        server.add(request._replace(counted=counted))
 
     def _place_waiting(self, room: int) -> None:
         touched: set[str] = set()

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import yarl
-from fake_sglang import COMMAND
+from fake_sglang import python_of_fakes
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -70,8 +70,7 @@ ADDRESSES = 256  # more than yarl's caches hold
 SAMPLES = "samples.csv"  # in a run's folder
 MEASURED = ("rss_kib", "python_blocks", "glibc_kib", "threads", "open_files", "processes")  # should stay as they are
 COLUMNS = ("iteration", "seconds", *MEASURED, "checkpoint_bytes", "killed")
-SERVER = [*COMMAND, "--port", "{port}"]
-SERVER += ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
+SERVER = ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
 
 
 class Letters(PromptDataModule):
@@ -104,16 +103,16 @@ class Watch(RLCallback):
         self._file.write(",".join(COLUMNS) + "\n")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        for policy in trainer.engine.fleet._policies:  # a server that dies every minute would be given up
-            policy.stable_s = 1.0
+        for server in trainer.engine.fleet.in_state():  # one that dies every minute would be given up
+            server.process.policy.stable_s = 1.0
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         iteration = trainer.global_step
         if iteration % self.kill_every == 0:
             # Once the last one that was killed is back: a run ends if a sync has no server left.
-            while len(trainer.engine.pool.urls("routable")) < NUM_SERVERS and time.monotonic() < self.ends_at:
+            while len(trainer.engine.fleet.urls("routable")) < NUM_SERVERS and time.monotonic() < self.ends_at:
                 time.sleep(0.1)
-            kill_group(trainer.engine.fleet.servers[self._num_killed % NUM_SERVERS].pid)
+            kill_group(trainer.engine.fleet.in_state()[self._num_killed % NUM_SERVERS].process.pid)
             self._num_killed += 1
         if time.monotonic() > self.ends_at:
             trainer.should_stop = True
@@ -210,7 +209,10 @@ def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, end
     trainer = lightrl.Trainer(
         **QUIET | {"enable_checkpointing": True, "logger": [CSVLogger(folder), TensorBoardLogger(folder)]},
         default_root_dir=folder, max_steps=iterations, max_epochs=-1, limit_val_batches=0,
-        engine=SGLangEngine(servers=NUM_SERVERS, command=SERVER, timeouts=Timeouts(hang_s=10, startup_s=120)),
+        engine=SGLangEngine(
+            servers=NUM_SERVERS, sglang_python=python_of_fakes(folder, *SERVER),
+            timeouts=Timeouts(request_s=20, startup_s=120),
+        ),
         callbacks=[Watch(folder, iterations, kill_every, ends_at), LearningCurve(), TrajectoryLog(),
                    StalenessControl(max_staleness),
                    ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=50, save_top_k=1)],

@@ -29,14 +29,14 @@ from lightrl.algorithms import GRPO
 from lightrl.experience import Experience
 from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
-from lightrl.loops.sharing import spread
+from lightrl.loops.sharing import shard
 from lightrl.models import ModelSpec, Outputs
 from lightrl.rollout import RolloutSettings
-from lightrl.strategies import Message, Microbatches, SpreadExperience
+from lightrl.strategies import Message, Microbatches, ShardedExperience
 from lightrl.strategies.rank_watch import RankWatch
-from lightrl.strategies.ranks import ProcessRanks, watch_all
-from lightrl.strategies.row_plan import Send
-from lightrl.strategies.spread_experience import TOKEN_DTYPES, table_of
+from lightrl.strategies.ranks import ProcessRanks, Send, watch_all
+from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
+from lightrl.strategies.sharded_experience.placement import microbatch_rows, minibatches
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 GROUP_SIZE = 8
@@ -133,17 +133,18 @@ def trimmed_rss_bytes() -> int:
     return rss_bytes()
 
 
-def host_bytes(experience: SpreadExperience) -> int:
+def host_bytes(experience: ShardedExperience) -> int:
     """Of all rows the numbers, and of the rows that are here the tokens."""
-    rows = sum(value.numel() * value.element_size() for value in experience._rows.values())
+    rows = sum(value.numel() * value.element_size() for value in experience.rows.values())
     return rows + sum(item.nbytes for values in experience.tokens.values() for item in values.rows if item is not None)
 
 
-def device_bytes(experience: SpreadExperience, module: GRPO, ranks: ProcessRanks) -> int:
+def device_bytes(experience: ShardedExperience, module: GRPO, ranks: ProcessRanks) -> int:
     """The most that two successive microbatches take: one is computed on, and the next comes."""
     most = 0
-    for minibatch in experience.minibatches(NUM_MINIBATCHES):
-        rows = ranks.microbatch_rows(minibatch, module.microbatch_tokens)
+    for picked in minibatches(experience, epochs=1, seed=0):
+        minibatch = experience.select(picked)
+        rows = microbatch_rows(minibatch, ranks, module.microbatch_tokens)
         sizes = [
             sum(value.numel() * value.element_size() for value in part.tensors().values())
             for part in Microbatches(minibatch, rows, torch.device("cpu"))
@@ -171,18 +172,19 @@ def play(ranks: CountedRanks, num: int, width: int) -> dict[str, Any]:
     ranks.received_bytes = 0
     taken = rollout.take(0)
     whole = rollout.pop_experience()
-    experience = spread(whole, module, ranks, seed=0, has_all=[0]) if ranks.size > 1 else whole
+    experience = shard(whole, module, ranks, seed=0, has_all=[0])
     del whole
     rows = [item for group in taken for item in group.trajectories]
-    experience = score(module, experience, rows if ranks.is_main else [], ranks=ranks)
+    experience = score(module, experience, rows if ranks.is_main else [])
     received = ranks.received_bytes
     token_bytes = sum(torch.empty(0, dtype=dtype).element_size() for dtype in TOKEN_DTYPES.values())
     bound = 0
-    if experience.work is not None and not ranks.is_main:
-        has = torch.zeros_like(experience.work)
+    if not ranks.is_main:
+        work = experience.rows["_work"].T
+        has = torch.zeros_like(work)
         has[0] = True
-        bound = lower_bound_bytes(has, experience.work, (experience.lengths * token_bytes).tolist())[ranks.rank]
-        bound += sum(value.numel() * value.element_size() for value in table_of(experience).values())
+        bound = lower_bound_bytes(has, work, (experience.lengths * token_bytes).tolist())[ranks.rank]
+        bound += sum(value.numel() * value.element_size() for value in experience.table.values())
     return {
         "tokens": int(experience.lengths.sum()),
         "tokens_here": int(experience.lengths[experience.rows_here].sum()),

@@ -1,7 +1,7 @@
 """Which trajectories are trained on if a few take 30 times as long: distance of their lengths from those sampled.
 
 Part of `python -m benchmarks.async_overlap`. Time is a number: an update takes 1, a group as long as the longest of its
-completions, and GroupBook, which decides for the controller, decides here. So a run of 10,000 trajectories takes a
+completions, and GroupScheduler, which decides for the controller, decides here. So a run of 10,000 trajectories takes a
 second, and its numbers are the same on every machine.
 
 Lengths are lognormal (sigma 0.8, in units of the median), cut off at 30; 5 % of the completions do not end before.
@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from benchmarks.report import Report
 from lightrl.rollout import RolloutSettings
-from lightrl.rollout.group_book import GroupBook, RunningGroup
+from lightrl.rollout.group_scheduler import GroupScheduler, RunningGroup
 from lightrl.trajectory import Prompt, Trajectory
 
 LONGEST = 30.0  # medians
@@ -93,56 +93,56 @@ class Order(Protocol):
     def is_running(self, position: int) -> bool: ...
 
 
-class OrderOfBook:
-    """The decisions of GroupBook, in the controller's sequence."""
+class OrderOfScheduler:
+    """The decisions of GroupScheduler, in the controller's sequence."""
 
     def __init__(self, **settings: Any) -> None:
-        self.book = GroupBook(RolloutSettings(**{"groups_per_iteration": PROMPTS, **settings}))
-        self.max_staleness = self.book.settings.max_staleness
+        self.scheduler = GroupScheduler(RolloutSettings(**{"groups_per_iteration": PROMPTS, **settings}))
+        self.max_staleness = self.scheduler.settings.max_staleness
         self.num_discarded = 0
         self._next_position = 0
         self._restarted: list[int] = []
 
     def start(self, version: int) -> list[int]:
-        book, started, self._restarted = self.book, self._restarted, []
-        if book.may_start(version):
-            for _ in range(book.plan(version)):
-                book.queue(self._next_position)
+        scheduler, started, self._restarted = self.scheduler, self._restarted, []
+        if scheduler.may_start(version):
+            for _ in range(scheduler.plan(version)):
+                scheduler.queue(self._next_position)
                 self._next_position += 1
-            started += [self._start(position, version).group.id for position in book.startable(version)]
+            started += [self._start(position, version).group.id for position in scheduler.startable(version)]
         return started
 
     def finish(self, position: int) -> None:
-        running = self.book.running[position]
+        running = self.scheduler.running[position]
         trajectory = Trajectory(
             running.group.prompt, position, 0, [0, 1], [False, True], [0.0, 0.0], [-1, running.started_version], [1],
             "", reward=1.0,
         )  # fmt: skip
-        if self.book.record(running, 0, trajectory):
-            self.book.settle(running.group)
+        if self.scheduler.record(running, 0, trajectory):
+            self.scheduler.settle(running.group)
 
     def take(self, version: int) -> list[int]:
-        self.book.begin_take(version)
-        batch = self.book.take(version)
-        while stragglers := self.book.stragglers(batch, version):
+        self.scheduler.begin_take(version)
+        batch = self.scheduler.take(version)
+        while stragglers := self.scheduler.stragglers(batch, version):
             for position in stragglers:
-                self.book.redraw(position)
+                self.scheduler.resample(position)
                 self._start(position, version)
             self._restarted += stragglers
             self.num_discarded += len(stragglers)
-            batch = self.book.take(version)
+            batch = self.scheduler.take(version)
         self.num_discarded += len(batch.gives_up)
         if batch.group_ids is None:
             return []
-        assert all(version - group.oldest_version <= self.book.settings.max_staleness for group in self.book.taken)
-        self.book.commit()
+        assert all(version - group.oldest_version <= self.max_staleness for group in self.scheduler.taken)
+        self.scheduler.commit()
         return batch.group_ids
 
     def is_running(self, position: int) -> bool:
-        return position in self.book.running
+        return position in self.scheduler.running
 
     def _start(self, position: int, version: int) -> RunningGroup:
-        return self.book.start(position, Prompt(id=str(position), token_ids=[0]), version)
+        return self.scheduler.start(position, Prompt(id=str(position), token_ids=[0]), version)
 
 
 class DiscardAndRequeue:
@@ -239,9 +239,9 @@ def measure(stalenesses: Sequence[int], paces: Sequence[float], num_trajectories
     for pace in paces:
         for staleness in stalenesses:
             orders: dict[str, Order] = {
-                "windowed": OrderOfBook(max_staleness=staleness),
-                "redraw": OrderOfBook(max_staleness=staleness, redraw_stragglers=True),
-                "over-sample": OrderOfBook(max_staleness=staleness, oversample_fraction=0.25),
+                "windowed": OrderOfScheduler(max_staleness=staleness),
+                "redraw": OrderOfScheduler(max_staleness=staleness, redraw_stragglers=True),
+                "over-sample": OrderOfScheduler(max_staleness=staleness, oversample_fraction=0.25),
                 "discard": DiscardAndRequeue(staleness),
             }
             for name, order in orders.items():

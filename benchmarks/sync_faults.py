@@ -55,10 +55,10 @@ from lightrl import (
     Trajectory,
     WeightSync,
 )
-from lightrl.callbacks import RLCallback
+from lightrl.callbacks import RLCallback, weight_sync
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.servers.server import HeldPort
+from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
+from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.errors import LightRLError
 from lightrl.testing import QUIET
 
@@ -134,7 +134,6 @@ FAULTS = (
     _load("the lowest bit of one value flipped", "flip_bit", names=r"layers\.1\.mlp\.up_proj"),
     _load("kept in bfloat16 by a float32 server", "round", dtype="float32"),
     _load("truncated to bfloat16 by a float32 server", "truncate", dtype="float32"),
-    _load("truncated to bfloat16, not rounded", "truncate", dtype="float32", models=("model", "bfloat16")),
     _load("kept in float16 by a float32 server", "through_float16", dtype="float32"),
     _load("adapters never delivered: the base", "old_version", versions_back=1000, has_lora=True),
     _load("one matrix without its adapter", "old_version", versions_back=1000, has_lora=True, names="1.mlp.up_proj"),
@@ -366,18 +365,18 @@ class Servers:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._processes: dict[str, list[FakeServerProcess]] = {name: [] for name in MODELS}
+        self._processes: dict[tuple[str, str], list[FakeServerProcess]] = {}  # by model and dtype
         self._receiver: DeltaReceiver | None = None
 
     def folder(self, model: str) -> Path:
         return self.root / MODELS[model][0]
 
-    def take(self, model: str, num: int) -> list[FakeServerProcess]:
-        """`num` servers without faults."""
-        processes = self._processes[model]
+    def take(self, model: str, num: int, dtype: str = "bfloat16") -> list[FakeServerProcess]:
+        """`num` servers without faults, in this dtype if the model names none."""
+        processes = self._processes.setdefault((model, dtype), [])
         while len(processes) < num:
-            folder = self.root / f"served-{model}"
-            processes.append(FakeServerProcess(str(folder), **MODELS[model][1]))
+            folder = self.root / f"served-{model}-{dtype}"
+            processes.append(FakeServerProcess(str(folder), **{"dtype": dtype} | MODELS[model][1]))
         for process in processes[:num]:
             if not process.is_alive():
                 shutil.copytree(self.folder(model), str(process.model_folder), dirs_exist_ok=True)
@@ -418,7 +417,6 @@ def fit(
     *,
     token: str | None = None,
     transport: str = "disk",
-    dtype: str = "bfloat16",
     has_lora: bool = False,
     adapters: str = "merged",
     receivers: Sequence[str] | None = None,
@@ -428,14 +426,15 @@ def fit(
 ) -> Result:
     """One run, with its warnings and its error."""
     start = time.perf_counter()
+    os.environ[RECEIVER_VARIABLE] = ",".join(receivers or [])
     engine = SGLangEngine(
-        urls=urls, token=token, probe_interval_s=0.1, receivers=receivers,
+        urls=urls, token=token,
         transport=transport,  # type: ignore[arg-type]
         adapters=adapters,  # type: ignore[arg-type]
-        weights_dtype=None if dtype == "float32" else dtype, timeouts=Timeouts(request_s=60, sync_s=60),
+        timeouts=Timeouts(sync_s=60),
     )  # fmt: skip
+    weight_sync.BUCKET_BYTES = BUCKET_BYTES
     sync = WeightSync()
-    sync.bucket_bytes = BUCKET_BYTES
     trainer = lightrl.Trainer(
         engine=engine, callbacks=[StalenessControl(max_staleness), sync, watch], max_steps=num_iterations,
         default_root_dir=tempfile.gettempdir(), **QUIET,
@@ -464,7 +463,7 @@ def delta_settings(receiver: DeltaReceiver | None) -> dict[str, Any]:
 
 
 def run_fault(fault: SyncFault, num_servers: int, servers: Servers) -> Result:
-    processes = servers.take(fault.models[1], num_servers)
+    processes = servers.take(fault.models[1], num_servers, fault.dtype)
 
     receiver = servers.receiver() if fault.transport == "delta" else None
     num_damaged: list[int] = []  # values
@@ -480,7 +479,7 @@ def run_fault(fault: SyncFault, num_servers: int, servers: Servers) -> Result:
     result = fit(
         [process.url for process in processes], servers.folder(fault.models[0]),
         Watch(arm, fault.armed_at, receiver.keep if receiver else lambda: None),
-        transport=fault.transport, dtype=fault.dtype, has_lora=fault.has_lora, adapters=fault.adapters, lr=fault.lr,
+        transport=fault.transport, has_lora=fault.has_lora, adapters=fault.adapters, lr=fault.lr,
         **delta_settings(receiver),
     )  # fmt: skip
     fired = [entry for process in processes for entry in process.stats()["faults"]]
@@ -514,7 +513,9 @@ def run_healthy(num_syncs: int, servers: Servers, kinds: Sequence[Healthy] = HEA
     """At least `num_syncs` syncs without a fault, and what was reported all the same."""
     results = []
     for settings, model, num_servers in kinds:
-        urls = [process.url for process in servers.take(model, num_servers)]
+        settings = dict(settings)
+        processes = servers.take(model, num_servers, settings.pop("dtype", "bfloat16"))
+        urls = [process.url for process in processes]
         num_iterations = max(1, math.ceil(num_syncs / len(kinds)) - 1)  # and the sync before the first one
         receiver = servers.receiver() if settings.get("transport") == "delta" else None
         more = settings | delta_settings(receiver)

@@ -45,7 +45,8 @@ from benchmarks.packing import GROUP_SIZE, PADDED_ROWS, make_trajectories, run_p
 from benchmarks.report import Report, median_ratio, peak_rss_mib
 from lightrl.experience import Experience
 from lightrl.models import Outputs
-from lightrl.strategies import FSDP2Strategy, Microbatches, SpreadExperience, ranks_of
+from lightrl.strategies import FSDP2Strategy, Microbatches, ShardedExperience, ranks_of
+from lightrl.strategies.sharded_experience.placement import microbatch_rows
 
 WARM_UP = 2  # updates
 TARGETS = {"sft": 1.0, "padded": 2.0}
@@ -95,11 +96,11 @@ class OtherTurns(lightrl.RLCallback):
     def __init__(self, times: UpdateTimes, padded_model: str | None) -> None:
         self.times = times
         self.padded_model = padded_model
-        self.minibatch: SpreadExperience | None = None
+        self.minibatch: ShardedExperience | None = None
         self.sides: dict[str, Callable[[], None]] = {}
 
     def on_minibatch_start(
-        self, trainer: Any, module: Any, minibatch: SpreadExperience, index: int, total: int
+        self, trainer: Any, module: Any, minibatch: ShardedExperience, index: int, total: int
     ) -> None:
         self.minibatch = minibatch
 
@@ -108,7 +109,7 @@ class OtherTurns(lightrl.RLCallback):
         if not self.sides:
             self.sides = {"sft": fine_tuning(pl_module, self.minibatch)}
             if self.padded_model is not None:
-                self.sides["padded"] = padded(self.padded_model, self.minibatch.to(pl_module.device))
+                self.sides["padded"] = padded(self.padded_model, self.minibatch.dense(device=pl_module.device))
         sides = list(self.sides.items())
         for name, update in sides if batch_idx % 2 else sides[::-1]:
             started = now()
@@ -116,7 +117,7 @@ class OtherTurns(lightrl.RLCallback):
             self.times.turns[name].append(since(started))
 
 
-def fine_tuning(module: Any, minibatch: SpreadExperience) -> Callable[[], None]:
+def fine_tuning(module: Any, minibatch: ShardedExperience) -> Callable[[], None]:
     """An update that maximizes the logprob of each loss token, with the module's own model and microbatches."""
     ranks, model = ranks_of(module.trainer.strategy), module.parallel_models["policy"]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -128,7 +129,7 @@ def fine_tuning(module: Any, minibatch: SpreadExperience) -> Callable[[], None]:
 
     def update() -> None:
         optimizer.zero_grad(set_to_none=True)
-        rows = ranks.microbatch_rows(minibatch, module.microbatch_tokens, unit=module.loss_unit)
+        rows = microbatch_rows(minibatch, ranks, module.microbatch_tokens, unit=module.loss_unit)
         microbatches = Microbatches(minibatch, rows, module.device)
         with torch.enable_grad():
             model.forward_backward(microbatches, loss, lambda value: value.backward())

@@ -46,7 +46,7 @@ from transformers import Qwen3Config
 
 from benchmarks.delta_sync import add_paper, measure_delta, measure_growth
 from benchmarks.report import PeakMemory, Report
-from lightrl.engines.sglang.servers.server import HeldPort
+from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm, SharedBucket, WeightFolder, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
 
@@ -132,8 +132,7 @@ class Sender:
             for bucket in self.buckets():
                 if sending is not None:
                     sending.result()
-                sending = thread.submit(pass_on, bucket)
-                del bucket
+                sending = thread.submit(pass_on, Bucket(dict(bucket.tensors), bucket.is_last))
             if sending is not None:
                 sending.result()
         if writer is not None:
@@ -211,7 +210,6 @@ def measured(sender: Sender, way: str, options: argparse.Namespace) -> Iterator[
     dist.barrier()
     for bucket in sender.buckets():
         expected += sum(float(tensor.sum(dtype=torch.float64)) for tensor in bucket.tensors.values())
-    del bucket
     seconds, extra = sender.measure(way, options.repeats)
     if way not in ("gather", "in_process"):
         assert abs(sender.ask("sum") - expected) < 1e-6 * max(1.0, abs(expected)), way

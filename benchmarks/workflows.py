@@ -20,7 +20,7 @@ import argparse
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,13 +82,16 @@ class Prompts:
         return Prompt(f"p{position}", messages=messages, token_ids=token_ids)
 
 
-class Judged:
+class InstantRewards:
     """Returns the environment's rewards immediately."""
 
     def start(self) -> None: ...
 
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        return Judgment(sum(trajectory.rewards or []))
+    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+        futures = [asyncio.get_running_loop().create_future() for _ in trajectories]
+        for trajectory, future in zip(trajectories, futures, strict=True):
+            future.set_result(Judgment(sum(trajectory.rewards or [])))
+        return futures
 
     def close(self) -> None: ...
 
@@ -159,7 +162,7 @@ def main(arguments: list[str] | None = None) -> None:
         controller = RolloutController(
             make_engine([*completion, END], delay_s),
             workflow,
-            Judged(),
+            InstantRewards(),
             RolloutSettings(group_size=10, groups_per_iteration=sessions // 10),
             sampling=sampling,
             prompts=Prompts(workflow.renderer.tokenizer),

@@ -17,7 +17,7 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     strategies    where parameters and work live
     testing       a tiny policy and made-up trajectories, for tests
     workflows     a prompt to a trajectory: turns, environments, agents
-    rollout       prompts to judged trajectories, within a staleness
+    rollout       prompts to trajectories with rewards, within a staleness
     module        RLModule: the hooks a user writes
     data          prompts by position, chats for SFT
     algorithms    RLModules ready to use: GRPO and its relatives, SFT
@@ -43,6 +43,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 
+# Public names that have changed: for one release, the error for the old one gives the new one.
+RENAMED = {"lightrl.engines.abilities.WritesGroups": "lightrl.engines.RolloutEngine.generate_group"}
+
+
 def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of a package that imports a public name's module when the name is first used.
 
@@ -53,7 +57,9 @@ def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str
 
     def load(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            new_name = RENAMED.get(f"{package}.{name}")
+            hint = "" if new_name is None else f"; it is now {new_name}"
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value

@@ -1,4 +1,4 @@
-"""Which model computes what from what: ModelCalls and the graph of their keys, checked before anything runs.
+"""ModelCalls and the graph of their keys (which model computes what from what), checked before anything runs.
 
     generate ─┬─► reward ─────┐
               ├─► reference ──┤
@@ -53,7 +53,7 @@ class ModelCall:
     timeout_s: float = 1800.0  # deadline of a call without a role
     adapters_off: bool = False  # run the role's model without its LoRA adapters
     on_all_ranks: bool = False  # a function that every rank runs, in the trainer's thread
-    url: str | None = None  # of the server that has the role's model and answers instead of it
+    url: str | None = None  # a server that has the role's model and answers instead of it
     topk: int = 0  # also the K likeliest tokens: the outputs have teacher_topk_ids and teacher_topk_logprobs
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class ModelCall:
 
 
 class ModelSource(Protocol):
-    """Where a role's model is: behind `url`, or here."""
+    """The place of a role's model: behind `url`, or here."""
 
     @property
     def url(self) -> str | None: ...

@@ -20,12 +20,11 @@ from lightrl.functional.packing import microbatch_bins
 from lightrl.functional.rows import (
     check_trajectories,
     every_token,
-    judged_rows,
     padded_rows,
+    reward_fields,
     row_fields,
     support_codes,
     support_fields,
-    token_rewards_of,
 )
 from lightrl.trajectory import Trajectory
 
@@ -43,19 +42,19 @@ class Experience:
     """Trajectories as tensors. Frozen: phases add fields with `with_tensors`.
 
     The outputs of a user's own model calls are kept in `extras` under their key, read as `experience["key"]`, and
-    travel with the other fields. Rows keep the (prompt, sample) order of the rollout. Images are stored once and
-    shared by parts; `image_rows` says which of them a row shows.
+    travel with the other fields. Rows keep the (prompt, sample) order of the rollout. Images are stored once and shared
+    by parts; `image_rows` says which of them a row shows.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True where a token trains
     behavior_logprobs: Tensor  # float32 [B, T], of the policy that sampled the token
-    weight_versions: Tensor  # int64 [B, T], -1 where the policy did not write
+    weight_versions: Tensor  # int64 [B, T], -1 where the policy did not generate
     rewards: Tensor  # float32 [B]
     group_ids: Tensor  # int64 [B]
     is_truncated: Tensor  # bool [B]
     lengths: Tensor  # int64 [B], tokens of each trajectory, prompt included
-    token_rewards: Tensor | None = None  # float32 [B, T], when the reward judges tokens or turns
+    token_rewards: Tensor | None = None  # float32 [B, T], when the reward is given per token or turn
     proximal_logprobs: Tensor | None = None  # float32 [B, T], of the policy at the start of the update
     reference_logprobs: Tensor | None = None  # float32 [B, T], of the reference policy
     teacher_logprobs: Tensor | None = None  # float32 [B, T], of the teacher that is distilled
@@ -81,45 +80,32 @@ class Experience:
             check_shape(name, tensor, num, width)
 
     @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> Experience:
-        """Pads on the right to the longest trajectory; rows in the order given.
-
-        Args:
-            trajectories: with their rewards.
-            are_judged: False if rewards may still be awaited; all are NaN then until `judged` sets them.
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
+        """Pad on the right to the longest trajectory; rows in the order given.
 
         Raises:
             ValueError: if there is no trajectory, or one has no reward, lists of unequal length, or a first token that
                 trains although nothing predicts it.
         """
-        check_trajectories(trajectories, are_judged=are_judged)
+        check_trajectories(trajectories)
         others: Any = row_fields(trajectories)
         if any(item.supports is not None for item in trajectories):
             others |= support_fields([support_codes(item) for item in trajectories])
-        written = cls(
+        others["rewards"], token_rewards = reward_fields(trajectories)
+        if token_rewards is not None:
+            others["token_rewards"] = padded_rows(token_rewards, 0.0, np.float32)
+        return cls(
             token_ids=padded_rows([item.token_ids for item in trajectories], 0, np.int64),
             loss_mask=padded_rows([item.loss_mask for item in trajectories], False, np.bool_),
             behavior_logprobs=padded_rows([item.behavior_logprobs for item in trajectories], 0.0, np.float32),
             weight_versions=padded_rows([item.weight_versions for item in trajectories], -1, np.int64),
             **others,
         )
-        return written.judged(trajectories) if are_judged else written
 
-    def judged(self, trajectories: Sequence[Trajectory]) -> Self:
-        """The rows whose trajectory has a reward, with these rewards.
+    if not TYPE_CHECKING:  # else every attribute would be known
 
-        Args:
-            trajectories: of the rows, in order.
-
-        Raises:
-            ValueError: if none has a reward, or rewards per token are not one for each token.
-        """
-        kept, items, reward = judged_rows(trajectories)
-        rows = self if len(kept) == len(self) else self.select(kept)
-        rewards = {"rewards": reward}
-        if any(item.rewards is not None for item in items):
-            rewards["token_rewards"] = padded_rows([token_rewards_of(item) for item in items], 0.0, np.float32)
-        return rows.with_tensors({name: value.to(self.token_ids.device) for name, value in rewards.items()})
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(explain_missing(type(self).__name__, name))
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -130,13 +116,13 @@ class Experience:
         return self.loss_mask.sum(1)
 
     @property
-    def written_token_counts(self) -> Tensor:
-        """Tokens that the policy wrote, int64 [B]."""
+    def generated_token_counts(self) -> Tensor:
+        """Tokens that the policy generated, int64 [B]."""
         return (self.weight_versions >= 0).sum(1)
 
     @property
     def version_bounds(self) -> tuple[Tensor, Tensor]:
-        """The oldest and the newest weight version of each trajectory's tokens, int64 [B]; -1 if none was written."""
+        """The oldest and the newest weight version of each trajectory's tokens, int64 [B]; -1 if it has none."""
         versions = self.weight_versions
         oldest = versions.where(versions >= 0, torch.iinfo(versions.dtype).max).amin(1)
         newest = versions.amax(1)
@@ -147,17 +133,17 @@ class Experience:
         return int(self.loss_token_counts.sum())
 
     @property
-    def own(self) -> Experience:
+    def local(self) -> Experience:
         """The trajectories that this rank answers for, with their tokens: each is on one rank; with one rank all."""
         return self
 
     @property
-    def own_rows(self) -> Tensor:
-        """The rows of `own`, int64 [b]."""
+    def local_rows(self) -> Tensor:
+        """The rows of `local`, int64 [b]."""
         return torch.arange(len(self))
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
-        """The sum, or the maximum, over all ranks of what each computed from its `own`."""
+        """The sum, or the maximum, over all ranks of what each computed from its `local`."""
         return values
 
     def tensors(self) -> dict[str, Tensor]:
@@ -173,13 +159,14 @@ class Experience:
         return cast(Tensor, value)
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """With these fields set; names that are not fields become extras."""
-        return self._of({**self.tensors(), **tensors})
+        """Returns a copy with these fields set; names that are not fields become extras."""
+        return self.of_tensors({**self.tensors(), **tensors})
 
     @classmethod
-    def _of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        own = {name: value for name, value in tensors.items() if name in FIELDS}
-        return cls(**own, extras={name: value for name, value in tensors.items() if name not in FIELDS})
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Make one of fields and extras by name."""
+        fields_set = {name: value for name, value in tensors.items() if name in FIELDS}
+        return cls(**fields_set, extras={name: value for name, value in tensors.items() if name not in FIELDS})
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
         """The trajectories at these rows, in this order, cut to the longest of them."""
@@ -195,33 +182,20 @@ class Experience:
         return self.with_tensors({**picked, **cut})
 
     def to(self, device: torch.device | str) -> Self:
-        """On this device; the host does not wait, and `on_host` of a field is what was copied."""
+        """Copies to this device; the host does not wait, and `on_host` of a field is what was copied."""
         place = torch.device(device)
         moved = {name: to_device(value, place) for name, value in self.tensors().items() if name not in ON_HOST}
         return self.with_tensors(moved)
 
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
-        """`num` minibatches for each of `epochs` passes: a new shuffle of the units each pass, cut evenly.
+        """Yield the `num` minibatches of each of `epochs` passes: the same ones in another order each pass.
 
         There are at most as many minibatches as units, so none is empty. With one minibatch the rows keep their order,
         since a shuffle would only change the rounding.
         """
-        for rows in self.minibatch_rows(num, epochs=epochs, seed=seed, unit=unit):
-            yield self if len(rows) == len(self) else self.select(rows)
-
-    def minibatch_rows(
-        self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory"
-    ) -> Iterator[list[int]]:
-        """The rows of each of `minibatches`, ascending."""
-        generator = torch.Generator().manual_seed(seed)
-        units = self.units(unit)
-        num = min(num, len(units))
-        for _ in range(epochs):
-            if num == 1:
-                yield list(range(len(self)))
-                continue
-            for picked in torch.randperm(len(units), generator=generator).tensor_split(num):
-                yield sorted(row for index in picked.tolist() for row in units[index])
+        cuts = cut_minibatches(self.units(unit), num, seed)
+        for index in minibatch_order(len(cuts), epochs, seed):
+            yield self if len(cuts) == 1 else self.select(sorted(row for rows in cuts[index] for row in rows))
 
     def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
         """Parts of at most `max_tokens` tokens each, without padding, but of at least one unit; and their rows.
@@ -239,21 +213,7 @@ class Experience:
         Raises:
             ValueError: if the unit is unknown, or a group cannot be cut into pairs.
         """
-        check_choice(get_args(LossUnit), loss_unit=unit)
-        if unit == "trajectory":
-            return [[row] for row in range(len(self))]
-        groups: dict[int, list[int]] = {}
-        for row, group in enumerate(self.group_ids.tolist()):
-            groups.setdefault(group, []).append(row)
-        if unit == "group":
-            return list(groups.values())
-        odd = next((group for group, rows in groups.items() if len(rows) % 2), None)
-        if odd is not None:
-            raise ValueError(
-                f"loss_unit='pair' needs an even number of trajectories per group, but group {odd} has "
-                f"{len(groups[odd])}. Drop its last one, or set another group_size."
-            )
-        return sorted(rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2))
+        return units_of(self.group_ids.tolist(), unit)
 
     def to_tensordict(self) -> Any:
         """A `tensordict.TensorDict` of the fields that are set, batch size [B], without `pixel_values` and `supports`.
@@ -270,11 +230,55 @@ class Experience:
 
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
-FIELDS = frozenset(_FIELD_ORDER)  # of Experience, less the extras
+FIELDS = frozenset(_FIELD_ORDER)  # Experience's, less the extras
 _TABLES = ("pixel_values", "supports")  # stored once; other fields say which part belongs to a row
 ON_HOST = ("supports", "support_starts", "support_sizes")  # strategies decode them there
 # The fields that the rollout fills in; model calls may read them.
 ROLLOUT_FIELDS = frozenset(_FIELD_ORDER[: _FIELD_ORDER.index("token_rewards") + 1])
+
+
+def units_of(group_ids: Sequence[int], unit: LossUnit) -> list[list[int]]:
+    """See `Experience.units`."""
+    check_choice(get_args(LossUnit), loss_unit=unit)
+    if unit == "trajectory":
+        return [[row] for row in range(len(group_ids))]
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(group_ids):
+        groups.setdefault(group, []).append(row)
+    if unit == "group":
+        return list(groups.values())
+    odd = next((group for group, rows in groups.items() if len(rows) % 2), None)
+    if odd is not None:
+        raise ValueError(
+            f"loss_unit='pair' needs an even number of trajectories per group, but group {odd} has "
+            f"{len(groups[odd])}. Drop its last one, or set another group_size."
+        )
+    return sorted(rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2))
+
+
+def cut_minibatches(units: Sequence[list[int]], num: int, seed: int) -> list[list[list[int]]]:
+    """Cut shuffled units into at most `num` minibatches, evenly; the units of each in order of their first rows."""
+    num = min(num, len(units))
+    if num == 1:
+        return [list(units)]
+    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
+    return [sorted(units[index] for index in part.tolist()) for part in order.tensor_split(num)]
+
+
+def minibatch_order(num: int, epochs: int, seed: int) -> list[int]:
+    """Return which of `num` minibatches is trained on when: in order, and permuted in each later epoch."""
+    generator = torch.Generator().manual_seed(seed)
+    later = [torch.randperm(num, generator=generator).tolist() for _ in range(epochs - 1)]
+    return [*range(num), *(index for order in later for index in order)]
+
+
+RENAMED = {"own": "local", "own_rows": "local_rows", "written_token_counts": "generated_token_counts"}
+
+
+def explain_missing(kind: str, name: str) -> str:
+    """Say that an Experience has no such attribute, and the new name of one that was renamed."""
+    renamed = f": it is now called {RENAMED[name]!r}" if name in RENAMED else ""
+    return f"{kind!r} object has no attribute {name!r}{renamed}."
 
 
 def row_codes(experience: Experience) -> list[Tensor]:

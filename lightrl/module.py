@@ -74,7 +74,7 @@ class RLModule(L.LightningModule):
         validation_sampling: how validation rollouts are sampled; greedy with the same limits if None.
         validation_group_size: completions of each validation prompt; above 1 pass@k is reported too.
         num_minibatches: updates in one pass over the iteration.
-        update_epochs: passes over the iteration.
+        update_epochs: passes over the iteration, with the same minibatches in another order.
         microbatch_tokens: maximum number of tokens in one forward and backward.
         loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N and B of the minibatch.
         lr: learning rate of the default AdamW.
@@ -99,14 +99,14 @@ class RLModule(L.LightningModule):
     # Whether `advantages` compares the trajectories of a group; then a group must have at least two.
     compares_groups: bool = True
     # What the loss reads as a whole: minibatches and microbatches never split it. With pairs, a group that loses a
-    # trajectory is sampled again.
+    # trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
     # Weight of the value loss beside the policy's, where both share a body.
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
     # The keys per token that `advantages` reads of all trajectories, also of those on other ranks: each rank gets them
-    # whole. Without it, `advantages` reads fields [B] of all, and fields per token of `experience.own`.
+    # whole. Without it, `advantages` reads fields [B] of all, and fields per token of `experience.local`.
     advantage_inputs: tuple[str, ...] = ()
 
     def __init__(
@@ -164,7 +164,7 @@ class RLModule(L.LightningModule):
             check_effect("with lr_decay='constant'", min_lr_ratio=(min_lr_ratio, 0.0))
         if reward_model is None:
             check_effect("without reward_model", reward_model_coef=(reward_model_coef, 1.0))
-        if isinstance(workflow, functools.partial):  # as YAML gives it
+        if isinstance(workflow, functools.partial):  # YAML gives one
             kind = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
             if kind is not None and issubclass(kind, Workflow):
                 kind.check_settings(**workflow.keywords)
@@ -463,12 +463,12 @@ class RLModule(L.LightningModule):
         return batch  # prompts are plain Python
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Validation, test and predict batches are prompts; their steps get the judged groups."""
+        """Validation, test and predict batches are prompts; their steps get groups with rewards."""
         trainer: Any = self.trainer
         if trainer.training:
             self._log_batch_size = 1
             return batch
-        groups: list[Group] = trainer.judged_groups(batch)
+        groups: list[Group] = trainer.rewarded_groups(batch)
         self._set_name = getattr(batch, "set_name", None)
         self._log_batch_size = max(1, sum(len(group.trajectories) for group in groups))
         return groups

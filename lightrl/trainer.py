@@ -6,7 +6,6 @@ A plain LightningModule runs through it as through Lightning's own.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import warnings
@@ -40,23 +39,15 @@ from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.rollout_metrics import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 from lightrl.checks.disk_errors import check_local, nearest_folder
-from lightrl.engines import RolloutEngine
-from lightrl.engines.abilities import ChecksSettings, SharesDevices
+from lightrl.engines import RolloutEngine, SGLangEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
-from lightrl.loops import RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
+from lightrl.loops import CheckpointConnector, RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import (
-    AtomicCheckpointIO,
-    FSDP2Strategy,
-    SplitsModels,
-    load_model,
-    load_optimizers,
-    named_strategy,
-)
+from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, named_strategy
 from lightrl.strategies.atomic_write import logged_behind_failure
 from lightrl.trajectory import Group, Sampling
 
@@ -105,7 +96,7 @@ def _takes_several(flags: Mapping[str, Any]) -> bool:
 
 
 def set_device_defaults(flags: dict[str, Any]) -> None:
-    """On a CUDA GPU precision is bf16-mixed, unless the user says otherwise; MPS is left alone, as nobody tried it."""
+    """Sets precision bf16-mixed on a CUDA GPU, unless the user says otherwise; MPS is left alone: nobody tried it."""
     accelerator = flags.get("accelerator") or "auto"
     if not torch.cuda.is_available():
         flags["accelerator"] = "cpu" if accelerator == "auto" and torch.backends.mps.is_available() else accelerator
@@ -162,7 +153,7 @@ class Trainer(RLTrainer):
         self._logger_connector = self._step_log = StepLog(self)
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
-        self.memory_estimate = "No memory was estimated; lightrl plan does it."  # of a rank, in words
+        self.memory_estimate = "No memory was estimated; lightrl plan does it."  # a rank's, in words
         self.phase_seconds = {}
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
@@ -172,12 +163,7 @@ class Trainer(RLTrainer):
         self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
-        if not isinstance(self.strategy, SplitsModels):  # a checkpoint of several processes can be resumed in one
-            for name, load in (("load_optimizer_state_dict", load_optimizers), ("load_model_state_dict", load_model)):
-                own_load = getattr(self.strategy, name)
-                vars(self.strategy)[name] = functools.partial(load, self.strategy, own_load)
-        set_up: Any = self.strategy.setup_optimizers
-        vars(self.strategy)["setup_optimizers"] = functools.partial(self.rollout_loop.resume.set_up_optimizers, set_up)
+        self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
         self._add_default_callbacks(own)
 
     def call_rl_hook(self, name: str, *args: Any) -> None:
@@ -202,8 +188,8 @@ class Trainer(RLTrainer):
     def log_number(self, name: str, value: float, settings: Mapping[str, Any]) -> bool:
         return self._step_log.put(name, value, settings)
 
-    def judged_groups(self, batch: Any) -> list[Group]:
-        return self.rollout_loop.judged_groups(batch)
+    def rewarded_groups(self, batch: Any) -> list[Group]:
+        return self.rollout_loop.rewarded_groups(batch)
 
     @property
     def log_dir(self) -> str | None:
@@ -414,11 +400,11 @@ class Trainer(RLTrainer):
                 )
 
     def _check_engine(self, *, is_fit: bool) -> None:
-        engine: Any = self.engine
-        if isinstance(engine, ChecksSettings):
-            engine.check()
+        is_colocated = False
+        if isinstance(self.engine, SGLangEngine):
+            self.engine.check()
+            is_colocated = self.engine.placement == "colocated"
         control = next(item for item in self.callbacks if isinstance(item, StalenessControl))
-        is_colocated = isinstance(engine, SharesDevices) and engine.placement == "colocated"
         if is_fit and is_colocated and control.max_staleness > 0:
             raise ValueError(
                 f"max_staleness must be 0 with a colocated engine, got {control.max_staleness}: the engine has no "

@@ -186,7 +186,7 @@ class TokenArray(Sequence[_Number]):
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[float, int]], code: str) -> TokenArray[_Number]:
-        """From (number, how often it comes), without a step for each token."""
+        """Builds an array from (number, how often it comes), without a step for each token."""
         numbers: list[float] = []
         ends, end = array("i"), 0
         for number, length in runs:
@@ -326,7 +326,7 @@ class Trajectory:
 
     prompt: Prompt
     group_id: int  # position of the prompt in the prompt stream
-    sample: int  # which of the group's trajectories, 0 to G - 1
+    sample: int  # its index in the group, 0 to G - 1
     token_ids: Sequence[int]  # int32 [T]
     loss_mask: Sequence[bool]  # [T], True where the policy wrote the token and trains on it
     behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not write
@@ -342,7 +342,7 @@ class Trajectory:
     # uint8, the codes of the T tokens' supports (functional/supports.py); None if no draw was truncated.
     supports: Sequence[int] | None = None
     turns: list[Turn] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)  # by name, logged for the reward or the workflow
+    metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
     # Recorded, of judges and teachers, by key: a number, or a numpy array [T, ...].
     call_outputs: dict[str, Any] = field(default_factory=dict)
 
@@ -383,14 +383,14 @@ class Trajectory:
         return {**self._others(), **{name: as_plain(getattr(self, name)) for name in TOKEN_FIELDS}}
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: JSON too, but 11 bytes a token, written and read without an object for each."""
+        """Encodes for checkpoints: JSON too, but 11 bytes a token, written and read without an object for each."""
         arrays = {name: getattr(self, name) for name in TOKEN_FIELDS}
         texts = {name: None if values is None else token_array(name, values).text for name, values in arrays.items()}
         return {**self._others(), **texts}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
-        """From `to_json` or `state_dict`; the prompt may be a Prompt."""
+        """Decodes `to_json` or `state_dict`; the prompt may be a Prompt."""
         values = dict(record)
         if not isinstance(values["prompt"], Prompt):
             values["prompt"] = Prompt.from_json(values["prompt"])
@@ -405,7 +405,7 @@ class Trajectory:
         return token_array("weight_versions", self.weight_versions).runs()
 
     def _others(self) -> dict[str, Any]:
-        """What is not per token."""
+        """The fields that are not per token."""
         return {
             **{name: getattr(self, name) for name in self.__dataclass_fields__ if name not in TOKEN_FIELDS},
             "prompt": self.prompt.to_json(),
@@ -449,7 +449,7 @@ class Group:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: as `Trajectory.state_dict`, with the prompt once for all that share it."""
+        """Encodes for checkpoints as `Trajectory.state_dict` does, with the prompt once for all that share it."""
         record: dict[str, Any] = {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": []}
         for trajectory in self.trajectories:
             item = trajectory.state_dict()
@@ -460,7 +460,7 @@ class Group:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Group:
-        """From `to_json` or `state_dict`."""
+        """Decodes `to_json` or `state_dict`."""
         prompt = Prompt.from_json(record["prompt"])
         items = [Trajectory.from_json({"prompt": prompt, **item}) for item in record["trajectories"]]
         return cls(record["id"], prompt, items)

@@ -16,7 +16,7 @@ import forked
 import torch
 
 from lightrl.concurrency.parent_guard import end_with_parent
-from lightrl.engines.sglang.servers.server import HeldPort
+from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.experience import Experience
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def leave(found: Any, folder: Path) -> None:
 
 def gathered_tensors(experience: Experience) -> dict[str, torch.Tensor]:
     """The fields of all trajectories, from the ranks that answer for them; collective, after `fit` too."""
-    rows, num, width = experience.own_rows, len(experience), int(experience.lengths.max())
+    rows, num, width = experience.local_rows, len(experience), int(experience.lengths.max())
     found = {}
-    for name, value in experience.own.tensors().items():
+    for name, value in experience.local.tensors().items():
         if name.startswith("support"):  # one byte after another, of all rows
             continue
         fill = -1 if name == "weight_versions" else 0

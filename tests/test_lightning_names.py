@@ -35,9 +35,11 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.pytorch.trainer.trainer:Trainer", "_run"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_run_stage"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_accelerator_connector"): {"trainer.py"},
-    ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"): {"loops/resume.py", "trainer.py"},
+    ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"): {"trainer.py"},
+    ("lightning.pytorch.trainer.connectors.checkpoint_connector", "_CheckpointConnector"): {"loops/resume.py"},
     ("lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector", "_loaded_checkpoint"): {
-        "trainer.py"
+        "loops/resume.py",
+        "trainer.py",
     },
     ("lightning.pytorch.cli:LightningCLI", "_subcommand_parsers"): {"commands/cli.py", "commands/launch.py"},
     ("lightning.pytorch.cli:LightningCLI", "_parse_ckpt_path"): {"commands/cli.py"},

@@ -6,13 +6,27 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from fake_sglang.process import FakeServerProcess
 
+from lightrl.engines import Timeouts
+
 LONGEST_S = 60.0  # of what takes milliseconds
 NUM_TOKENS = 2000  # at SLOWLY more than a minute, so a test that goes on from `until_written` is not late
 SLOWLY = {"seconds_per_token": 0.05}  # of a fake server; `pace(0)` lets it write the rest at once
+
+
+@dataclass(frozen=True)
+class Deadlines(Timeouts):
+    """Timeouts of which a test sets each by itself."""
+
+    connect_s: float = 60.0
+    hang_s: float = 30.0
+    probe_interval_s: float = 0.1
+    server_wait_s: float = 900.0
+    generate_s: float = 900.0
 
 
 async def until(is_true: Callable[[], object]) -> None:

@@ -125,15 +125,15 @@ class Distillation(GRPO):
         return [*super().score_calls(), teacher]
 
     def advantages(self, experience: Experience) -> Tensor:
-        own = experience.own
+        local = experience.local
         if self.teacher_topk is not None:
-            self._check_ids(own["teacher_topk_ids"])
-            advantages = torch.zeros_like(own.behavior_logprobs)
+            self._check_ids(local["teacher_topk_ids"])
+            advantages = torch.zeros_like(local.behavior_logprobs)
         else:
-            assert own.teacher_logprobs is not None
-            advantages = own.teacher_logprobs - own.behavior_logprobs
+            assert local.teacher_logprobs is not None
+            advantages = local.teacher_logprobs - local.behavior_logprobs
         if self.reward_coef:
-            advantages = advantages + self.reward_coef * super().advantages(experience)[experience.own_rows, None]
+            advantages = advantages + self.reward_coef * super().advantages(experience)[experience.local_rows, None]
         return advantages
 
     def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:

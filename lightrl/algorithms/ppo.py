@@ -191,15 +191,15 @@ class PPO(GRPO):
         return None if self.reference_kl is None or self.reference_kl.decay is None else self.reference_kl
 
     def advantages(self, experience: Experience) -> dict[str, Tensor]:  # type: ignore[override]
-        own, total = experience.own, experience.total
-        mask, values, bootstrap = own.loss_mask, own["values"], own.bootstrap_values
+        local, total = experience.local, experience.total
+        mask, values, bootstrap = local.loss_mask, local["values"], local.bootstrap_values
         if self.normalizer is not None:
             values = self.normalizer.denormalize(values)
             if bootstrap is not None:
-                bootstrap = torch.where(own.is_truncated, self.normalizer.denormalize(bootstrap), 0.0)
-        rewards = self.token_rewards(own)
+                bootstrap = torch.where(local.is_truncated, self.normalizer.denormalize(bootstrap), 0.0)
+        rewards = self.token_rewards(local)
         if self.reference_kl is not None:
-            behavior, reference = own.behavior_logprobs, own.reference_logprobs
+            behavior, reference = local.behavior_logprobs, local.reference_logprobs
             divergence = self.reference_kl.per_token(behavior, reference, in_reward=self.kl_in_reward)
             if self.kl_in_reward:
                 rewards = rewards - self.kl_coef * torch.where(mask, divergence, 0.0)

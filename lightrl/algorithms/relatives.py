@@ -231,13 +231,13 @@ class ReinforcePlusPlus(GRPO):
         )
 
     def advantages(self, experience: Experience) -> Tensor:
-        own = experience.own
-        mask = own.loss_mask
+        local = experience.local
+        mask = local.loss_mask
         mean: Literal["group"] | None = "group" if self.advantage_mean == "group" else None
         rewards = group_advantages(self.shaped_rewards(experience), experience.group_ids, mean=mean, std=None)
-        returns = rewards[experience.own_rows, None].expand(mask.shape)
+        returns = rewards[experience.local_rows, None].expand(mask.shape)
         if self.reference_kl is not None:
-            penalty = self.reference_kl.per_token(own.behavior_logprobs, own.reference_logprobs, in_reward=True)
+            penalty = self.reference_kl.per_token(local.behavior_logprobs, local.reference_logprobs, in_reward=True)
             to_come = torch.where(mask, penalty, 0.0).flip(1).cumsum(1).flip(1)
             returns = returns - self.kl_coef * to_come
         return batch_normalized(returns, mask, total=experience.total)

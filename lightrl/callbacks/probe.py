@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from lightrl.engines.abilities import DropsReplicas, NamesDtypes, ProvesWeights, ScoresTokens
+from lightrl.engines.abilities import HasReplicas, NamesDtypes, ScoresTokens
 from lightrl.errors import LightRLError, WeightSyncError
 from lightrl.experience import Experience
 from lightrl.models import context_tokens
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2
+PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
 LEAST_NATS = 1e-5  # what does not shrink with the format, such as tables of rotary embeddings
 MISMATCH_NATS = 1e-3  # more for sampled tokens: they are further from the context's start, and may be few
 MIN_MISMATCH_TOKENS = 64
@@ -68,15 +69,11 @@ class Probe:
     once more, or no other one is right, the run ends.
 
     Args:
-        num: sequences.
-        num_tokens: length of each.
-        max_nats: replaces the bound that follows from the dtypes.
+        num: sequences; 0 compares nothing.
     """
 
-    def __init__(self, num: int, num_tokens: int, max_nats: float | None) -> None:
+    def __init__(self, num: int) -> None:
         self.num = num
-        self.num_tokens = num_tokens
-        self.max_nats = max_nats
         self.reset()
 
     def reset(self) -> None:
@@ -126,7 +123,7 @@ class Probe:
         num_tokens = metrics.get("sync/num_present_tokens", 0)
         if self._rounding is None or difference is None or num_tokens < MIN_MISMATCH_TOKENS:
             return
-        bound = max(mismatch_bound_nats(self._rounding, metrics["entropy_nats"]), self.max_nats or 0.0)
+        bound = mismatch_bound_nats(self._rounding, metrics["entropy_nats"])
         largest = metrics["sync/max_mismatch_present_abs_dlogp_nats"]
         if difference > bound or largest > LARGEST * bound:
             raise WeightSyncError(
@@ -135,20 +132,20 @@ class Probe:
                 f"{bound:.3g} and {LARGEST * bound:.3g} for "
                 f"{' and '.join(self._rounding.dtypes)}), although the probe agreed after the sync. Look for stale "
                 "key-values (a prefix cache that was not flushed), a server that restarted with older weights, or "
-                "sampling settings that trainer and engine apply differently; or increase WeightSync.max_probe_nats."
+                "sampling settings that trainer and engine apply differently; or set WeightSync.verify to false."
             )
 
     def _sequences(self, module: RLModule) -> list[list[int]]:
         longest = (context_tokens(module.policy_config) or 2**31) - 1
         vocab_size = module.policy_config.get_text_config().vocab_size
-        return probe_sequences(vocab_size, num=self.num, num_tokens=min(self.num_tokens, longest))
+        return probe_sequences(vocab_size, num=self.num, num_tokens=min(PROBE_TOKENS, longest))
 
     def _judge(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
         """Rank 0's part of `compare`."""
         engine: object = trainer.rollout.engine
-        proofs = dict(engine.proofs()) if isinstance(engine, ProvesWeights) else {}
-        proven = {name for name, proof in proofs.items() if proof == "digests"}
-        serving, scored = set(proofs), {}
+        checks = dict(engine.verified_by()) if isinstance(engine, HasReplicas) else {}
+        verified = {name for name, check in checks.items() if check == "digests"}
+        serving, scored = set(checks), {}
         if scores is not None and isinstance(engine, ScoresTokens):
             try:
                 answers = engine.score(self._sequences(module))
@@ -162,9 +159,9 @@ class Probe:
             trainer_rows, engine_rows = as_rows(scores), {name: as_rows(rows) for name, rows in scored.items()}
             differences = {name: float((rows - trainer_rows).abs().mean()) for name, rows in engine_rows.items()}
             eps = max(self._rounding.trainer_eps, self._rounding.engine_eps)
-            bound = self.max_nats or bound_nats(eps, float(trainer_rows.abs().mean()))
+            bound = bound_nats(eps, float(trainer_rows.abs().mean()))
             wrong = {
-                name: f"its probe differs by {difference:.3g} nats per token (max_probe_nats={bound:.3g} for "
+                name: f"its probe differs by {difference:.3g} nats per token (at most {bound:.3g} for "
                 f"{' and '.join(self._rounding.dtypes)}): the mean logprob of its tokens is "
                 f"{float(trainer_rows.mean()):.4f} in the trainer and {float(engine_rows[name].mean()):.4f} in the "
                 "engine"
@@ -178,21 +175,21 @@ class Probe:
             self._dropped -= set(scored)
             if scored:
                 metrics["sync/probe_abs_dlogp_nats"] = max(differences[name] for name in scored)
-        if proven:
-            metrics["sync/verified_fraction"] = len(proven & serving) / max(1, len(serving))
+        if verified:
+            metrics["sync/verified_fraction"] = len(verified & serving) / max(1, len(serving))
         return metrics
 
     def _drop(self, engine: object, wrong: dict[str, str], serving: set[str]) -> None:
         """Drops the wrong replicas if that helps; raises otherwise."""
         text = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
-        can_drop = isinstance(engine, DropsReplicas) and serving - set(wrong) and not self._dropped & set(wrong)
+        can_drop = isinstance(engine, HasReplicas) and serving - set(wrong) and not self._dropped & set(wrong)
         if not can_drop:
             raise WeightSyncError(
                 f"After the weight sync the engine has other weights than the trainer. {text}. The engine ignored the "
                 "update or a part of it, or computes in another precision: check its log and its dtype, or set "
-                "WeightSync.max_probe_nats if its scores are rounded more."
+                "WeightSync.verify to false if its scores are rounded more."
             )
-        assert isinstance(engine, DropsReplicas)
+        assert isinstance(engine, HasReplicas)
         self._dropped |= set(wrong)
         for name, problem in wrong.items():
             log.warning("Dropping %s after the weight sync: %s. It gets the weights again.", name, problem)

@@ -97,7 +97,7 @@ class RolloutMetrics(RLCallback):
         self._last_failure = ""
         self._num_skipped = 0.0  # prompts of this fit, until the last iteration
         self._thrown_away = MeansSince()
-        self._num_written_tokens = 0
+        self._num_generated_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
         self._is_resumed = False  # the first groups were written before this fit
@@ -174,14 +174,14 @@ class RolloutMetrics(RLCallback):
             )
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
-        self._num_written_tokens = int(experience.written_token_counts.sum())
+        self._num_generated_tokens = int(experience.generated_token_counts.sum())
         _log(module, experience_metrics(experience, trainer.weight_version))
 
         # Other advantages may teach although no group has variance, against the batch's mean for example. A teacher's
         # likeliest tokens teach without any.
-        own = experience.own
-        teaches = own.advantages is None or "teacher_topk_ids" in own.extras
-        teaches = teaches or bool(experience.total(own.advantages[own.loss_mask].any().int(), "max"))  # type: ignore[index]
+        local = experience.local
+        teaches = local.advantages is None or "teacher_topk_ids" in local.extras
+        teaches = teaches or bool(experience.total(local.advantages[local.loss_mask].any().int(), "max"))  # type: ignore[index]
         comparable = _comparable(self._groups)
         is_flat = not teaches and bool(comparable) and all(_is_flat(group) for group in comparable)
         self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
@@ -207,7 +207,7 @@ class RolloutMetrics(RLCallback):
             own_s = None if self._is_resumed else writing_s
             writing_s = own_s if self._overlapped_s is None else self._overlapped_s
         if writing_s and not rl_trainer.rollout.is_recorded:
-            values["rollout/tokens_per_s"] = self._num_written_tokens / writing_s
+            values["rollout/tokens_per_s"] = self._num_generated_tokens / writing_s
         if seconds.get("update"):
             values["update/tokens_per_s"] = self._num_loss_tokens / seconds["update"]
         _log(pl_module, values)
@@ -263,12 +263,12 @@ def experience_metrics(experience: Experience, weight_version: int) -> dict[str,
     Args:
         weight_version: of the policy that learns from it.
     """
-    num_written = experience.written_token_counts
+    num_generated = experience.generated_token_counts
     oldest, newest = experience.version_bounds
-    is_mixed = (num_written > 0) & (oldest < newest)
-    staleness = (weight_version - oldest)[num_written > 0].double()
+    is_mixed = (num_generated > 0) & (oldest < newest)
+    staleness = (weight_version - oldest)[num_generated > 0].double()
     values = {
-        "rollout/length_tokens": float(num_written.double().mean()),
+        "rollout/length_tokens": float(num_generated.double().mean()),
         "rollout/truncated_fraction": float(experience.is_truncated.double().mean()),
         "rollout/mixed_version_fraction": float(is_mixed.double().mean()),
     }

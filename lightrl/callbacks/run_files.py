@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -12,10 +13,12 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint
+
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.printable import count_text
 from lightrl.checks.status_files import STATUS_FILE
-from lightrl.engines.abilities import ShowsServers
+from lightrl.engines import SGLangEngine
 from lightrl.strategies.atomic_write import write_whole
 
 if TYPE_CHECKING:
@@ -68,8 +71,9 @@ class RunFiles(RLCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         log_dir = trainer.log_dir  # on all ranks: it comes from rank 0
         for saves in trainer.checkpoint_callbacks if log_dir else []:
-            if getattr(saves, "dirpath", "") is None:  # where Lightning's are too, unless CSVLogger is not the first
-                vars(saves)["dirpath"] = str(Path(str(log_dir)) / "checkpoints")
+            if isinstance(saves, ModelCheckpoint) and saves.dirpath is None:
+                # Where Lightning's are too, unless CSVLogger is not the first.
+                saves.dirpath = str(Path(str(log_dir)) / "checkpoints")
         folder = _written_folder(trainer)
         if folder is None:
             return
@@ -180,7 +184,8 @@ class StatusFile(RLCallback):
             return
         self._written_at = time.monotonic()
         engine = getattr(trainer, "engine", None)
-        servers = [vars(one) for one in list(engine.pool.servers.values())] if isinstance(engine, ShowsServers) else []
+        fleet = engine.fleet.in_state() if isinstance(engine, SGLangEngine) else []
+        servers = [dataclasses.asdict(server.status()) for server in fleet]
         now = {"at": time.time(), "iteration": trainer.global_step, "max_steps": trainer.max_steps, "servers": servers}
         now["weight_version"] = getattr(engine, "weight_version", None)
         try:

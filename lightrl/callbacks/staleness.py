@@ -165,8 +165,8 @@ class StalenessControl(RLCallback):
         """Checks the bound on the tokens that are about to be trained on."""
         if trainer.rollout.is_recorded:
             return  # their versions are those of the run that wrote them
-        own = experience.own
-        versions = own.weight_versions[own.loss_mask]
+        local = experience.local
+        versions = local.weight_versions[local.loss_mask]
         oldest = int(versions.min()) if versions.numel() else trainer.weight_version
         staleness = trainer.weight_version - oldest
         bound = trainer.rollout.settings.max_staleness

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,9 +155,9 @@ class Trace(RLCallback):
             "The trace cannot be written to %s: %s. The run continues without its files.", self._folder, problem
         )
 
-    def _watch_profiler(self, trainer: L.Trainer) -> None:
-        """Lightning and the loop tell the profiler what they do; from here on its `start` and `stop` tell us too."""
-        profiler: Any = vars(trainer)["profiler"]
+    def _watch_profiler(self, trainer: Any) -> None:
+        """Lightning and the loop tell the profiler what they do; from here on one in its place tells us too."""
+        profiler = trainer.profiler
         started: dict[str, int] = {}
         self._last_peaks: dict[str, dict[str, int]] = {}
 
@@ -177,9 +178,8 @@ class Trace(RLCallback):
             elif end_ns - start_ns >= _LEAST_NS and not name.startswith("run_training"):
                 tape.events.append(Event(name, "step", "trainer", start_ns, end_ns, {}))
 
-        for name, watch in {"start": start, "stop": stop}.items():
-            setattr(profiler, name, _both(watch, getattr(profiler, name)))
-            self._undo.append(functools.partial(delattr, profiler, name))
+        trainer.profiler = _WatchedProfiler(profiler, start, stop)
+        self._undo.append(functools.partial(setattr, trainer, "profiler", profiler))
 
     def _keep_peak(self, phase: str) -> None:
         peaks = self._memory.end(phase)
@@ -194,12 +194,32 @@ class Trace(RLCallback):
 _PHASES = {f"rl/{name}": name for name in ("rollout", "rewards", "score", "update", "sync")}
 
 
-def _both(watch: Callable[[str], None], own: Callable[[str], None]) -> Callable[[str], None]:
-    def call(action_name: str) -> None:
-        watch(action_name)
-        own(action_name)
+class _WatchedProfiler:
+    """Lightning's profiler, with two functions that are called before its `start` and `stop`."""
 
-    return call
+    def __init__(self, profiler: Any, on_start: Callable[[str], None], on_stop: Callable[[str], None]) -> None:
+        self._profiler = profiler
+        self._on_start = on_start
+        self._on_stop = on_stop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._profiler, name)
+
+    def start(self, action_name: str) -> None:
+        self._on_start(action_name)
+        self._profiler.start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        self._on_stop(action_name)
+        self._profiler.stop(action_name)
+
+    @contextlib.contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        try:
+            self.start(action_name)
+            yield action_name
+        finally:
+            self.stop(action_name)
 
 
 def _offset_ns(ranks: Ranks) -> int:

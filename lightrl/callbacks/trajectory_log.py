@@ -198,29 +198,29 @@ class TrajectoryLog(RLCallback):
 
 def _rows_of_all(experience: Experience, name: str, num: int) -> list[Tensor]:
     """A field per token of the first `num` trajectories, [T, ...] each, whose tokens are on any rank. Collective."""
-    part = experience.own
-    own = part[name] if name in part.tensors() else None
-    if own is None:
+    part = experience.local
+    local = part[name] if name in part.tensors() else None
+    if local is None:
         return []
-    held = experience.own_rows
+    held = experience.local_rows
     rows: list[Tensor] = []
     for start in range(0, num, _ROWS_AT_ONCE):
         end = min(start + _ROWS_AT_ONCE, num)
-        values = own.new_zeros(end - start, int(experience.lengths[start:end].max()), *own.shape[2:], device="cpu")
+        values = local.new_zeros(end - start, int(experience.lengths[start:end].max()), *local.shape[2:], device="cpu")
         here = (held >= start) & (held < end)
-        width = min(own.shape[1], values.shape[1])
-        values[held[here] - start, :width] = own[here.to(own.device)][:, :width].cpu()
+        width = min(local.shape[1], values.shape[1])
+        values[held[here] - start, :width] = local[here.to(local.device)][:, :width].cpu()
         rows += experience.total(values)
     return rows
 
 
 def _varies(experience: Experience) -> bool:
     """Whether the advantages of a trajectory's tokens differ. Collective."""
-    own = experience.own
-    if own.advantages is None:
+    local = experience.local
+    if local.advantages is None:
         return False
-    most = own.advantages.where(own.loss_mask, -torch.inf).amax(1)
-    least = own.advantages.where(own.loss_mask, torch.inf).amin(1)
+    most = local.advantages.where(local.loss_mask, -torch.inf).amax(1)
+    least = local.advantages.where(local.loss_mask, torch.inf).amin(1)
     return bool(experience.total((most > least).sum().float().cpu()))
 
 
@@ -286,7 +286,7 @@ def keep_answers(module: RLModule, experience: Experience, trajectories: Sequenc
     """Stores in each trajectory's `call_outputs` what calls outside the trainer returned, for a replay. Collective."""
     calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories have anyway
     for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
-        if experience.own[key].dim() == 1:
+        if experience.local[key].dim() == 1:
             for trajectory, value in zip(trajectories, experience[key].tolist(), strict=True):
                 trajectory.call_outputs[key] = value
             continue
@@ -363,12 +363,12 @@ def _fields(value: object) -> Any:
 
 def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
     """One per trajectory; None where the experience has none, or has other rows than the rollout."""
-    own = experience.own
-    if own.advantages is None or len(experience) != num:
+    local = experience.local
+    if local.advantages is None or len(experience) != num:
         return [None] * num
-    masked = own.advantages.where(own.loss_mask, 0.0)
+    masked = local.advantages.where(local.loss_mask, 0.0)
     means = torch.zeros(num)
-    means[experience.own_rows] = masked.sum(dim=1) / own.loss_mask.sum(dim=1).clamp(min=1)
+    means[experience.local_rows] = masked.sum(dim=1) / local.loss_mask.sum(dim=1).clamp(min=1)
     return cast("list[float | None]", experience.total(means).tolist())
 
 

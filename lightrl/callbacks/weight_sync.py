@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,12 +12,11 @@ import torch
 from torch import Tensor
 
 from lightrl.callbacks.lag_probe import LagProbe
-from lightrl.callbacks.probe import Probe
+from lightrl.callbacks.probe import PROBE_SEQUENCES, Probe
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.checks.bounds import check_bounds, check_positive
-from lightrl.checks.choices import check_effect
-from lightrl.engines.abilities import ServesAdapters, SharesDevices, SharesFolder
-from lightrl.errors import EngineTimeout, WeightSyncError, WeightSyncUndone
+from lightrl.checks.bounds import check_bounds
+from lightrl.engines import SGLangEngine
+from lightrl.errors import WeightSyncError, WeightSyncUndone
 from lightrl.models import ParallelModel
 from lightrl.models.lora import Part
 from lightrl.module import RLModule
@@ -27,7 +24,7 @@ from lightrl.rollout import Rollout
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.strategies.shared_folder import ranks_without
-from lightrl.weights import Bucket, HostCopy, SharedFolder
+from lightrl.weights import Bucket, SharedFolder
 from lightrl.weights.disk import ShareWriter, files_of
 
 if TYPE_CHECKING:
@@ -37,16 +34,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BUCKET_BYTES = 2**28  # size of the parts in which parameters travel
+
 # Engine and trainer on the same devices: during the update the engine has no memory and the optimizer's state is on the
 # device, otherwise in host memory. Without a colocated engine nothing happens.
 
 
-def colocated_engine(trainer: RLTrainer) -> SharesDevices | None:
+def colocated_engine(trainer: RLTrainer) -> SGLangEngine | None:
     """The engine, if it is in use and on the trainer's devices; every rank has the settings, rank 0 the processes."""
     engine: object = trainer.engine
-    if trainer.rollout.is_recorded or not isinstance(engine, SharesDevices) or engine.placement == "separate":
+    if trainer.rollout.is_recorded or not isinstance(engine, SGLangEngine) or engine.placement == "separate":
         return None
     return engine
+
+
+def check_colocation(trainer: RLTrainer) -> None:
+    """Refuses settings under which an engine would be used while it has no memory.
+
+    Raises:
+        ValueError: if rollouts continue during an update.
+    """
+    max_staleness = trainer.rollout.settings.max_staleness
+    if colocated_engine(trainer) is not None and max_staleness > 0:
+        raise ValueError(
+            f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory to roll "
+            "out during an update. Use StalenessControl(0), or placement: separate."
+        )
 
 
 def to_trainer(trainer: RLTrainer) -> None:
@@ -56,7 +69,7 @@ def to_trainer(trainer: RLTrainer) -> None:
         return
     with ranks.own_deadline():
         if ranks.is_main:
-            engine.make_room()
+            engine.release_memory()
         ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
     move_optimizer_state(trainer.optimizers, trainer.strategy.root_device)
 
@@ -109,47 +122,26 @@ class WeightSync(RLCallback):
     Args:
         every_n_iterations: above 1 the engine lags behind on purpose; `StalenessControl.max_staleness` must be at least
             `every_n_iterations - 1`.
-        bucket_mib: size of the parts in which parameters travel, in MiB.
-        blocking: False copies the parameters to host memory (one more model there) and lets the trainer continue while
-            the engine loads them. The next sync waits for this one; an error ends the run at the next wait or sync.
-        probe: how many sequences are scored after each sync, 0 for none.
-        probe_tokens: length of each.
-        max_probe_nats: allowed mean difference; None is about 3e-5 in float32 and 0.2 in bfloat16; see probe.py.
-        sync_timeout_s: how long the next sync, or the end of the run, waits for one that does not block.
+        verify: False trusts the engine: no probe, no digests, no bound on the mismatch.
     """
 
-    def __init__(
-        self,
-        every_n_iterations: int = 1,
-        bucket_mib: int = 256,
-        blocking: bool = True,
-        probe: int = 2,
-        probe_tokens: int = 32,
-        max_probe_nats: float | None = None,
-        sync_timeout_s: float = 1800.0,
-    ) -> None:
-        check_bounds(1, every_n_iterations=every_n_iterations, bucket_mib=bucket_mib)
-        check_bounds(0, 4, probe=probe)
-        check_bounds(2, probe_tokens=probe_tokens)  # the first token has no logprob
-        check_positive(max_probe_nats=max_probe_nats)
-        if probe == 0:
-            check_effect("with probe=0", max_probe_nats=(max_probe_nats, None), probe_tokens=(probe_tokens, 32))
-        if blocking:
-            check_effect("with blocking=True", sync_timeout_s=(sync_timeout_s, 1800.0))
-        self.blocking = blocking
-        self.sync_timeout_s = sync_timeout_s
-        self._copy = HostCopy()
+    def __init__(self, every_n_iterations: int = 1, verify: bool = True) -> None:
+        check_bounds(1, every_n_iterations=every_n_iterations)
+        self.verify = verify
         self._shares = RankShares()
-        self._load: _BackgroundLoad | None = None
-        self._acknowledged_version = -1
-        self._probe = Probe(probe, probe_tokens, max_probe_nats)
+        self._probe = Probe(PROBE_SEQUENCES if verify else 0)
         self._lag = LagProbe()
         self._metrics: dict[str, float] = {}  # of the last sync, until they are logged
         self.every_n_iterations = every_n_iterations
-        self.bucket_bytes = bucket_mib * 2**20
-        self.last_sync_s = 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        engine = getattr(trainer, "engine", None)
+        if isinstance(engine, SGLangEngine):
+            engine.should_verify = self.verify
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if isinstance(pl_module, RLModule):
+            check_colocation(cast("RLTrainer", trainer))
         self._ensure(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -165,20 +157,9 @@ class WeightSync(RLCallback):
             module.log_dict(self._metrics)
             self._metrics = {}
 
-    def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
-        """Waits for a load in the background if the staleness bound requires it; the same on every rank."""
-        if self._load is None:
-            return
-        if trainer.weight_version - self._acknowledged_version > trainer.rollout.settings.max_staleness:
-            self._finish(trainer, module)
-
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         to_trainer(trainer)
         self._lag.offer(trainer, groups)
-
-    def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
-        if self._load is not None and self._load.error is not None:
-            raise self._load.error
 
     def on_minibatch_end(
         self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
@@ -186,11 +167,7 @@ class WeightSync(RLCallback):
         if index == 0:
             self._probe.check_mismatch(metrics)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._finish(cast("RLTrainer", trainer), cast("RLModule", pl_module))
-
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._load = None  # a thread that still loads ends with the engine
         self._probe.reset()
         self._lag = LagProbe()
 
@@ -199,52 +176,21 @@ class WeightSync(RLCallback):
         if not isinstance(module, RLModule):
             return
         rl_trainer = cast("RLTrainer", trainer)
-        self._finish(rl_trainer, module)
-        if rl_trainer.rollout.engine.weight_version != rl_trainer.weight_version:
+        if rl_trainer.rollout.weight_version != rl_trainer.weight_version:
             self._sync(rl_trainer, module, rl_trainer.weight_version)
-            self._finish(rl_trainer, module)
 
     def _sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        self._finish(trainer, module)
-        start = time.perf_counter()
-        scores = self._probe.trainer_side(trainer, module, weight_version)
+        """Loads a version, probes the engine and calls the hook."""
+        logprobs = self._probe.trainer_side(trainer, module, weight_version)
         ranks = ranks_of(trainer.strategy)
-
-        def buckets() -> Iterator[Bucket]:
-            shares = self._shares.buckets(trainer, module, self.bucket_bytes, is_blocking=self.blocking)
-            return _gathered(shares, ranks)
-
-        if self.blocking:
-            with ranks.own_deadline():  # the engine's
-                _load(trainer.rollout, buckets, weight_version)
-                self._acknowledge(trainer, module, weight_version, scores)
-        else:
-            self._load = _BackgroundLoad(weight_version, scores)
-            self._load.start(trainer.rollout.local if ranks.is_main else None, self._copy, buckets())
-        self.last_sync_s = time.perf_counter() - start
-
-    def _finish(self, trainer: RLTrainer, module: RLModule) -> None:
-        """Waits for the load in the background, if there is one; every rank raises its error here."""
-        load, self._load = self._load, None
-        if load is None:
-            return
-        ranks = ranks_of(trainer.strategy)
-        with ranks.own_deadline():
-            error = load.wait(self.sync_timeout_s)
-            message = ranks.broadcast_json(None if error is None else str(error))
-        if error is not None:
-            raise error
-        if message is not None:
-            raise WeightSyncError(f"Rank 0 raised: {message}")
-        self._acknowledge(trainer, module, load.weight_version, load.scores)
-
-    def _acknowledge(
-        self, trainer: RLTrainer, module: RLModule, weight_version: int, scores: list[list[float]] | None
-    ) -> None:
-        """The engine has the version: probes it and calls the hook."""
-        self._acknowledged_version = weight_version
-        self._metrics = self._probe.compare(trainer, module, scores)
-        trainer.call_rl_hook("on_weights_synced", weight_version)
+        with ranks.own_deadline():  # the engine's
+            _load(
+                trainer.rollout,
+                lambda: _gathered(self._shares.buckets(trainer, module, BUCKET_BYTES), ranks),
+                weight_version,
+            )
+            self._metrics = self._probe.compare(trainer, module, logprobs)
+            trainer.call_rl_hook("on_weights_synced", weight_version)
 
 
 def _load(rollout: Rollout, buckets: Callable[[], Iterable[Bucket]], weight_version: int) -> None:
@@ -265,45 +211,6 @@ def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
         if bucket is None:
             return
         yield bucket
-        del bucket  # else it stays alive while the next is gathered
-
-
-class _BackgroundLoad:
-    """A version on its way to the engine while the trainer continues."""
-
-    def __init__(self, weight_version: int, scores: list[list[float]] | None) -> None:
-        self.weight_version = weight_version
-        self.scores = scores  # the trainer's side of the probe, under these weights
-        self.error: BaseException | None = None  # that the load has raised
-        self._thread: threading.Thread | None = None
-
-    def start(self, rollout: Rollout | None, copy: HostCopy, buckets: Iterable[Bucket]) -> None:
-        """Copies the parameters, on all ranks together; then the one with the rollout starts to load the copy."""
-        if rollout is None:
-            for _ in buckets:
-                pass
-            return
-        copies = copy.take(buckets, self.weight_version)
-
-        def load() -> None:
-            try:
-                _load(rollout, lambda: copies, self.weight_version)
-            except BaseException as error:  # noqa: BLE001  # nobody is above it in this thread; `wait` hands it over
-                self.error = error
-
-        self._thread = threading.Thread(target=load, name="lightrl-weight-load", daemon=True)
-        self._thread.start()
-
-    def wait(self, timeout_s: float) -> BaseException | None:
-        """Returns when the engine has acknowledged: the error of the load, if it has one."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                return EngineTimeout(
-                    f"The engine did not acknowledge weight version {self.weight_version} within sync_timeout_s="
-                    f"{timeout_s:g}. Check its servers, or increase WeightSync.sync_timeout_s."
-                )
-        return self.error
 
 
 # If the engine loads files from a folder that every rank sees, each rank writes its share there; otherwise rank 0
@@ -317,13 +224,10 @@ class RankShares:
         self._folder: SharedFolder | None = None
         self._rollout: object = None  # `_folder` was decided for it
 
-    def buckets(
-        self, trainer: RLTrainer, module: RLModule, bucket_bytes: int, *, is_blocking: bool
-    ) -> Iterator[Bucket]:
+    def buckets(self, trainer: RLTrainer, module: RLModule, bucket_bytes: int) -> Iterator[Bucket]:
         """Yields buckets for `rollout.load_weights`; collective, each rank must read them to the end.
 
-        An engine that serves adapters gets these, and after them the base if it needs that. A load in the background
-        takes everything from rank 0, which copies it first.
+        An engine that serves adapters gets these, and after them the base if it needs that.
         """
         model = module.parallel_models["policy"]
         holders = ranks_of(trainer.strategy).of_role("policy")
@@ -331,22 +235,22 @@ class RankShares:
             return model.full_parameters(bucket_bytes)
         engine: object = trainer.rollout.engine
         needs_base: bool | None = None
-        if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+        if isinstance(engine, SGLangEngine) and engine.adapters == "served":
             needs_base = engine.needs_base()
         needs_base = holders.broadcast_json(needs_base)  # None: the adapters are merged
         if needs_base is None:
-            return self._whole(trainer, model, bucket_bytes, "merged", holders, is_blocking)
+            return self._whole(trainer, model, bucket_bytes, "merged", holders)
         adapters = model.full_parameters(bucket_bytes, part="adapters")
         if not needs_base:
             return adapters
-        base = self._whole(trainer, model, bucket_bytes, "base", holders, is_blocking)
+        base = self._whole(trainer, model, bucket_bytes, "base", holders)
         return itertools.chain(adapters, base)
 
     def _whole(
-        self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks, is_blocking: bool
+        self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
         """All parameters, from every rank or from rank 0."""
-        if holders.size == 1 or not is_blocking:
+        if holders.size == 1:
             return model.full_parameters(bucket_bytes, part=part)
         if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
             self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)
@@ -365,7 +269,6 @@ def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> I
         writer = ShareWriter(folder, holders.rank)
         for bucket in buckets:
             writer.add(bucket)
-            del bucket  # else it stays alive while the next is gathered
         _gather_records(writer.record(), folder, holders)
         yield Bucket({}, is_last=True)
         return
@@ -389,7 +292,7 @@ def _gather_records(record: dict[str, object], folder: SharedFolder, holders: Ra
 
 def _shared_folder(engine: object, holders: Ranks) -> SharedFolder | None:
     """Rank 0's folder if every rank sees it and can write there; else None, which is logged."""
-    folder = engine.shared_folder() if isinstance(engine, SharesFolder) else None
+    folder = engine.shared_folder() if isinstance(engine, SGLangEngine) else None
     fields = holders.broadcast_json(None if folder is None else vars(folder))
     if fields is None:
         return None

@@ -29,6 +29,29 @@ from lightrl.commands.config_layers import Flag, UsageError, Written
 from lightrl.models import ModelSpec, Role
 
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+# Settings that a release before this one had, and what to do instead.
+_REMOVED = {
+    "SGLangEngine.command": "Set sglang_python to a program that takes SGLang's arguments.",
+    "SGLangEngine.devices": "Servers get the GPUs that the trainer does not use; lower trainer.devices.",
+    "SGLangEngine.seed": "Set server_args.random_seed.",
+    "SGLangEngine.receivers": "Set the variable LIGHTRL_RECEIVER_ADDRS.",
+    "SGLangEngine.weights_dtype": "Weights are sent in the servers' dtype; set server_args.dtype.",
+    "SGLangEngine.interrupt": "Remove it: servers continue the requests that a sync interrupts.",
+    "SGLangEngine.verify_sync": "Set WeightSync.verify.",
+    "SGLangEngine.max_connections": "Remove it: a server gets at most 4,096 requests at once.",
+    "SGLangEngine.probe_interval_s": "It follows from timeouts.request_s.",
+    "SGLangEngine.max_retries": "Remove it: a request is repeated at most 8 times.",
+    "timeouts.generate_s": "Remove it: a generation is continued by another request after 900 s.",
+    "timeouts.connect_s": "Set request_s.",
+    "timeouts.hang_s": "Set request_s; a server that answers nothing for half as long is lost.",
+    "timeouts.server_wait_s": "Set startup_s.",
+    "WeightSync.bucket_mib": "Remove it: buckets have 256 MiB.",
+    "WeightSync.probe": "Set verify.",
+    "WeightSync.probe_tokens": "Remove it: the probe has 2 sequences of 32 tokens.",
+    "WeightSync.max_probe_nats": "Set verify to false if the engine rounds logprobs more than its dtypes explain.",
+    "WeightSync.blocking": "Remove it: each sync ends before the trainer continues.",
+    "WeightSync.sync_timeout_s": "Remove it: timeouts.sync_s of the engine bounds each step of a sync.",
+}
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 
 
@@ -201,6 +224,8 @@ class _Walk:
         path = f"{prefix}{name}"
         if owner == "lightrl.ModelSpec" and name in Keys.of_class(Role):
             return f"{path} is a setting of lightrl.Role{self._from(path)}, whose `model:` is the lightrl.ModelSpec."
+        if instead := _REMOVED.get(f"{owner.rpartition('.')[2]}.{name}"):
+            return f"{path} is no longer a setting{self._from(path)}. {instead}"
         names = keys.names()
         close = [f"{prefix}{match}" for match in difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)]
         if not close:

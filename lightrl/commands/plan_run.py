@@ -248,8 +248,7 @@ def _planned_engine(trainer: Any, policy: PlannedRole) -> PlannedEngine | None:
     engine: RolloutEngine = trainer.engine or LocalEngine()
     if isinstance(engine, SGLangEngine):
         servers = engine.num_servers or len(engine.urls or ()) or 1
-        width = SERVED_BYTES if engine.weights_dtype is None else getattr(torch, engine.weights_dtype).itemsize
-        return PlannedEngine("SGLangEngine", place="servers", servers=servers, tp=engine.tp, width=width)
+        return PlannedEngine("SGLangEngine", place="servers", servers=servers, tp=engine.tp, width=SERVED_BYTES)
     if not isinstance(engine, LocalEngine):
         return None
     root = trainer.strategy.root_device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import logging
 import os
@@ -26,17 +27,17 @@ from lightrl.commands.config_layers import UsageError, Written
 from lightrl.commands.console import reported
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
-from lightrl.engines.sglang.servers.command import usable_token
-from lightrl.engines.sglang.servers.fleet import ServerFleet
-from lightrl.engines.sglang.servers.registry import Announcement, ServerEntry
-from lightrl.engines.sglang.servers.server import SGLangServer, make_servers, write_model_folder
+from lightrl.engines.sglang.processes.command import usable_token
+from lightrl.engines.sglang.processes.keeper import end_all, keep, start_all
+from lightrl.engines.sglang.processes.process import ServerProcess, make_servers, write_model_folder
+from lightrl.engines.sglang.registry import Announcement, ServerEntry
 from lightrl.engines.sglang.sync.receivers import Receivers
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 
 log = logging.getLogger(__name__)
 
-_FROM_ENGINE = ("servers", "tp", "sglang_python", "server_args", "devices", "seed", "token")
+_FROM_ENGINE = ("servers", "tp", "sglang_python", "server_args", "token")
 _SERVER_ARG = "--server_args."
 _LOOPBACK, _ANY = ("127.0.0.1", "localhost", "::1"), ("", "0.0.0.0", "::")
 _EPILOG = """\
@@ -107,68 +108,53 @@ def serve(
         )  # fmt: skip
         log.info("Starting %s; logs in %s.", count_text(servers, "server"), logs)
         try:
-            receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
+            receiver = receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
             announcement = Announcement(register) if register is not None else None
-            _run(processes, until or threading.Event(), receivers, announcement, leave_s, host, lambda fleet: write(
-                usage(fleet, receivers, token, host, register)))  # fmt: skip
+            start_all(processes)
+            if announcement is not None:
+                announcement.start(entries(processes, receivers, host))
+            write(usage(processes, receivers, token, host, register))
+            try:
+                asyncio.run(_keep_all(processes, receiver, until or threading.Event()))
+            finally:
+                if announcement is not None and not announcement.leave(leave_s):
+                    log.warning("No run has let go of these servers; they end all the same.")
         finally:
+            end_all(processes)
             receivers.stop()
 
 
-def _run(
-    servers: Sequence[SGLangServer],
-    ended: threading.Event,
-    receivers: Receivers,
-    announcement: Announcement | None,
-    leave_s: float,
-    host: str,
-    on_ready: Callable[[ServerFleet], object],
-) -> None:
-    given_up: list[str] = []
-
-    def give_up(url: str, message: str) -> None:
-        given_up.append(message)
-        ended.set()
-
-    # The fleet logs losses itself, and a run gives its weights to servers that were away.
-    fleet = ServerFleet(servers, on_lost=lambda url, reason: None, on_started=lambda url: None, on_given_up=give_up)
-    try:
-        fleet.start()
-        if announcement is not None:
-            announcement.start(entries(fleet, receivers, host))
-        on_ready(fleet)
-        while not ended.wait(1.0):
-            pass
-    finally:
-        try:
-            if announcement is not None and not announcement.leave(leave_s):
-                log.warning("No run has let go of these servers; they end all the same.")
-        finally:
-            fleet.stop()
-    if given_up:
-        raise EngineError(given_up[0])
+async def _keep_all(servers: Sequence[ServerProcess], receiver: ServerProcess, ended: threading.Event) -> None:
+    """Restarts what ends or hangs, until `ended`; raises EngineError if a server is given up."""
+    keeping = [asyncio.ensure_future(keep(process)) for process in (*servers, receiver)]
+    while not ended.is_set():
+        given_up, _ = await asyncio.wait(keeping[:-1], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+        if given_up:
+            raise EngineError(given_up.pop().result())
 
 
-def entries(fleet: ServerFleet, receivers: Receivers, host: str) -> list[ServerEntry]:
+def entries(servers: Sequence[ServerProcess], receivers: Receivers, host: str) -> list[ServerEntry]:
     """Describes the servers as the registry knows them."""
     name = _reachable_name(host)
     (receiver,) = (f"http://{name}:{urlsplit(url).port}" for url in receivers.urls)
-    return [ServerEntry(f"http://{name}:{server.port}", receiver) for server in fleet.servers]
+    return [ServerEntry(f"http://{name}:{server.port}", receiver) for server in servers]
 
 
 def _reachable_name(host: str) -> str:
     return socket.gethostname() if host in _ANY else host
 
 
-def usage(fleet: ServerFleet, receivers: Receivers, token: str, host: str, register: Path | None = None) -> str:
+def usage(
+    servers: Sequence[ServerProcess], receivers: Receivers, token: str, host: str, register: Path | None = None
+) -> str:
     """Lists the servers' addresses, and what to type to use them."""
     name = _reachable_name(host)
-    addresses = ",".join(f"{name}:{server.port}" for server in fleet.servers)
+    addresses = ",".join(f"{name}:{server.port}" for server in servers)
     if register is not None:
         addresses = f"file://{register.absolute()}"
     (receiver,) = (f"{name}:{urlsplit(url).port}" for url in receivers.urls)
     lines = [
-        *("Ready:", *(f"  http://{name}:{server.port}  log {server.log_file}" for server in fleet.servers)),
+        *("Ready:", *(f"  http://{name}:{server.port}  log {server.log_file}" for server in servers)),
         *("For runs on these servers:", f"  export LIGHTRL_SERVER_ADDRS={addresses}"),
         f"  export {RECEIVER_VARIABLE}={receiver}  # for transport: delta",
         *(f"  export LIGHTRL_SERVER_TOKEN={token}", "  lightrl fit --config run.yaml --trainer.engine SGLangEngine"),

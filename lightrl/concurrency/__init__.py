@@ -4,6 +4,7 @@ Reading order:
     loop_thread.py   an event loop in a thread of its own, and calls into it
     wake_up.py       calls and results for event loops, from other threads
     in_thread.py     a blocking function in a thread, awaited
+    abandon.py       tasks that are waited for together, and abandoned when nobody needs them
     daemon_future.py  the same for a caller that blocks, with a deadline; side_by_side.py: several at once
     call_within.py   user code with a deadline, which never blocks the loop; every step of an end (call_all)
     body.py          an HTTP answer, as much of it as may be in memory

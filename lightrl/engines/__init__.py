@@ -2,8 +2,8 @@
 
 Reading order:
     engine.py       RolloutEngine, the protocol, and Completion
-    abilities.py    optional protocols: ScoresTokens, LimitsContext, SharesDevices and others
-    placing.py      which devices an engine gets beside the trainer
+    abilities.py    optional protocols: ScoresTokens, HasReplicas and others
+    placing.py      which devices an engine gets next to the trainer
     fake_engine.py  deterministic, slow or broken on request, for tests
     local/          LocalEngine, for a laptop: decodes in this process
     sglang/         SGLangEngine, for a fleet: SGLang servers over HTTP

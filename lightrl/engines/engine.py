@@ -1,7 +1,8 @@
-"""RolloutEngine: the protocol of LocalEngine, FakeEngine and SGLangEngine; and Completion, what they write."""
+"""RolloutEngine: the protocol of LocalEngine, FakeEngine and SGLangEngine; and Completion, what they generate."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -33,7 +34,7 @@ class Completion:
             object.__setattr__(self, "supports", token_array("supports", self.supports))
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints; plain Python."""
+        """Return the fields in plain Python, for checkpoints."""
         fields = vars(self).items()
         return {name: [value.code, value.text] if isinstance(value, TokenArray) else value for name, value in fields}
 
@@ -55,7 +56,7 @@ class RolloutEngine(Protocol):
     `tests/engines/engine_contract.py`.
     """
 
-    weight_version: int  # of the current weights; -1 before the first load
+    weight_version: int  # the current weights; -1 before the first load
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model of this config or connects to it; called on the main thread, before anything else."""
@@ -66,8 +67,8 @@ class RolloutEngine(Protocol):
     ) -> list[Completion]:
         """`n` completions of one prompt; requests are admitted in the order of the calls.
 
-        `images` are the prompt's images, whose image tokens are in `token_ids`; it is passed only if there are some,
-        so an engine for text may omit the parameter.
+        `images` are the prompt's images, whose image tokens are in `token_ids`; the argument is passed only if there
+        are some, so an engine for text may omit the parameter.
 
         With n > 1, completion i has a seed of its own, derived from (sampling.seed, i). On cancellation the request
         leaves the engine at the next token boundary. `session` names the conversation, for prefix caches.
@@ -77,6 +78,39 @@ class RolloutEngine(Protocol):
             EngineError: if the engine fails or is closed.
         """
         ...
+
+    def generate_group(
+        self,
+        token_ids: list[int],
+        samplings: Sequence[Sampling],
+        *,
+        session: str,
+        images: tuple[str, ...] = (),
+        started: Sequence[Completion | None] | None = None,
+    ) -> list[asyncio.Future[Completion]]:
+        """Starts one completion of this prompt for each sampling, with its seed; each as `generate` would return it.
+
+        This default calls `generate` for each. An engine that takes them in one request spares the event loop a task
+        for each; it must not bypass a subclass that replaces `generate` alone (see `replaces_generate_alone`).
+
+        Called on the event loop. A future is done when its own completion is; cancelling it removes that request alone.
+
+        Args:
+            started: how each completion begins, None where nothing is generated; passed only to an engine that
+                continues completions (`abilities.ContinuesCompletions`), and only if there is one.
+
+        Raises:
+            ValueError, EngineError: as `generate`, or in the futures.
+        """
+
+        async def generate(index: int, sampling: Sampling) -> Completion:
+            request: dict[str, Any] = {"images": images} if images else {}
+            if started is not None and started[index] is not None:
+                request["written"] = started[index]
+            (completion,) = await self.generate(token_ids, sampling, session=f"{session}/{index}", **request)
+            return completion
+
+        return [asyncio.ensure_future(generate(index, sampling)) for index, sampling in enumerate(samplings)]
 
     async def pause(self) -> None:
         """Returns when in-flight requests have stopped at a token boundary; new ones wait."""
@@ -89,7 +123,7 @@ class RolloutEngine(Protocol):
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Pauses, loads, acknowledges `weight_version`, resumes; or rolls back to the old weights and raises.
 
-        Called from another thread than the event loop's. Tokens drawn afterwards carry the new version; key-values of
+        Called from another thread than the event loop's. Tokens sampled afterwards carry the new version; key-values of
         old weights are not used again. A paused engine stays paused.
 
         Raises:
@@ -98,12 +132,22 @@ class RolloutEngine(Protocol):
         ...
 
     def queue_depths(self) -> dict[str, int]:
-        """Completions being written (`running`) and waiting for a slot (`waiting`); for messages."""
+        """Completions in progress (`running`) and waiting for a slot (`waiting`); for messages."""
         ...
 
     def close(self) -> None:
         """Ends threads and processes; in-flight requests raise EngineError. May be called twice."""
         ...
+
+
+def replaces_generate_alone(engine: RolloutEngine) -> bool:
+    """Whether a subclass replaces `generate` of an engine that has a `generate_group` of its own, but not that one."""
+    for kind in type(engine).__mro__:
+        if "generate_group" in vars(kind):
+            return False
+        if "generate" in vars(kind):
+            return True
+    return False
 
 
 def check_request(

@@ -111,10 +111,10 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         self.requests: list[FakeRequest] = []  # all so far
         self.loaded_versions: list[int] = []  # all so far
         self.num_running = 0  # completions being written
-        self._drafts: dict[int, _Draft] = {}  # of these, by seed
+        self._drafts: dict[int, _Draft] = {}  # seed → draft of these
         self._vocab_size = 0
         self._max_context: int | None = None
-        self._shapes: dict[str, torch.Size] | None = None  # those of the first load
+        self._shapes: dict[str, torch.Size] | None = None  # the first load's
         self._lock = threading.Lock()  # guards all below
         self._is_paused = False
         self._is_loading = False

@@ -10,7 +10,6 @@ from lightrl.checks.printable import count_text
 from lightrl.engines.engine import RolloutEngine
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.servers.own_fleet import started_on
 
 
 def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device]) -> str:
@@ -27,6 +26,6 @@ def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device
     engine.trainer_devices = trainer_devices
     if not engine.num_servers:
         return "on servers that run elsewhere"
-    gpus = started_on(engine)
+    gpus = engine.gpus()
     where = "the CPU" if gpus is None else ", ".join(f"cuda:{gpu}" for gpu in gpus)
     return f"{count_text(engine.num_servers, 'server')} with tp={engine.tp} on {where}, {engine.placement}"

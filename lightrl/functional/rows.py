@@ -22,7 +22,7 @@ def padded_rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> 
 
 
 def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """The fields [B] that the rollout fills in; rewards, which may still be awaited, are NaN."""
+    """Return the fields [B] that the rollout fills in; rewards, which may still be awaited, are NaN."""
     return {
         "rewards": torch.full((len(trajectories),), torch.nan, dtype=torch.float32),
         "group_ids": torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
@@ -31,19 +31,17 @@ def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     }
 
 
-def judged_rows(trajectories: Sequence[Trajectory]) -> tuple[list[int], list[Trajectory], Tensor]:
-    """The rows whose trajectory has a reward, their trajectories, and their rewards, float32.
+def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any] | None]:
+    """Return the rewards, float32 [B], and for each row those of its tokens, float32, if any row has them.
 
     Raises:
-        ValueError: if none has a reward, or rewards per token are not one for each token.
+        ValueError: if rewards per token are not one for each token.
     """
-    rows = [row for row, item in enumerate(trajectories) if item.reward is not None]
-    if not rows:
-        raise ValueError("No trajectory has a reward. Fix the reward function.")
-    rewarded = [trajectories[row] for row in rows]
-    if any(item.rewards is not None for item in rewarded):  # the rest was checked before; other ranks have no tokens
-        check_trajectories(rewarded)
-    return rows, rewarded, torch.tensor([item.reward for item in rewarded], dtype=torch.float32)
+    rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
+    if all(item.rewards is None for item in trajectories):
+        return rewards, None
+    check_trajectories(trajectories)
+    return rewards, [np.asarray(_token_rewards(item), np.float32) for item in trajectories]
 
 
 def support_codes(trajectory: Trajectory) -> Tensor:
@@ -53,7 +51,7 @@ def support_codes(trajectory: Trajectory) -> Tensor:
 
 
 def every_token(num: int) -> Tensor:
-    """The codes of tokens that were read, or drawn from the whole vocabulary."""
+    """The codes of tokens that were read, or sampled from the whole vocabulary."""
     return torch.full((num,), EVERY_TOKEN[0], dtype=torch.uint8)
 
 
@@ -63,8 +61,8 @@ def support_fields(codes: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"supports": torch.cat(list(codes)), "support_starts": sizes.cumsum(0) - sizes, "support_sizes": sizes}
 
 
-def token_rewards_of(trajectory: Trajectory) -> Sequence[float]:
-    """Rewards per token of a trajectory, or its reward on the last loss token."""
+def _token_rewards(trajectory: Trajectory) -> Sequence[float]:
+    """Return its rewards per token, or the reward on the last loss token."""
     if trajectory.rewards is not None:
         return trajectory.rewards
     spread = [0.0] * len(trajectory.token_ids)
@@ -74,13 +72,13 @@ def token_rewards_of(trajectory: Trajectory) -> Sequence[float]:
     return spread
 
 
-def check_trajectories(trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> None:
-    """Raises ValueError if they cannot make an Experience; see `Experience.from_trajectories`."""
+def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> None:
+    """Raise ValueError if they cannot make an Experience; see `Experience.from_trajectories`."""
     if not trajectories:
         raise ValueError("This iteration has no trajectory: every group was dropped.")
-    unjudged = [item.prompt.id for item in trajectories if item.reward is None]
-    if unjudged and are_judged:
-        raise ValueError(f"A trajectory of prompt {unjudged[0]!r} has no reward. Judge it first.")
+    without = [item.prompt.id for item in trajectories if item.reward is None]
+    if without and has_rewards:
+        raise ValueError(f"A trajectory of prompt {without[0]!r} has no reward. Compute it first.")
     for item in trajectories:
         _check_tokens(item)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lightrl.checks.printable import count_text
 from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES
-from lightrl.engines.sglang.servers.registry import SCHEME
+from lightrl.engines.sglang.registry import SCHEME
 from lightrl.launch.memory import PlannedRun
 from lightrl.launch.model_checks import check_memory, check_model
 from lightrl.launch.run_facts import RunFacts
@@ -210,7 +210,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[dict[str, Any], list[str
                 f"launch.servers={layout.servers} needs SGLangEngine, but trainer.engine is {facts.engine}."
             )
         # the servers are started by the launch and found in its registry
-        arguments = {"servers": None, "devices": None, "tp": 1, "placement": layout.placement}
+        arguments = {"servers": None, "tp": 1, "placement": layout.placement}
         trainer["engine"] = {"class_path": "SGLangEngine", "init_args": arguments}
     return {"trainer": trainer}, notes
 

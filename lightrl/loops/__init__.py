@@ -10,19 +10,19 @@ Reading order:
     resume.py         what a resumed run continues from; fast_dev_run's check of it
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
-    sharing.py        tokens and outputs to the ranks that work on them; remote_groups.py: what others know
-    group_bytes.py    validation groups as bytes, from rank 0 to the others
+    sharing.py        rows, rewards and outputs of calls to the ranks that work on them
 
 May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
 """
 
-from lightrl.loops.resume import check_resume
+from lightrl.loops.resume import CheckpointConnector, check_resume
 from lightrl.loops.rollout_loop import RolloutLoop, logging_allowed
 from lightrl.loops.rollout_stage import RolloutStage, devices_text
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.step_log import StepLog
 
 __all__ = [
+    "CheckpointConnector",
     "RolloutLoop",
     "RolloutStage",
     "SharedRollout",

@@ -54,7 +54,7 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
         loss_mask: bool [B, T].
     """
     masks = {2: loss_mask, 1: loss_mask.any(1)}
-    # By the dimensions of values without weights, or the id of weights: these, where they count, and their sum.
+    # Dimensions of values without weights, or the id of weights → these, where they count, and their sum.
     known: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
     numbers, sums = [], []
     for name, metric in metrics.items():

@@ -5,29 +5,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import io
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import is_on_all_ranks, mark_as_on_all_ranks, ranks_of
+from lightrl.strategies import SplitsModels, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
+from lightrl.strategies.checkpoint import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
 
-OptimizerSettings = list[list[dict[str, Any]]]  # of each optimizer the groups, of each group the numbers by name
+OptimizerSettings = list[list[dict[str, Any]]]  # optimizers, their groups, and each group's numbers by name
 
 
 def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> OptimizerSettings:
-    """What `configure_optimizers` set: `lr` without a schedule's factor, whether there is one, `weight_decay` etc."""
+    """Numbers that `configure_optimizers` set: `lr` without its factor, whether it has one, etc."""
     return [
         [
             {name: value for name, value in group.items() if isinstance(value, float | tuple)}
@@ -108,10 +112,10 @@ class Resume:
         self.trainer = trainer
         self.guard = guard
         self.why_no_checkpoint: str | None = None  # what makes a checkpoint wrong at this moment
-        self._rollout_state: dict[str, Any] | None = None  # of the last fit or checkpoint, for the next rollout
+        self._rollout_state: dict[str, Any] | None = None  # the last fit's or checkpoint's, for the next rollout
         self._is_restored = False  # the open rollout has taken the state over
-        self._optimizers: OptimizerSettings = []  # of this fit
-        self._settings: dict[str, Any] = {}  # of this fit, by path
+        self._optimizers: OptimizerSettings = []  # this fit's
+        self._settings: dict[str, Any] = {}  # path → setting of this fit
         self._saved: dict[str, Any] = {}  # a checkpoint's `optimizers` and `settings`, until they are compared
 
     def begin(self) -> None:
@@ -120,7 +124,7 @@ class Resume:
         self._is_restored = False
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; without the rollout's part if nothing was rolled out."""
+        """State for a checkpoint; without the rollout's part if nothing was rolled out."""
         state = (self.trainer.rollout.state_dict() if self._is_restored else None) or self._rollout_state
         settings = {"optimizers": self._optimizers, "settings": self._settings} if self._optimizers else {}
         if state is None:
@@ -142,10 +146,9 @@ class Resume:
         self.guard.num_in_a_row = int(state_dict["num_skipped_in_a_row"])
         torch.set_rng_state(state_dict["torch_rng"])
 
-    def set_up_optimizers(self, set_up: Callable[[Any], None], trainer: Any) -> None:
-        """Runs the strategy's own `setup_optimizers`, before any checkpoint's state, and keeps what it set."""
-        set_up(trainer)
-        self._optimizers = optimizer_settings(trainer.optimizers)
+    def keep_settings(self) -> None:
+        """Keeps what `configure_optimizers` set, before any checkpoint's state."""
+        self._optimizers = optimizer_settings(self.trainer.optimizers)
 
     def apply_settings(self) -> None:
         """Reports which settings of a resumed fit are not the checkpoint's, and gives the optimizers its own."""
@@ -212,6 +215,32 @@ class Resume:
         if ranks.size > 1 and not is_on_all_ranks(error):
             self.why_no_checkpoint = f"rank {ranks.rank} failed and the others did not"
             ranks.fail(error)  # now: what callbacks do on an exception may wait for other ranks
+
+
+class CheckpointConnector(_CheckpointConnector):
+    """Lightning's, which also loads a checkpoint of several processes in one, and explains what does not fit."""
+
+    def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
+        super().__init__(trainer)
+        self._resume = resume
+
+    def restore_model(self) -> None:
+        module = self.trainer.lightning_module
+        is_split = isinstance(self.trainer.strategy, SplitsModels)
+        with contextlib.nullcontext() if is_split else explained_mismatch(module, self._loaded_checkpoint):
+            super().restore_model()
+
+    def restore_training_state(self) -> None:
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self._resume.keep_settings()
+        super().restore_training_state()
+
+    def restore_optimizers(self) -> None:
+        strategy = self.trainer.strategy
+        if not self._loaded_checkpoint or isinstance(strategy, SplitsModels):
+            super().restore_optimizers()
+        else:
+            load_optimizers(strategy, strategy.load_optimizer_state_dict, self._loaded_checkpoint)
 
 
 def check_resume(trainer: RLTrainer) -> None:

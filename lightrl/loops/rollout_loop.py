@@ -2,7 +2,7 @@
 
     take groups → Experience → score, advantages → minibatches → version + 1 → weights out
 
-On-policy, the loop waits for the last rewards while it runs the calls that need none (`RolloutSettings.judges_later`).
+On-policy, the loop waits for the last rewards while it runs the calls that need none (`defers_rewards`).
 
 It replaces `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each training
 batch. One batch is one iteration is one `global_step` is one weight version. A module that is not an RLModule goes
@@ -30,34 +30,35 @@ from lightrl.loops.metrics import IterationMetrics, values_of
 from lightrl.loops.resume import Resume
 from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
-from lightrl.loops.sharing import accept_changes, accepted, respread, spread
+from lightrl.loops.sharing import accept, add_rewards, shard
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.models.chat_template import with_stop_tokens
 from lightrl.models.images import with_images
 from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import Microbatches, Ranks, SpreadExperience, ranks_of
+from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_on_all_ranks, ranks_of
+from lightrl.strategies.sharded_experience.placement import microbatch_rows, minibatches, shares, token_imbalance
 from lightrl.trace import in_microbatch_spans, span
 from lightrl.trajectory import Group, Trajectory, sampling_seed
 
 _ENGINE = "trainer.engine's max_batch or prefill_tokens (SGLang: mem_fraction_static)"
 _ADVICE = {
     "rollout": f"Lower {_ENGINE}, or model.microbatch_tokens, which leaves the engine more.",
-    "sync": f"Lower {_ENGINE}, or bucket_mib of WeightSync.",
+    "sync": f"Lower {_ENGINE}.",
     "start": "Use more devices with trainer.strategy: FSDP2Strategy, or a smaller model.",
 }
 
 
-class JudgedGroups(list[Group]):
+class RewardedGroups(list[Group]):
     """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
 
-    def to(self, *args: Any, **kwargs: Any) -> JudgedGroups:
+    def to(self, *args: Any, **kwargs: Any) -> RewardedGroups:
         return self
 
 
-def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> JudgedGroups:
-    """Rolls out and judges the prompts of a batch.
+def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> RewardedGroups:
+    """Roll out and reward the prompts of a batch.
 
     Args:
         trainer: evaluates an RLModule.
@@ -76,7 +77,7 @@ def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> JudgedGroups:
         num_samples=module.validation_group_size,
         on_wait=on_wait,
     )
-    return JudgedGroups(groups)
+    return RewardedGroups(groups)
 
 
 def _index_of_batch(trainer: RLTrainer) -> int:
@@ -106,7 +107,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.guard = GradientGuard()
         self.resume = Resume(trainer, self.guard)
         self.phase = "start"  # the present one, or the last
-        self.sizes = ""  # of this iteration's tensors, in words
+        self.sizes = ""  # the sizes of this iteration's tensors, in words
 
     @property
     def ranks(self) -> Ranks:
@@ -118,7 +119,7 @@ class RolloutLoop(_AutomaticOptimization):
         if not isinstance(module, RLModule):
             self.phase = "training step"
             return super().run(optimizer, batch_idx, kwargs)
-        if self.ranks.size == 1:  # else rank 0's next rollout tells all ranks together
+        if self.ranks.size == 1:  # else all ranks stop together, in rank 0's next rollout
             self.gate.check()
         self.trainer.phase_seconds = {}
         with self.trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these
@@ -130,7 +131,7 @@ class RolloutLoop(_AutomaticOptimization):
 
     @contextlib.contextmanager
     def _own_randomness(self, module: RLModule) -> Iterator[None]:
-        """Random numbers drawn inside depend on (seed, weight version) alone, and do not change those drawn outside.
+        """Random numbers inside depend on (seed, weight version) alone, and do not change those outside.
 
         A resumed run cannot repeat what loaders and validation drew from the global state in between.
         """
@@ -148,7 +149,7 @@ class RolloutLoop(_AutomaticOptimization):
             groups = trainer.rollout.take(trainer.weight_version, on_wait=self._waiting("on_rollout_progress"))
         self._report_drops()
         trainer.call_rl_hook("on_rollout_end", groups)
-        if not trainer.rollout.settings.judges_later:
+        if not trainer.rollout.settings.defers_rewards:
             trainer.call_rl_hook("on_rewards_ready", groups)
         return groups
 
@@ -166,13 +167,13 @@ class RolloutLoop(_AutomaticOptimization):
             trainer.call_rl_hook("on_policy_updated", trainer.weight_version)
         self.resume.why_no_checkpoint = None
 
-    def _score(self, module: RLModule, groups: list[Group]) -> SpreadExperience:
+    def _score(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
         """The iteration's Experience with the outputs of the model calls, rewards and advantages."""
         rollout = self.trainer.rollout
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
-            experience = self._gather_experience(module, trajectories)
-            if not rollout.settings.judges_later:
+            experience = self._make_experience(module, trajectories)
+            if not rollout.settings.defers_rewards:
                 return self._run_calls(module, experience, trajectories, left_out=set())
             graph = module.data_flow()
             scored = graph.beside_rewards()
@@ -181,77 +182,83 @@ class RolloutLoop(_AutomaticOptimization):
         with self._phase("rewards"):
             rollout.wait_for_rewards(groups, on_wait=self._waiting("on_rewards_progress"))
         self._report_drops()
+        experience, trajectories = self._drop_unrewarded_rows(module, experience, groups, trajectories)
         with self._phase("score"):
-            experience = self._judged(module, experience, trajectories)
-        trajectories = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+            experience = add_rewards(experience, trajectories)
         self.trainer.call_rl_hook("on_rewards_ready", [group for group in groups if group.trajectories])
         with self._phase("score"):
             return self._run_calls(module, experience, trajectories, left_out=scored)
 
-    def _gather_experience(self, module: RLModule, trajectories: list[Trajectory]) -> SpreadExperience:
-        """The trajectories as an Experience on the host: all of them, or those that this rank works on."""
-        rollout, size = self.trainer.rollout, self.ranks.size
+    def _make_experience(self, module: RLModule, trajectories: list[Trajectory]) -> ShardedExperience:
+        """The trajectories as an Experience on the host: the numbers of all, the tokens of those that train here."""
+        rollout = self.trainer.rollout
         if isinstance(rollout, SharedRollout):
             experience, has_all = rollout.pop_experience(), range(1)
-        else:  # recorded: every rank has read them all
-            are_judged = not rollout.settings.judges_later
-            experience = SpreadExperience.from_trajectories(trajectories, are_judged=are_judged)
-            has_all = range(size)
+        else:  # one rank, or recorded trajectories, which every rank has read
+            has_rewards = not rollout.settings.defers_rewards
+            experience = ShardedExperience.from_trajectories(trajectories, has_rewards=has_rewards)
+            has_all = range(self.ranks.size)
         longest = int(experience.lengths.max()) if len(experience) else 0
         self.sizes = f", with {len(experience)} trajectories of at most {longest} tokens"
-        if size > 1:
-            experience = spread(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
+        experience = shard(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
         return with_images(experience, trajectories, module.image_reader, rows=experience.rows_here)
 
-    def _judged(
-        self, module: RLModule, experience: SpreadExperience, trajectories: list[Trajectory]
-    ) -> SpreadExperience:
-        """The rows whose reward came, with their rewards."""
-        judged = experience.judged(trajectories)
-        rollout, is_fewer = self.trainer.rollout, len(judged) < len(experience)
-        if not isinstance(rollout, SharedRollout):
-            return judged
-        has_token_rewards = rollout.has_token_rewards
-        judged = respread(
-            judged,
-            module,
-            self.ranks,
-            seed=self._minibatch_seed,
-            is_fewer=is_fewer,
-            has_token_rewards=has_token_rewards,
-        )
-        kept = [trajectory for trajectory in trajectories if trajectory.reward is not None]
-        return with_images(judged, kept, module.image_reader, rows=judged.rows_here) if is_fewer else judged
+    def _drop_unrewarded_rows(
+        self,
+        module: RLModule,
+        experience: ShardedExperience,
+        groups: list[Group],
+        trajectories: list[Trajectory],
+    ) -> tuple[ShardedExperience, list[Trajectory]]:
+        """Drop rows without a reward, and what the loss reads together with them; all others stay where they are.
+
+        Raises:
+            ValueError: if none is left.
+        """
+        units = experience.units(module.loss_unit)
+        has_reward = [trajectory.reward is not None for trajectory in trajectories]
+        kept = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)
+        if len(kept) == len(experience):
+            return experience, trajectories
+        if not kept:
+            raise mark_as_on_all_ranks(ValueError("No trajectory has a reward. Fix the reward function."))
+        for row in sorted(set(range(len(trajectories))) - set(kept)):
+            if has_reward[row]:
+                message = f"the reward of another trajectory of its {module.loss_unit} failed"
+                self.trainer.call_rl_hook("on_trajectory_dropped", "loss_unit", message)
+        rest = [trajectories[row] for row in kept]
+        kept_ids = set(map(id, rest))
+        for group in groups:
+            group.trajectories = [item for item in group.trajectories if id(item) in kept_ids]
+        return experience.select(kept), rest
 
     @property
     def _minibatch_seed(self) -> int:
         return sampling_seed(self.trainer.rollout.run_seed, "minibatches", self.trainer.weight_version)
 
     def _run_calls(
-        self, module: RLModule, experience: SpreadExperience, trajectories: list[Trajectory], *, left_out: set[str]
-    ) -> SpreadExperience:
+        self, module: RLModule, experience: ShardedExperience, trajectories: list[Trajectory], *, left_out: set[str]
+    ) -> ShardedExperience:
         context = self.trainer.precision_plugin.forward_context
         with logging_allowed(module):
-            return score(module, experience, trajectories, forward_context=context, ranks=self.ranks, left_out=left_out)
+            return score(module, experience, trajectories, forward_context=context, left_out=left_out)
 
-    def _update(self, module: RLModule, experience: SpreadExperience, batch_idx: int) -> None:
+    def _update(self, module: RLModule, experience: ShardedExperience, batch_idx: int) -> None:
         trainer = self.trainer
-        total = min(module.num_minibatches, len(experience.units(module.loss_unit))) * module.update_epochs
-        minibatches = experience.minibatches(
-            module.num_minibatches, epochs=module.update_epochs, seed=self._minibatch_seed, unit=module.loss_unit
-        )
+        cuts = minibatches(experience, epochs=module.update_epochs, seed=self._minibatch_seed)
         train_calls = module.data_flow().of_kind("train")
         iteration = IterationMetrics()
         imbalances: list[float] = []
         holders = self.ranks.of_role("policy")
-        for index, minibatch in enumerate(minibatches):
+        for index, rows in enumerate(cuts):
+            minibatch = experience if len(rows) == len(experience) else experience.select(rows)
             if holders.dp_size > 1:
-                imbalances.append(holders.token_imbalance(minibatch, module.loss_unit))
-            trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
+                imbalances.append(token_imbalance(minibatch.lengths.tolist(), shares(minibatch, holders)))
+            trainer.call_rl_hook("on_minibatch_start", minibatch, index, len(cuts))
             self.ranks.step()
             metrics, parts = self._step(module, train_calls, minibatch, batch_idx, is_first=index == 0)
             self.num_updates += 1
-            trainer.call_rl_hook("on_minibatch_end", metrics, index, total)
+            trainer.call_rl_hook("on_minibatch_end", metrics, index, len(cuts))
             iteration.add(parts)
             if module.is_update_the_last(metrics):
                 break
@@ -267,7 +274,7 @@ class RolloutLoop(_AutomaticOptimization):
         self,
         module: RLModule,
         train_calls: list[ModelCall],
-        minibatch: SpreadExperience,
+        minibatch: ShardedExperience,
         batch_idx: int,
         *,
         is_first: bool,
@@ -304,7 +311,7 @@ class RolloutLoop(_AutomaticOptimization):
                     if not loss.holders.is_here:
                         continue
                     max_tokens = train.microbatch_tokens or module.microbatch_tokens
-                    rows = loss.holders.microbatch_rows(minibatch, max_tokens, unit=module.loss_unit)
+                    rows = microbatch_rows(minibatch, loss.holders, max_tokens, unit=module.loss_unit)
                     parts = Microbatches(minibatch, rows, module.device)
                     module.parallel_models[loss.role].forward_backward(parts, *in_microbatch_spans(loss, backward))
             for parameter in module.resting_parameters():
@@ -323,18 +330,18 @@ class RolloutLoop(_AutomaticOptimization):
             parts["grad_norm"] = torch.tensor([norms[0], 1.0], dtype=torch.float64)
         return values_of(parts), parts
 
-    def _offer(self, experience: SpreadExperience) -> SpreadExperience:
+    def _offer(self, experience: ShardedExperience) -> ShardedExperience:
         """Shows the Experience to callbacks and the module; each may return one with another mask or advantages."""
+        shown = experience.shown
         for hook in self.trainer.rl_hooks("on_experience_ready"):
             with logging_allowed(self.trainer.lightning_module):
-                changed = hook(experience)
-            if self.ranks.size == 1:
-                experience = experience if changed is None else SpreadExperience.of(accept_changes(experience, changed))
-            elif self.ranks.max_each([int(changed is not None)])[0]:  # on any rank
-                experience = accepted(experience, changed, self.ranks)
+                changed = hook(shown)
+            if self.ranks.max_each([int(changed is not None)])[0]:  # on any rank
+                experience = accept(experience, shown.local, changed)
+                shown = experience.shown
         return experience
 
-    def judged_groups(self, batch: Any) -> list[Group]:
+    def rewarded_groups(self, batch: Any) -> list[Group]:
         """The groups of a validation, test or predict batch."""
         groups = evaluate(self.trainer, batch, self._waiting())
         self._report_drops()
@@ -349,7 +356,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.num_updates = int(state_dict.get("num_updates", self.num_updates))
 
     def _waiting(self, hook: str | None = None) -> OnWait:
-        """What a rollout calls while it waits; the RL hook reports how far it is."""
+        """The function that a rollout calls while it waits; the RL hook reports how far it is."""
 
         def on_wait(done: int, total: int) -> None:
             self.ranks.step()
@@ -367,7 +374,7 @@ class RolloutLoop(_AutomaticOptimization):
             self.trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
 
     def out_of_memory(self, error: torch.OutOfMemoryError, module: Any) -> TrainingError:
-        """What to raise instead: the phase, its sizes, what was estimated, and what to set."""
+        """The error to raise instead: the phase, its sizes, what was estimated, and what to set."""
         tokens = getattr(module, "microbatch_tokens", None)
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"
         other = f"Lower {smaller}, or set activation_checkpointing of trainer.strategy (FSDP2Strategy) to true."

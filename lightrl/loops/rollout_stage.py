@@ -27,14 +27,14 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightrl.checks.printable import count_text
 from lightrl.concurrency.call_within import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
-from lightrl.engines import LocalEngine, choose_devices
-from lightrl.engines.abilities import DecodesInThreads, LimitsContext, ServesAdapters
+from lightrl.engines import LocalEngine, SGLangEngine, choose_devices
 from lightrl.loops.resume import Resume
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.models import ParallelModel
@@ -47,6 +47,7 @@ from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.rollout.workflow_pool import check_workers
 from lightrl.strategies import LogprobSettings, Ranks, check_strategy, parallel_model, ranks_of
 from lightrl.strategies.halves import SMALL_MODEL_PARAMETERS
+from lightrl.strategies.precision import LeavesBatches, subclassed
 
 _AVERAGES = (
     "it puts averaged weights into the policy when training ends, after the last sync with the engine and the last "
@@ -118,6 +119,7 @@ class RolloutStage:
         self._judge: JudgesGroups | None = None
         self._engine_is_open = False
         self._num_threads = 0  # before the stage, while it is open
+        self._precision: Precision | None = None  # before the stage, while it is open
         self._gc_threshold = gc.get_threshold()  # before the stage
 
     def check(self, module: RLModule, *, is_fit: bool = False) -> None:
@@ -157,8 +159,8 @@ class RolloutStage:
         recorded = getattr(getattr(trainer, "datamodule", None), "recorded_groups", None) if is_fit else None
         graph = module.data_flow(from_file=recorded is not None)  # refuses calls that make no graph
         module.parallel_models = _parallel_models(trainer, module)
-        # Batches are plain Python; Lightning's walk through them for floats fails at frozen dataclasses.
-        vars(trainer.precision_plugin)["convert_input"] = lambda data: data
+        self._precision = trainer.precision_plugin
+        trainer.strategy.precision_plugin = subclassed(self._precision, LeavesBatches)
         if recorded is None:
             trainer.open_rollout = self._open_live(module, graph, is_fit)
         else:
@@ -182,7 +184,8 @@ class RolloutStage:
 
         May be called again, after a Ctrl-C that cut the first call short.
         """
-        vars(self.trainer.precision_plugin).pop("convert_input", None)
+        if self._precision is not None:
+            self.trainer.strategy.precision_plugin, self._precision = self._precision, None
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
             self._num_threads = 0
@@ -231,7 +234,7 @@ class RolloutStage:
             _check_sizes(module, prompts.batch_size, ranks)
         settings = _configured(trainer, module, settings)
         if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.beside_rewards():
-            settings = dataclasses.replace(settings, judges_later=True)
+            settings = dataclasses.replace(settings, defers_rewards=True)
         settings = _of_rank_0(settings, ranks)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
         failures = None if trainer.fast_dev_run else folder / "failed_rewards.jsonl"
@@ -255,7 +258,7 @@ class RolloutStage:
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
-        if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+        if isinstance(engine, SGLangEngine) and engine.adapters == "served":
             policy: Any = module.policy
             engine.expect_adapters(AdapterShape.of(policy), num_versions=settings.max_staleness + 1)
         log.info("devices: %s", devices_text(self.trainer))
@@ -265,7 +268,7 @@ class RolloutStage:
         if workflow.template is not None:
             for source, token_ids in module.stop_token_ids().items():
                 workflow.template.end_token_ids.update(token_ids if source != "sampling" else ())
-        contexts = (module.context_tokens, engine.max_context if isinstance(engine, LimitsContext) else None)
+        contexts = (module.context_tokens, engine.max_context if isinstance(engine, LocalEngine) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         return RolloutController(
             engine,
@@ -280,7 +283,7 @@ class RolloutStage:
 
 
 def _judge_of(module: RLModule) -> JudgesGroups:
-    """What judges the module's trajectories, not started."""
+    """Builds what computes the rewards of the module's trajectories, not started."""
     return make_judge(
         module.reward_source if module.reward_source is not None else module.reward,
         workers=module.reward_workers,
@@ -292,7 +295,7 @@ def _judge_of(module: RLModule) -> JudgesGroups:
 
 
 def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, ParallelModel]:
-    """By role what the strategy makes of the models that are here."""
+    """Role → what the strategy makes of the models that are here."""
     sampling = with_stop_tokens(module.sampling, module.stop_token_ids())
     settings = LogprobSettings(
         temperature=sampling.temperature,
@@ -358,7 +361,7 @@ def _of_rank_0(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
 
 
 def devices_text(trainer: RLTrainer) -> str:
-    """Who has which device on this machine; tells the engine those of the trainer."""
+    """Describes who has which device on this machine; sets the trainer's in the engine."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
     text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {choose_devices(engine, devices)}"
@@ -366,9 +369,9 @@ def devices_text(trainer: RLTrainer) -> str:
 
 
 def _log_what_runs(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
-    """What follows from the settings of a fit and cannot be set."""
+    """The settings that follow from those of a fit."""
     engine, threads = trainer.engine, count_text(torch.get_num_threads(), "update thread")
-    num = engine.threads if isinstance(engine, DecodesInThreads) else None
+    num = engine.threads if isinstance(engine, LocalEngine) else None
     decoding = f", {count_text(num, 'decoding thread')}" if num else ""
     log.info("engine: %s%s; %s", type(engine).__name__, decoding, threads)
     stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())

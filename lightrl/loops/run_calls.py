@@ -71,7 +71,7 @@ def run_calls(
 
 @dataclass
 class _Execution(Generic[_State]):
-    """This rank's results so far. Threads of calls beside the trainer add theirs and start the calls that need them."""
+    """Results of this rank. Threads of calls next to the trainer add theirs and start the calls that need them."""
 
     graph: DataFlowGraph
     calls: list[ModelCall]
@@ -131,7 +131,7 @@ class _Execution(Generic[_State]):
             share_with_all(call)
 
     def run_own(self, call: ModelCall) -> None:
-        """In the caller's thread."""
+        """Runs the call in the caller's thread."""
         with self._changed:
             self._raise_if_failed()
             state = self.state

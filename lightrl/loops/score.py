@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, ModelCall
+from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, ModelCall, follows_from_trajectories
 from lightrl.engines.sglang.scoring import with_server
 from lightrl.errors import LightRLError, TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import on_last_loss_token
 from lightrl.loops.run_calls import run_calls
-from lightrl.loops.sharing import Sharing, gathered, holders_of, is_forward
+from lightrl.loops.sharing import gather, holders_of, is_forward, share_outputs
 from lightrl.models import untrained_reward_model
 from lightrl.models.lora import adapters_off
-from lightrl.strategies import Microbatches, Ranks, SpreadExperience, mark_as_on_all_ranks
-from lightrl.strategies.row_exchange import scoring_shares
-from lightrl.strategies.spread_experience import OnLossTokens, rollout_part
-from lightrl.strategies.token_rows import TokenRows
-from lightrl.trajectory import Trajectory
+from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_on_all_ranks
+from lightrl.strategies.sharded_experience import OnLossTokens, TokenRows
+from lightrl.strategies.sharded_experience.placement import microbatch_rows
+from lightrl.trajectory import Trajectory, as_array
 
 if TYPE_CHECKING:
     from lightrl.module import RLModule
-import numpy as np
-from torch.nn.utils.rnn import pad_sequence
-
-from lightrl.dataflow import follows_from_trajectories
-from lightrl.trajectory import as_array
-
-# Asked again they might answer differently, or be gone.
 
 
 def asked_once(
@@ -40,7 +35,8 @@ def asked_once(
 ) -> Mapping[str, Tensor]:
     """The call's outputs, [B] or [B, T, ...]: from its trajectories if TrajectoryLog recorded them, else from `ask()`.
 
-    Floats are float32, asked or recorded. Recorded ones have 0 on the padding.
+    Asked again, a judge or a server might answer differently, or be gone. Floats are float32, asked or recorded.
+    Recorded ones have 0 on the padding.
     """
     recorded = [item.call_outputs for item in trajectories]
     is_recorded = bool(recorded) and all(key in outputs for outputs in recorded for key in call.outputs)
@@ -64,59 +60,57 @@ _Outputs = Mapping[str, Any]  # Tensor [B], TokenRows or OnLossTokens
 @torch.no_grad()
 def score(
     module: RLModule,
-    experience: Experience,
+    experience: Experience | ShardedExperience,
     trajectories: Sequence[Trajectory] = (),
     *,
     forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-    ranks: Ranks | None = None,
     left_out: Collection[str] = (),
-) -> SpreadExperience:
+) -> ShardedExperience:
     """Experience with the outputs of the module's score calls and its advantages, [B, T].
 
     Args:
         module: has `score_calls`, `advantages` and the models.
-        experience: of the whole iteration.
+        experience: of the whole iteration, or what `shard` made of it. Each of its ranks infers its share of the rows,
+            for the roles that it holds; functions and servers are called on rank 0 only, because a judge may answer
+            differently the second time.
         trajectories: its rows, for calls that read texts; on rank 0.
         forward_context: the precision plugin's, around the models only: half precision would make bfloat16 the default
             dtype of what `advantages` creates.
-        ranks: who else works on this Experience. Each infers its share of the rows, for the roles that it holds;
-            functions and servers are called on rank 0 only, because a judge may answer differently the second time.
         left_out: names of calls whose outputs `experience` has, or that run later.
     """
     rows = list(trajectories)
-    ranks = ranks or Ranks()
+    sharded = ShardedExperience.of(experience) if isinstance(experience, Experience) else experience
+    ranks = sharded.ranks
 
     @torch.no_grad()  # in the call's own thread
-    def run(call: ModelCall, current: SpreadExperience) -> _Outputs:
+    def run(call: ModelCall, current: ShardedExperience) -> _Outputs:
         if call.name == ADVANTAGES:
-            return _advantages(module, current, ranks)
+            return _advantages(module, current)
         if is_forward(call):
             with forward_context():
                 return _infer(module, call, current, holders_of(call, ranks))
         if call.url is not None and call.role is not None:
             call = with_server(call, is_scalar=module.models()[call.role].spec.head == "scalar")
-        asked = asked_once(call, rows, lambda: _own_outputs(call, current, rows))
+        asked = asked_once(call, rows, lambda: _function_outputs(call, current, rows))
         lengths = current.lengths
         return {key: TokenRows.of_padded(it, lengths) if it.dim() > 1 else it for key, it in asked.items()}
 
     def runs_here(call: ModelCall) -> bool:
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks
 
-    graph = module.data_flow()
-    sharing = Sharing(SpreadExperience.of(experience), module, ranks)
     return run_calls(
-        graph,
-        sharing.experience,
+        module.data_flow(),
+        sharded,
         run,
-        SpreadExperience.with_tensors,
+        ShardedExperience.with_tensors,
         left_out={GENERATE, REWARD, *left_out},
         runs_here=runs_here,
-        share=sharing.share if ranks.size > 1 else None,
+        share=functools.partial(share_outputs, sharded, module) if ranks.size > 1 else None,
         on_wait=ranks.step,
     )
 
 
-def _infer(module: RLModule, call: ModelCall, experience: SpreadExperience, ranks: Ranks) -> dict[str, Any]:
+def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> dict[str, Any]:
     """One forward over this rank's share of the trajectories: the call's outputs, float32.
 
     `values` are a critic's, per token, and `bootstrap_values` the one of the state after a truncated end, [B]. Any
@@ -130,12 +124,8 @@ def _infer(module: RLModule, call: ModelCall, experience: SpreadExperience, rank
         has_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
         has_end = experience.is_truncated
-    lengths, rated = experience.lengths, rollout_part(experience, has_end)
-    rows = ranks.microbatch_rows(
-        rated,
-        call.microbatch_tokens or module.microbatch_tokens,
-        shares=scoring_shares(experience, ranks, module.loss_unit),
-    )
+    lengths, rated = experience.lengths, experience.rollout_part(has_end)
+    rows = microbatch_rows(rated, ranks, call.microbatch_tokens or module.microbatch_tokens)
     parts = Microbatches(rated, rows, module.device)
     plain = adapters_off(getattr(module, role)) if call.adapters_off else contextlib.nullcontext()
     numbers: dict[str, list[Tensor]] = {name: [] for name in (key, "teacher_topk_ids", "teacher_topk_logprobs")}
@@ -157,20 +147,20 @@ def _infer(module: RLModule, call: ModelCall, experience: SpreadExperience, rank
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
         for index, part in zip(rows, numbers[key], strict=True):
             if index:
-                ends = lengths[index].clamp(max=part.shape[1] - 1)  # of rows without an end, any place
+                ends = lengths[index].clamp(max=part.shape[1] - 1)  # any place for rows without an end
                 at_end[index] = part.gather(1, ends[:, None])[:, 0]
         result[key if scores_ends else "bootstrap_values"] = torch.where(has_end, at_end, 0.0)
     return result
 
 
-def _advantages(module: RLModule, experience: SpreadExperience, ranks: Ranks) -> dict[str, Any]:
-    """What the module's `advantages` returns, for rewards that include the reward model's scores.
+def _advantages(module: RLModule, experience: ShardedExperience) -> dict[str, Any]:
+    """Calls the module's `advantages`, for rewards that include the reward model's scores.
 
     Raises:
         ValueError: if those are all 0: its head could not be checked where models start without memory.
     """
     changes: dict[str, Any] = {}
-    if "reward_model_scores" in experience.extras:
+    if "reward_model_scores" in experience.rows:
         scores = experience["reward_model_scores"]
         if not scores.any():
             raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
@@ -179,37 +169,36 @@ def _advantages(module: RLModule, experience: SpreadExperience, ranks: Ranks) ->
         if "token_rewards" in experience.tokens:
             here = experience.rows_here
             part: Any = experience.dense(here)
-            judged = part.token_rewards + on_last_loss_token(added[here], part.loss_mask)
-            changes["token_rewards"] = TokenRows.of_padded(judged, experience.lengths, here)
+            rewards = part.token_rewards + on_last_loss_token(added[here], part.loss_mask)
+            changes["token_rewards"] = TokenRows.of_padded(rewards, experience.lengths, here)
         experience = experience.with_tensors(changes)
-    is_whole = ranks.size == 1 or bool(module.advantage_inputs)
-    if ranks.size > 1 and module.advantage_inputs:
-        experience = gathered(experience, module.advantage_inputs, ranks)
-    result = module.advantages(experience)
+    if experience.ranks.size > 1 and module.advantage_inputs:
+        experience = gather(experience, module.advantage_inputs)
+    result = module.advantages(experience.shown)
     tensors = result if isinstance(result, Mapping) else {"advantages": result}
+    is_whole = experience.ranks.size == 1 or bool(module.advantage_inputs)
     return {**changes, **{name: _on_loss(name, value, experience, is_whole) for name, value in tensors.items()}}
 
 
-def _on_loss(name: str, values: Tensor, experience: SpreadExperience, is_whole: bool) -> OnLossTokens | TokenRows:
-    """What `advantages` returned, [B] or per token, as it is kept: 0 on tokens that do not train."""
+def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole: bool) -> OnLossTokens | TokenRows:
+    """Prepares what `advantages` returned, [B] or per token: 0 on tokens that do not train."""
     num = len(experience)
     if tuple(values.shape) == (num,):
         return OnLossTokens(values.detach().float().cpu())
-    rows = None if is_whole else experience.own_rows.tolist()
-    part = experience if is_whole else experience.own
-    mask = part.loss_mask
+    rows = range(num) if is_whole else experience.local_rows.tolist()
+    mask = experience["loss_mask"] if is_whole else experience.local.loss_mask
     if values.shape != mask.shape:
         shape = tuple(values.shape)
-        own = "" if is_whole else ", of experience.own,"
+        local = "" if is_whole else ", of experience.local,"
         raise ValueError(
-            f"advantages must return {name} as [B] = {(num,)} or [B, T] = {tuple(mask.shape)}{own} got {shape}."
+            f"advantages must return {name} as [B] = {(num,)} or [B, T] = {tuple(mask.shape)}{local} got {shape}."
         )
     kept = torch.where(mask, values.detach().float().cpu(), 0.0)
     return TokenRows.of_padded(kept, experience.lengths, rows)
 
 
 def _per_token(parts: Sequence[Tensor], rows: Sequence[list[int]], lengths: Tensor) -> TokenRows:
-    """From the microbatches with these rows, [b, t, ...] each, on the host."""
+    """Joins the results of microbatches with these rows, [b, t, ...] each, on the host."""
     flat = [
         part[: len(index)][torch.arange(part.shape[1]) < lengths[index][:, None]]
         for index, part in zip(rows, parts, strict=True)
@@ -231,8 +220,10 @@ def _on_device(module: RLModule, role: str) -> Iterator[None]:
         model.move_to(torch.device("cpu"))
 
 
-def _own_outputs(call: ModelCall, experience: Experience, trajectories: list[Trajectory]) -> dict[str, Tensor]:
-    """What a call's own function returns, by key.
+def _function_outputs(
+    call: ModelCall, experience: ShardedExperience, trajectories: list[Trajectory]
+) -> dict[str, Tensor]:
+    """Calls a call's own function; returns its results by key.
 
     Raises:
         TrainingError: if it raises anything but an error of ours, which names its own source.
@@ -241,7 +232,7 @@ def _own_outputs(call: ModelCall, experience: Experience, trajectories: list[Tra
     """
     assert call.run is not None
     try:
-        result = call.run(experience, trajectories)
+        result = call.run(experience.shown, trajectories)
     except LightRLError:
         raise
     except Exception as error:  # the user's function may raise anything

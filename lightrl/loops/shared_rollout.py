@@ -1,6 +1,7 @@
 """SharedRollout: rank 0's rollout controller on every rank: what concerns all, drops and errors from the same call.
 
-An iteration's tokens and texts stay on rank 0, from where `sharing.py` sends each rank the tokens that it works on.
+An iteration's texts stay on rank 0; the other ranks get a summary of each trajectory. `sharing.py` sends each rank the
+tokens that it works on.
 
 Rank 0 rolls out; the others wait for its messages on the CPU group, one every second with the progress so far. So no
 device collective is pending meanwhile, and an error or Ctrl-C on rank 0 reaches every rank at once, as the same
@@ -14,21 +15,19 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl import errors
 from lightrl.errors import LightRLError, RolloutError
-from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, read_head, with_head
-from lightrl.loops.remote_groups import set_remote_rewards, summary_from_bytes, summary_to_bytes
 from lightrl.rollout import RolloutController, RolloutSettings
-from lightrl.rollout.drop_tally import Drop
-from lightrl.rollout.protocol import OnWait, VersionedEngine
-from lightrl.strategies import Message, Ranks, mark_as_on_all_ranks
-from lightrl.strategies.spread_experience import SpreadExperience
-from lightrl.trajectory import Group, Prompt, Sampling
+from lightrl.rollout.group_scheduler import Drop
+from lightrl.rollout.protocol import OnWait
+from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all_ranks
+from lightrl.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
 HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
@@ -36,10 +35,81 @@ HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
-class _RemoteEngine:
-    """Rank 0's engine on the other ranks."""
+class _OnRank0:
+    """Explains where the attributes are that a summary lacks."""
 
-    weight_version = -1
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # a copy asks for these before it has anything
+            raise AttributeError(name)
+        raise AttributeError(
+            f"Rank 0 has {name!r} of {self!r}, with its tokens and texts; other ranks have its numbers: reward, "
+            "metrics, versions. Read it if trainer.is_global_zero, or read tensors of experience.local in "
+            "on_experience_ready."
+        )
+
+
+@dataclass(repr=False)
+class PromptSummary(_OnRank0):
+    """The part of a prompt that other ranks than 0 know."""
+
+    id: str
+    images: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"prompt {self.id!r}"
+
+
+@dataclass(repr=False)
+class TrajectorySummary(_OnRank0):
+    """The part of a trajectory that other ranks than 0 know."""
+
+    prompt: PromptSummary
+    group_id: int
+    sample: int
+    finish_reason: FinishReason
+    is_truncated: bool
+    oldest_version: int
+    newest_version: int
+    reward: float | None
+    metrics: dict[str, float]
+    rewards: None = None
+    call_outputs: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"a trajectory of {self.prompt!r}"
+
+
+def summaries_of(groups: Sequence[Group]) -> list[Any]:
+    """Return JSON from which `groups_of` makes what other ranks know."""
+    names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
+
+    def summary(item: Trajectory) -> dict[str, Any]:
+        metrics = {name: float(value) for name, value in item.metrics.items()}
+        return {**{name: getattr(item, name) for name in names}, "metrics": metrics}
+
+    return [
+        [group.id, group.prompt.id, group.prompt.images, [summary(item) for item in group.trajectories]]
+        for group in groups
+    ]
+
+
+def groups_of(summaries: Sequence[Any]) -> list[Group]:
+    """Make groups of PromptSummary and TrajectorySummary."""
+    groups = []
+    for group_id, prompt_id, images, records in summaries:
+        prompt: Any = PromptSummary(prompt_id, tuple(images))
+        items: list[Any] = [TrajectorySummary(prompt=prompt, group_id=group_id, **record) for record in records]
+        groups.append(Group(group_id, prompt, items))
+    return groups
+
+
+def set_remote_rewards(groups: Sequence[Group], summaries: Sequence[Any]) -> None:
+    """Set the rewards of later summaries of the same groups; remove trajectories without one."""
+    for group, later in zip(groups, groups_of(summaries), strict=True):
+        items = {item.sample: item for item in group.trajectories}
+        group.trajectories = [items[item.sample] for item in later.trajectories]
+        for item, rewarded in zip(group.trajectories, later.trajectories, strict=True):
+            item.reward, item.metrics = rewarded.reward, rewarded.metrics
 
 
 class SharedRollout:
@@ -60,26 +130,28 @@ class SharedRollout:
         self.ranks = ranks
         self.run_seed = run_seed
         self.settings = settings
-        self._remote_engine = _RemoteEngine()
+        self._remote_version = -1  # the version of rank 0's engine, on the other ranks
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, float] = collections.defaultdict(int)
-        self._taken: SpreadExperience | None = None
-        self.has_token_rewards = False  # of the last `wait_for_rewards`
+        self._taken: ShardedExperience | None = None
         ranks.step()  # a rank that does not come here has made fewer
         if ranks.is_main:
             with self._errors_to_all(), ranks.own_deadline():  # the engine's
                 self.controller = start()
-            ranks.send(Message("data", done=self.controller.engine.weight_version))
+            ranks.send(Message("data", done=self.controller.weight_version))
         else:
             message = ranks.receive()
             self._raise_if_error(message)
-            self._remote_engine.weight_version = message.done
+            self._remote_version = message.done
 
     @property
-    def engine(self) -> VersionedEngine:
-        """The engine; on the other ranks an object with its `weight_version`."""
-        return self._remote_engine if self.controller is None else self.controller.engine
+    def engine(self) -> object:
+        return None if self.controller is None else self.controller.engine
+
+    @property
+    def weight_version(self) -> int:
+        return self._remote_version if self.controller is None else self.controller.weight_version
 
     @property
     def local(self) -> RolloutController:
@@ -87,17 +159,20 @@ class SharedRollout:
         assert self.controller is not None
         return self.controller
 
-    # ------------------------------------------------------------------ all ranks together
-
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """As RolloutController.take; other ranks get the groups without tokens and texts."""
+        """Takes as RolloutController does; other ranks get the groups without tokens and texts."""
         controller = self.controller
         if controller is None:
-            groups, self._taken = summary_from_bytes(self._follow(on_wait))
-            return groups
-        return self._lead(lambda look: controller.take(weight_version, on_wait=look), self._summary, on_wait)
+            summaries, dtypes = self._follow(on_wait)
+            if dtypes is not None:
+                self._taken = ShardedExperience.elsewhere(self.ranks.broadcast_tensors({}), dtypes)
+            return groups_of(summaries)
+        groups = self._lead(lambda look: controller.take(weight_version, on_wait=look), self._summary, on_wait)
+        if self._taken is not None:
+            self.ranks.broadcast_tensors(self._taken.table)
+        return groups
 
-    def pop_experience(self) -> SpreadExperience:
+    def pop_experience(self) -> ShardedExperience:
         """Local: of the trajectories of the last `take`; their tokens are on rank 0.
 
         Raises:
@@ -109,34 +184,33 @@ class SharedRollout:
         return taken
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """As RolloutController.wait_for_rewards, with the same rewards on each rank's groups."""
+        """Waits as RolloutController does, with the same rewards on each rank's groups."""
         controller = self.controller
         if controller is None:
-            self.has_token_rewards = set_remote_rewards(groups, self._follow(on_wait))
+            set_remote_rewards(groups, self._follow(on_wait))
             return
 
         def wait(look: OnWait) -> Sequence[Group]:
             controller.wait_for_rewards(groups, on_wait=look)
             return groups
 
-        self._lead(wait, lambda judged: summary_to_bytes(judged, None), on_wait)
-        self.has_token_rewards = any(item.rewards is not None for group in groups for item in group.trajectories)
+        self._lead(wait, summaries_of, on_wait)
 
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
     ) -> list[Group]:
-        """As RolloutController.evaluate, of rank 0's prompts, with the same groups on each rank."""
+        """Evaluates rank 0's prompts as RolloutController does, with the same groups on each rank."""
         controller = self.controller
         if controller is None:
-            return groups_from_bytes(self._follow(on_wait))
+            return [Group.from_json(record) for record in self._follow(on_wait)]
         return self._lead(
             lambda look: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=look),
-            groups_to_bytes,
+            lambda groups: [group.state_dict() for group in groups],
             on_wait,
         )
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """As RolloutController.load_weights; every rank takes part in making the buckets, rank 0 loads them.
+        """Loads as RolloutController does; every rank takes part in making the buckets, rank 0 loads them.
 
         Raises:
             LightRLError: on every rank, if the engine raised it on rank 0.
@@ -154,9 +228,7 @@ class SharedRollout:
                     for _ in rest:
                         pass
             self.ranks.send(Message("data"))
-        self._remote_engine.weight_version = weight_version
-
-    # ------------------------------------------------------------------ local
+        self._remote_version = weight_version
 
     def commit(self) -> None:
         """Local: the groups of the last `take` have been trained on."""
@@ -192,18 +264,16 @@ class SharedRollout:
         if self.controller is not None:
             self.controller.close()
 
-    # ------------------------------------------------------------------ messages
-
-    def _summary(self, groups: Sequence[Group]) -> bytes:
+    def _summary(self, groups: Sequence[Group]) -> list[Any]:
         items = [item for group in groups for item in group.trajectories]
-        are_judged = not self.settings.judges_later
-        self._taken = SpreadExperience.from_trajectories(items, are_judged=are_judged) if items else None
-        return summary_to_bytes(groups, self._taken)
+        has_rewards = not self.settings.defers_rewards
+        self._taken = ShardedExperience.from_trajectories(items, has_rewards=has_rewards) if items else None
+        return [summaries_of(groups), None if self._taken is None else self._taken.token_dtypes]
 
     def _lead(
-        self, work: Callable[[OnWait], _Groups], to_bytes: Callable[[_Groups], bytes], on_wait: OnWait | None
+        self, work: Callable[[OnWait], _Groups], to_json: Callable[[_Groups], Any], on_wait: OnWait | None
     ) -> _Groups:
-        """On rank 0: does the work, and sends the others its progress and its result."""
+        """Does the work on rank 0, and sends the others its progress and its result."""
         sent_s = time.monotonic()
 
         def look(done: int, total: int) -> None:
@@ -220,19 +290,19 @@ class SharedRollout:
                 on_wait(0, 0)  # raises a Ctrl-C from before this call
             groups = work(look)
             drops = self.controller.drain_drops()
-            news: dict[str, Any] = {
+            report: dict[str, Any] = {
                 "drops": [[drop.reason, drop.message, drop.prompt_id] for drop in drops],
                 "group_drops": self.controller.drain_group_drops(),
                 "progress": self.controller.progress(),
             }
-            payload = with_head(news, [to_bytes(groups)])
+            payload = json.dumps({**report, "result": to_json(groups)}).encode()
         self.ranks.send(Message("data", payload=payload))
         self._drops += drops
-        self._group_drops.update(news["group_drops"])
+        self._group_drops.update(report["group_drops"])
         return groups
 
-    def _follow(self, on_wait: OnWait | None) -> bytes:
-        """On the others: waits for the result of rank 0's work."""
+    def _follow(self, on_wait: OnWait | None) -> Any:
+        """Waits on the other ranks for the result of rank 0's work, as JSON."""
         while True:
             message = self.ranks.receive()
             self._raise_if_error(message)
@@ -240,14 +310,14 @@ class SharedRollout:
                 break
             if on_wait is not None:
                 on_wait(message.done, message.total)
-        news, end = read_head(message.payload)
-        self._drops += [Drop(*drop) for drop in news["drops"]]
-        self._group_drops.update(news["group_drops"])
-        self._progress = news["progress"]
-        return message.payload[end:]
+        report = json.loads(message.payload)
+        self._drops += [Drop(*drop) for drop in report["drops"]]
+        self._group_drops.update(report["group_drops"])
+        self._progress = report["progress"]
+        return report["result"]
 
     def _errors_to_all(self) -> contextlib.ExitStack:
-        """On rank 0: an error that is raised inside is sent to the others, who raise it too."""
+        """Sends an error that is raised inside, on rank 0, to the others, which raise it too."""
 
         def send(
             kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class StepLog(_LoggerConnector):
-    """As in Lightning, a number that is not logged again keeps its value until the end of the epoch."""
+    """Keeps the value of a number that is not logged again until the end of the epoch, as Lightning does."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from lightrl.checks.printable import count_text
 from lightrl.errors import TrainingError
-from lightrl.experience import FIELDS, Experience
+from lightrl.experience import FIELDS, RENAMED, Experience
 from lightrl.functional import kl, neutralize, policy_ratio, reduce_loss
 from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, joined, over_ranks, parts_of, values_of
 from lightrl.models import Metric, Outputs
 from lightrl.module import ESS_WEIGHTS
-from lightrl.strategies import Ranks
+from lightrl.strategies import Ranks, ShardedExperience
 
 if TYPE_CHECKING:
     from lightrl.module import RLModule
@@ -38,14 +38,14 @@ def in_words(where: str, experience: Experience) -> Iterator[None]:
     try:
         yield
     except MisconfigurationException as error:
-        raise ValueError(f"{where} must not call self.log. Return the metric beside 'loss', under its name.") from error
+        raise ValueError(f"{where} must not call self.log. Return the metric under its name, as 'loss' is.") from error
     except (AttributeError, TypeError) as error:
         missing = FIELDS - experience.tensors().keys()
         if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
-            near = difflib.get_close_matches(str(error.name), FIELDS, 1) or sorted(experience.tensors())
-            raise AttributeError(
-                f"{where} reads experience.{error.name}, which does not exist. Use {' or '.join(near)}."
-            ) from error
+            name = str(error.name)
+            near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, FIELDS, 1)
+            fix = " or ".join(near or sorted(experience.tensors()))
+            raise AttributeError(f"{where} reads experience.{name}, which does not exist. Use {fix}.") from error
         if "NoneType" in str(error) and "proximal_logprobs" in missing:
             raise ValueError(
                 f"{where} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
@@ -67,11 +67,11 @@ class MinibatchLoss:
     """
 
     module: RLModule
-    minibatch: Experience
+    minibatch: Experience | ShardedExperience
     role: str = "policy"
     ranks: Ranks = field(default_factory=Ranks)
     weight_version: int | None = None
-    parts: dict[str, Tensor] = field(default_factory=dict)  # of metrics; see metrics.py
+    parts: dict[str, Tensor] = field(default_factory=dict)  # parts of metrics; see metrics.py
 
     def __post_init__(self) -> None:
         self.holders = self.ranks.of_role(self.role)
@@ -79,7 +79,7 @@ class MinibatchLoss:
         self.num_sequences = max(1, int((self.minibatch.loss_token_counts > 0).sum()))
 
     def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
-        """This microbatch's share of the minibatch's loss, a number that carries the gradient.
+        """Computes this microbatch's share of the minibatch's loss, a number that carries the gradient.
 
         A policy whose body has the critic's head has both losses: loss + value_coef · value loss.
         """
@@ -181,7 +181,7 @@ class MinibatchLoss:
             self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
     def metrics(self) -> dict[str, float]:
-        """Of the whole minibatch; see metrics.py."""
+        """Metrics of the whole minibatch; see metrics.py."""
         return values_of(self.parts)
 
     def _neutral(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:

@@ -284,10 +284,6 @@ def transport(value: str, areal: Leaves) -> Outcome:
     return Outcome({"engine.transport": transport}) if transport else Outcome(left="see engine.transport for ours")
 
 
-def sglang_dtype(value: str, areal: Leaves) -> Outcome:
-    return Outcome({"engine.server_args.dtype": value, "engine.weights_dtype": value})
-
-
 def top_k(value: int, areal: Leaves) -> Outcome:
     return Outcome() if value < 1 or value >= 10**6 else Outcome({"model.sampling.top_k": value})
 

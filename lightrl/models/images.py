@@ -17,19 +17,26 @@ import io
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from lightrl.experience import Experience
 from lightrl.trajectory import Trajectory
 
-_AnyExperience = TypeVar("_AnyExperience", bound=Experience)
+
+class HasTensors(Protocol):
+    """An Experience, sharded or not."""
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Self: ...
+
+
+_AnyExperience = TypeVar("_AnyExperience", bound=HasTensors)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig, PreTrainedModel
+    from typing_extensions import Self
 
 # Vision towers whose images are a fixed number of tokens, and how many tokens each adds to its patches.
 _EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}

@@ -1,11 +1,11 @@
-"""RolloutController: keeps groups in flight and hands over judged batches that keep the staleness bound.
+"""RolloutController: keeps groups in flight and hands over batches with rewards that keep the staleness bound.
 
 One asyncio loop in one daemon thread, on rank 0. All state belongs to that thread. The public methods are called from
 the main thread: a coroutine does the work on the loop, and the main thread waits for it and keeps the deadlines, so
-that a blocked event loop is noticed too. GroupBook decides what starts and what is taken; the controller acts.
+that a blocked event loop is noticed too. GroupScheduler decides what starts and what is taken; the controller acts.
 
-    prompt stream ──position──► trajectory tasks × G ──► judge ──► finished groups ──► take() ──► commit()
-                     start         workflow, engine                                  stream order  trained on
+    prompt stream ──position──► one task a group ──► rewards ──► finished groups ──► take() ──► commit()
+                     start      workflow, engine                                   stream order  trained on
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightrl.concurrency.in_thread import in_thread
+from lightrl.concurrency.abandon import abandon, is_abandoned
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines.abilities import LivesOnLoop
+from lightrl.engines import SGLangEngine
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
-from lightrl.rewards import Judge
-from lightrl.rollout.drop_tally import Drop
-from lightrl.rollout.group_book import GroupBook
-from lightrl.rollout.group_runs import GroupRuns
-from lightrl.rollout.pooled_player import make_player
-from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
+from lightrl.rewards import JudgesGroups
+from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
+from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead
 from lightrl.rollout.protocol import OnWait
-from lightrl.rollout.saved_state import SavedState, Wave
-from lightrl.rollout.settings import RolloutSettings
-from lightrl.rollout.tasks import Tasks
+from lightrl.rollout.resume import SavedState
+from lightrl.rollout.runner import Rewards, TrajectoryRunner
+from lightrl.rollout.tasks import AdmissionBatch, Tasks
+from lightrl.rollout.workflow_pool import WorkflowPool
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
@@ -48,14 +46,14 @@ class Wait:
     total: int  # trajectories it needs
     for_what: str = "the first trajectory"
     done: int = 0
-    last_news: float = field(default_factory=time.monotonic)  # seconds, when a trajectory that it waits for was done
+    last_progress: float = field(default_factory=time.monotonic)  # seconds, when the last trajectory was done
 
     def count(self) -> None:
         self.done += 1
-        self.note_news()
+        self.note_progress()
 
-    def note_news(self) -> None:
-        self.last_news = time.monotonic()
+    def note_progress(self) -> None:
+        self.last_progress = time.monotonic()
 
 
 @dataclass
@@ -67,56 +65,11 @@ class Stragglers:
     _since_s: float = 0.0  # monotonic clock
 
     def count(self, num: int) -> None:
-        """From now on the batch waits for this many of them."""
+        """Record that the batch waits for this many of them from now on."""
         now = time.monotonic()
         if self.num:
             self.waited_s += now - self._since_s
         self.num, self._since_s = num, now
-
-
-class PromptsAhead:
-    """Belongs to the controller's event loop.
-
-    Args:
-        cursor: whose prompts are made.
-        tasks: where an error of the stream ends the run.
-        then: starts what may start, once prompts have been made.
-    """
-
-    def __init__(self, cursor: PromptCursor, tasks: Tasks, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._cursor = cursor
-        self._tasks = tasks
-        self._then = then
-        self._making: asyncio.Task[None] | None = None
-
-    def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
-        """Whether a prompt of these positions, or of the next `num` choices, is not made yet; then makes it.
-
-        After an error of the stream it says False, for nothing will start.
-        """
-        try:
-            missing = self._cursor.unprepared(positions, num, run_seed)
-        except RolloutError as error:
-            self._tasks.fail(error)
-            return False
-        if missing is not None:
-            self._begin(missing)
-        return missing is not None
-
-    def refill(self) -> None:
-        """Makes more prompts, if few are left."""
-        if self._cursor.may_prepare:
-            self._begin(self._cursor.next_position)
-
-    def _begin(self, first: int) -> None:
-        if self._making is None or self._making.done():
-            self._making = self._tasks.spawn(self._make(first))
-
-    async def _make(self, first: int) -> None:
-        with span("make prompts", "data", "prompts", first=first):
-            await in_thread(self._cursor.prepare, first)
-        self._making = None
-        await self._then()
 
 
 _T = TypeVar("_T")
@@ -128,10 +81,10 @@ class RolloutController:
     Args:
         engine: has been started.
         workflow: maps a prompt to a trajectory.
-        judge: has been started; gives the reward, while other trajectories still generate.
+        reward_worker: has been started; computes rewards while other trajectories still generate.
         settings: sizes, bounds and which groups are dropped.
         sampling: of training rollouts; the seed of each generation is set here.
-        run_seed: with position, sample and turn it fixes every draw.
+        run_seed: with position, sample and turn it fixes all that is sampled.
         prompts: the stream, by position; None where only `evaluate` is used.
         folder: of the run, for the journal of a workflow with side effects; None writes none.
     """
@@ -142,7 +95,7 @@ class RolloutController:
         self,
         engine: RolloutEngine,
         workflow: Workflow,
-        judge: Judge,
+        reward_worker: JudgesGroups,
         settings: RolloutSettings,
         *,
         sampling: Sampling,
@@ -156,46 +109,48 @@ class RolloutController:
         self.sampling = sampling
         self.run_seed = run_seed
 
-        self._book = GroupBook(settings)
+        self._scheduler = GroupScheduler(settings)
         self._cursor = PromptCursor(prompts, settings.curriculum)
         self._tasks = Tasks()
-        self._player = make_player(engine, workflow, self._tasks, judge, self._book.tally, settings)
-        self._wave = Wave(engine)
-        self._ahead = PromptsAhead(self._cursor, self._tasks, self._pump)
-        self._runs = GroupRuns(
-            self._book,
-            self._cursor,
-            self._player,
-            self._tasks,
-            sampling,
-            on_done=lambda: self._tasks.spawn(self._pump()),
-            on_news=lambda: self._take_wait.note_news() if self._take_wait is not None else None,
-        )
-        if folder is not None and self._player.workflow.has_side_effects:
-            self._player.written.open_journal(folder)
-        self._saved_state = SavedState(engine, self._book, self._cursor, self._player, self._wave)
-        self._take_wait: Wait | None = None  # of the `take` in progress
+        self._rewards = Rewards(reward_worker, self._scheduler.counter, self._tasks)
+        self._runner: TrajectoryRunner | WorkflowPool
+        if settings.workflow_workers:
+            self._runner = WorkflowPool(
+                engine, workflow, settings.workflow_workers, self._tasks, silent_s=settings.loop_timeout_s
+            )
+        else:
+            self._runner = TrajectoryRunner(engine, workflow)
+        self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # seed name and task, by group
+        self._admission = AdmissionBatch(engine)
+        self._ahead = PromptsAhead(self._cursor, self._tasks, self._start_admissible)
+        if folder is not None and workflow.has_side_effects:
+            self._runner.in_flight.open_journal(folder)
+        self._saved_state = SavedState(engine, self._scheduler, self._cursor, self._runner, self._admission)
+        self._take_wait: Wait | None = None  # the wait of the `take` in progress
         self._stragglers = Stragglers()
         self._is_closing = False
 
         self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._tasks.fail_on_exit)
         self._loop = self._thread.loop
         self._thread.start()
-        if isinstance(engine, LivesOnLoop):
+        if isinstance(engine, SGLangEngine):
             self._thread.call(engine.attach())
-        self._thread.call(self._player.open())
+        if isinstance(self._runner, WorkflowPool):
+            self._thread.call(self._runner.open())
 
-    # ------------------------------------------------------------------ from the main thread
+    @property
+    def weight_version(self) -> int:
+        return self.engine.weight_version
 
     @property
     def local(self) -> RolloutController:
         return self
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """The next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
+        """Return the next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
 
-        They are judged, unless `judges_later`. Without a `commit` in between, the groups of the last `take` are
-        candidates again.
+        They have their rewards, unless `defers_rewards`. Without a `commit` in between, the groups of the last `take`
+        are candidates again.
 
         Args:
             weight_version: the trainer's version now, v.
@@ -210,19 +165,20 @@ class RolloutController:
         return self._wait_for(self._take(weight_version, wait), wait, on_wait)
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """With `judges_later`: sets the rewards of the groups from the last `take`.
+        """Sets the rewards of the groups from the last `take`, if `defers_rewards`.
 
-        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` tells why.
+        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` gives the
+        reason.
 
         Raises:
-            RolloutError: if nothing is judged for `rollout_timeout_s`, or if too many fail.
+            RolloutError: if no reward comes for `rollout_timeout_s`, or if too many fail.
         """
         wait = Wait("The loop", sum(len(group.trajectories) for group in groups), "the rewards")
-        self._wait_for(self._player.wait_for_rewards(groups, wait.count), wait, on_wait)
+        self._wait_for(self._rewards.wait_for(groups, wait.count), wait, on_wait)
 
     def commit(self) -> None:
-        """The groups of the last `take` have been trained on: forget them."""
-        self._thread.call(_as_coroutine(self._book.commit))
+        """Forget the groups of the last `take`, which have been trained on."""
+        self._thread.call(_as_coroutine(self._scheduler.commit))
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Gives the engine new weights and, when it has acknowledged them, starts what the new version admits.
@@ -232,14 +188,14 @@ class RolloutController:
             EngineTimeout: from the engine, which keeps the deadline of its load.
         """
         self.engine.load_weights(buckets, weight_version=weight_version)
-        self._thread.call(self._pump())
+        self._thread.call(self._start_admissible())
 
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
     ) -> list[Group]:
-        """Rolls out and judges prompts for validation, in order, outside admission; training rollouts continue.
+        """Rolls out prompts for validation, with rewards, in order, outside admission; training rollouts continue.
 
-        Trajectories whose reward failed are missing from their group; `drain_drops` tells why.
+        Trajectories whose reward failed are missing from their group; `drain_drops` gives the reason.
 
         Raises:
             RolloutError: if none of them finishes for `rollout_timeout_s`, or if too many fail.
@@ -250,48 +206,56 @@ class RolloutController:
         return self._wait_for(self._evaluate(prompts, sampling, num_samples, wait), wait, on_wait)
 
     def drain_drops(self) -> list[Drop]:
-        """The trajectories dropped since the last call."""
-        return self._book.tally.drain()
+        """Return the trajectories dropped since the last call."""
+        return self._scheduler.counter.drain()
 
     def drain_group_drops(self) -> dict[str, int]:
-        """How many groups were dropped since the last call, by reason; each was replaced by another prompt."""
-        return self._thread.call(_as_coroutine(self._book.tally.drain_groups))
+        """Return how many groups were dropped since the last call, by reason; each was replaced by another prompt."""
+        return self._thread.call(_as_coroutine(self._scheduler.counter.drain_groups))
 
     def progress(self) -> dict[str, float]:
-        """Queue depths, stragglers, and sums over what was chosen and what was not; for messages and metrics."""
+        """Return queue depths, stragglers, and sums over chosen and skipped prompts, for messages and metrics."""
         return {
-            **_depths(self._book, self._cursor, self.engine),
+            **self._depths(),
             "skipped_prompts": self._cursor.num_skipped,
-            "redrawn_groups": self._book.num_redrawn,
+            "redrawn_groups": self._scheduler.num_resampled,
             "stragglers": self._stragglers.num,
             "straggler_wait_s": self._stragglers.waited_s,
-            **self._book.tally.thrown_away,
+            **self._scheduler.counter.thrown_away,
             **self._cursor.past_success,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What resume needs: cursor, curriculum, positions in flight, groups not yet trained on. Plain Python."""
+        """Return what resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
         timeout_s = self.settings.loop_timeout_s / 2
         return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first `take`: restores the cursor and finished groups; what was in flight starts again first."""
+        """Restores the cursor and finished groups before the first `take`; what was in flight starts again first."""
         self._thread.call(_as_coroutine(partial(self._restore, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancels what runs and ends the thread; the engine is the caller's to close. May be called twice."""
         self._thread.close(self._cancel_all, timeout_s)
 
+    def _depths(self) -> dict[str, int]:
+        return {
+            "running_groups": len(self._scheduler.running),
+            "finished_groups": len(self._scheduler.finished),
+            "consumed_groups": self._scheduler.num_consumed,
+            "next_position": self._cursor.next_position,
+            "weight_version": self.weight_version,
+        }
+
     def _wait_for(self, coroutine: Coroutine[Any, Any, _T], wait: Wait, on_wait: OnWait | None) -> _T:
-        """The coroutine's result, or an error at the deadline; whatever is raised here cancels it."""
+        """Return the coroutine's result, or raise at the deadline; whatever is raised here cancels the coroutine."""
 
         def look() -> None:
-            if time.monotonic() - wait.last_news > self.settings.rollout_timeout_s:
+            if time.monotonic() - wait.last_progress > self.settings.rollout_timeout_s:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
                     f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of {wait.total} trajectories "
-                    f"are done. Queue depths: "
-                    f"{_depths(self._book, self._cursor, self.engine)}. Check the engine and the reward, or increase "
+                    f"are done. Queue depths: {self._depths()}. Check the engine and the reward, or increase "
                     "StalenessControl.rollout_timeout_s."
                 )
             if on_wait is not None:
@@ -299,11 +263,9 @@ class RolloutController:
 
         def count() -> None:
             if wait is self._take_wait:
-                wait.done = self._book.num_done_trajectories
+                wait.done = self._scheduler.num_done_trajectories
 
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=look, who=wait.who)
-
-    # ------------------------------------------------------------------ on the event loop
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.run_seed = int(state["run_seed"])
@@ -311,36 +273,34 @@ class RolloutController:
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
         """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""
-        served = self.engine.weight_version
+        served = self.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
                 f"The engine serves weight version {served} and the trainer is at {weight_version}. It needs weights "
                 f"(-1 is none) at most max_staleness={self.settings.max_staleness} versions behind. Load them first."
             )
-        if not self.settings.judges_later:
-            unjudged = self._book.unjudged()
-            await self._player.wait_for_rewards(unjudged, wait.count)
-            self._book.rejudged(unjudged)
-        self._book.begin_take(weight_version)
+        if not self.settings.defers_rewards:
+            unrewarded = self._scheduler.unrewarded()
+            await self._rewards.wait_for(unrewarded, wait.count)
+            self._scheduler.on_rewards(unrewarded)
+        self._scheduler.begin_take(weight_version)
         self._stragglers = Stragglers()
         self._take_wait = wait
-        self._tasks.spawn(self._pump())
+        self._tasks.spawn(self._start_admissible())
         try:
             while True:
                 if self._tasks.failure is not None:
                     raise self._tasks.failure
-                batch = self._book.take(weight_version)
-                self._stragglers.count(len(batch.waits_for) if self._book.is_held_back else 0)
+                batch = self._scheduler.take(weight_version)
+                self._stragglers.count(len(batch.waits_for) if self._scheduler.is_held_back else 0)
                 if batch.group_ids is not None:
-                    self._runs.give_up(batch.gives_up)
+                    self._give_up(batch.gives_up)
                     if batch.gives_up:
-                        self._tasks.spawn(self._pump())
-                    return list(self._book.taken)
-                stragglers = self._book.stragglers(batch, self.engine.weight_version)
-                if stragglers:
-                    version = self.engine.weight_version
+                        self._tasks.spawn(self._start_admissible())
+                    return list(self._scheduler.taken)
+                if stragglers := self._scheduler.stragglers(batch, self.weight_version):
                     for group_id in stragglers:
-                        self._runs.start(group_id, self._runs.redraw(group_id), version, self.run_seed)
+                        self._start(group_id, self._resample(group_id))
                     continue
                 wait.for_what = batch.describe_wait()
                 self._tasks.changed.clear()
@@ -351,18 +311,19 @@ class RolloutController:
             if self._take_wait is wait:  # else a later `take` has begun
                 self._take_wait = None
 
-    async def _pump(self) -> None:
-        """Starts what may start, on-policy as one wave. If it is cancelled, what it has started continues.
+    async def _start_admissible(self) -> None:
+        """Starts what may start, on-policy as one admission batch. If it is cancelled, what it has started continues.
 
         Prompts that are not made yet are made in a thread first, and then what may start does.
         """
-        if self._is_open() and self._book.may_start(self.engine.weight_version):
-            version = self.engine.weight_version
-            if self._ahead.lacks(self._book.startable(version), self._book.room(version), self.run_seed):
+        version = self.weight_version
+        if self._is_open() and self._scheduler.may_start(version):
+            num_new = self._scheduler.room(version)
+            if self._ahead.lacks(self._scheduler.startable(version), num_new, self.run_seed):
                 return
-            # Off-policy a wave would stop what already runs, and no order is promised.
-            is_wave = self.settings.max_staleness == 0
-            async with self._wave.begin() if is_wave else contextlib.nullcontext():
+            # Off-policy an admission batch would stop what already runs, and no order is promised.
+            is_batch = self.settings.max_staleness == 0
+            async with self._admission.batch() if is_batch else contextlib.nullcontext():
                 self._start_groups()
 
     def _is_open(self) -> bool:
@@ -374,46 +335,144 @@ class RolloutController:
     def _start_groups(self) -> None:
         if not self._is_open():
             return
-        version = self.engine.weight_version
+        version = self.weight_version
         try:
-            for _ in range(self._book.plan(version)):
-                self._book.queue(self._cursor.choose(self.run_seed))
-            for position in self._book.startable(version):
-                self._runs.start(position, self._cursor.read(position), version, self.run_seed)
+            for _ in range(self._scheduler.plan(version)):
+                self._scheduler.queue(self._cursor.choose(self.run_seed))
+            for position in self._scheduler.startable(version):
+                self._start(position, self._cursor.read(position))
         except RolloutError as error:
             self._tasks.fail(error)
         self._ahead.refill()
+
+    def _start(self, position: int, prompt: Prompt) -> None:
+        """Starts a queued position; what a checkpoint has of it is not generated again."""
+        running = self._scheduler.start(position, prompt, self.weight_version)
+        samples = [sample for sample in range(self.settings.group_size) if sample not in running.results]
+        self._runner.in_flight.open(running.seed_name)
+        run = self._run_group(
+            running.group,
+            samples,
+            self.sampling,
+            running.seed_name,
+            on_done=partial(self._report, running),
+            defers_rewards=self.settings.defers_rewards,
+        )
+        self._running[position] = (running.seed_name, self._tasks.spawn(run))
+
+    async def _run_group(
+        self,
+        group: Group,
+        samples: Sequence[int],
+        sampling: Sampling,
+        seed_name: str,
+        *,
+        on_done: Callable[[int, Trajectory | None], None],
+        defers_rewards: bool = False,
+    ) -> None:
+        """Runs these samples of a group and waits for their rewards; on cancellation nothing of them continues.
+
+        Args:
+            on_done: called with each sample's number, and its trajectory or None if that was dropped.
+            defers_rewards: starts to compute the rewards, but does not wait for them.
+        """
+        rewards: list[asyncio.Future[bool]] = []
+
+        def on_reward(trajectory: Trajectory, is_kept: asyncio.Future[bool]) -> None:
+            if not is_kept.cancelled() and is_kept.exception() is None:
+                on_done(trajectory.sample, trajectory if is_kept.result() else None)
+
+        run = self._runner.run_group(group.prompt, samples, sampling, self.run_seed, seed_name)
+        try:
+            async with contextlib.aclosing(run) as results:
+                async for sample, result in results:
+                    if is_abandoned(asyncio.current_task()):
+                        return  # the workflow did not let itself be cancelled
+                    if not isinstance(result, Trajectory):
+                        self._scheduler.counter.drop_failed(result, group.prompt)
+                        on_done(sample, None)
+                        continue
+                    result.group_id, result.sample = group.id, sample
+                    if defers_rewards:
+                        self._rewards.defer(result)
+                        on_done(sample, result)
+                    else:
+                        rewards.append(self._rewards.compute(result))
+                        rewards[-1].add_done_callback(partial(on_reward, result))
+            for reward in rewards:
+                await reward
+        finally:
+            self._rewards.cancel(rewards)
+
+    def _report(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
+        """Report to the scheduler that a trajectory of a running group is done; None was dropped."""
+        group = running.group
+        if self._scheduler.running.get(group.id) is not running:
+            return  # it was given up in this tick of the event loop
+        if self._take_wait is not None:
+            self._take_wait.note_progress()
+        try:
+            is_done = self._scheduler.record(running, sample, trajectory)
+            if is_done and group.trajectories:
+                self._cursor.observe(group.id, group.prompt.id, success_rate(group))
+            if is_done:
+                self._scheduler.settle(group)
+        except RolloutError as error:  # before anything else starts
+            self._tasks.fail(error)
+        if len(running.results) == self.settings.group_size:
+            self._running.pop(group.id, None)
+            self._runner.end_group(running.seed_name)
+            self._tasks.changed.set()
+            self._tasks.spawn(self._start_admissible())
+
+    def _resample(self, group_id: int) -> Prompt:
+        """Gives up a running group, which is queued to start again with this prompt."""
+        self._give_up([group_id])
+        return self._scheduler.resample(group_id)
+
+    def _give_up(self, group_ids: Iterable[int]) -> None:
+        """Cancels what still runs of these groups."""
+        for group_id in group_ids:
+            if group_id in self._running:
+                seed_name, task = self._running.pop(group_id)
+                self._runner.end_group(seed_name)
+                abandon([task])
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: Wait
     ) -> list[Group]:
         """Waits for all trajectories, or for the first error. On cancellation they are cancelled and awaited."""
         groups = [Group(index, prompt) for index, prompt in enumerate(prompts)]
-        tasks: list[asyncio.Task[Trajectory | None]] = []
+        done: dict[tuple[int, int], Trajectory] = {}  # group and sample -> trajectory
+        tasks: list[asyncio.Task[None]] = []
+
+        def on_done(group: Group, sample: int, trajectory: Trajectory | None) -> None:
+            wait.count()
+            if trajectory is not None:
+                done[group.id, sample] = trajectory
+
         try:
-            async with self._wave.begin():
+            async with self._admission.batch():
                 for group in groups:
-                    seed_name = f"validation:{group.prompt.id}"
-                    for sample in range(num_samples):
-                        run = self._player.play(group, sample, sampling, self.run_seed, seed_name)
-                        tasks.append(self._loop.create_task(run))
-                        tasks[-1].add_done_callback(lambda task: wait.count())
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
-            for task in done:
+                    name = f"validation:{group.prompt.id}"
+                    run = self._run_group(group, range(num_samples), sampling, name, on_done=partial(on_done, group))
+                    tasks.append(self._loop.create_task(run))
+            finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
+            for task in finished:
                 task.result()  # raises what it raised
-            trajectories = [item for task in tasks if (item := task.result()) is not None]
-            for item in trajectories:
-                groups[item.group_id].trajectories.append(item)
-            self._book.tally.check_evaluation(len(trajectories), wait.total)
+            for (index, _), trajectory in sorted(done.items(), key=lambda item: item[0]):
+                groups[index].trajectories.append(trajectory)
+            self._scheduler.counter.check_evaluation(len(done), wait.total)
         finally:
-            self._tasks.give_up(tasks)
+            abandon(tasks)
             await asyncio.gather(*tasks, return_exceptions=True)
         return groups
 
     async def _cancel_all(self) -> None:
         self._is_closing = True
-        await self._tasks.give_up_all(but=self._wave.resuming)
-        if isinstance(self.engine, LivesOnLoop):
+        self._rewards.close()
+        await self._tasks.abandon_all(but=self._admission.resuming)
+        if isinstance(self.engine, SGLangEngine):
             await self.engine.detach()
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
@@ -421,13 +480,3 @@ class RolloutController:
 
 async def _as_coroutine(function: Callable[[], _T]) -> _T:
     return function()
-
-
-def _depths(book: GroupBook, cursor: PromptCursor, engine: RolloutEngine) -> dict[str, int]:
-    return {
-        "running_groups": len(book.running),
-        "finished_groups": len(book.finished),
-        "consumed_groups": book.num_consumed,
-        "next_position": cursor.next_position,
-        "weight_version": engine.weight_version,
-    }

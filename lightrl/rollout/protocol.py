@@ -1,29 +1,19 @@
-"""Rollout: where the loop and the callbacks get their groups from.
+"""Rollout: where the loop and the callbacks get their groups from; RecordedRollout: from an earlier run.
 
-RolloutController generates them, `loops.SharedRollout` shares rank 0's controller with all ranks, and RecordedRollout
-reads those of an earlier run.
+RolloutController generates them, and `loops.SharedRollout` shares rank 0's controller with all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from lightrl.rollout.drop_tally import Drop
-from lightrl.rollout.settings import RolloutSettings
+from lightrl.errors import RolloutError
+from lightrl.rollout.group_scheduler import Drop, RolloutSettings
 from lightrl.trajectory import Group, Prompt, Sampling
 from lightrl.weights import Bucket
 
 OnWait = Callable[[int, int], None]  # (trajectories done, trajectories needed), about ten times a second; may raise
-
-
-class VersionedEngine(Protocol):
-    """What every rank knows of the engine; rank 0's also has the methods of RolloutEngine and its abilities."""
-
-    @property
-    def weight_version(self) -> int:
-        """Of the weights that sample now; -1 before the first load."""
-        ...
 
 
 class Rollout(Protocol):
@@ -41,7 +31,14 @@ class Rollout(Protocol):
     def run_seed(self) -> int: ...
 
     @property
-    def engine(self) -> VersionedEngine: ...
+    def engine(self) -> object:
+        """The engine, to ask for its abilities; None on other ranks than 0."""
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that sample now, which the engine owns; -1 before the first load."""
+        ...
 
     @property
     def local(self) -> Rollout:
@@ -61,3 +58,66 @@ class Rollout(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
+
+
+class RecordedRollout:
+    """A Rollout that reads its groups from a list.
+
+    Iteration k takes the k-th entry and starts over after the last one, so the weight version is the only state.
+
+    Args:
+        iterations: the groups of each iteration, with their rewards.
+        run_seed: of shuffles and dropout; the seed of the recorded run repeats its iterations bit for bit.
+    """
+
+    is_recorded = True
+    settings = RolloutSettings()
+    engine = None
+
+    def __init__(self, iterations: Sequence[list[Group]], *, run_seed: int) -> None:
+        self.iterations = iterations
+        self.run_seed = run_seed
+        self.weight_version = -1
+
+    @property
+    def local(self) -> RecordedRollout:
+        return self
+
+    def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
+        return self.iterations[weight_version % len(self.iterations)]
+
+    def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
+        """Do nothing: the rewards are recorded."""
+
+    def commit(self) -> None:
+        """Nothing is in flight."""
+
+    def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
+        """Nothing generates, but the export must be consumed because all ranks take part in it."""
+        for _ in buckets:
+            pass
+        self.weight_version = weight_version
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RolloutError(
+            "A run on recorded trajectories has no engine and cannot validate. Remove the validation data, or set "
+            "trainer.limit_val_batches to 0."
+        )
+
+    def drain_drops(self) -> list[Drop]:
+        return []
+
+    def drain_group_drops(self) -> dict[str, int]:
+        return {}
+
+    def progress(self) -> dict[str, float]:
+        return {"skipped_prompts": 0, "weight_version": self.weight_version}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The weight version is the only state, and the loop restores it."""
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Nothing is open."""

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class RLTrainer(L.Trainer):
-    """What loops and callbacks use of `lightrl.Trainer`."""
+    """The part of `lightrl.Trainer` that loops and callbacks use."""
 
     callbacks: list[Callback]
     fast_dev_run: int | bool
     profiler: Profiler
 
     engine: RolloutEngine | None = None  # what generates; on rank 0 LocalEngine() from the first stage on, if not set
-    settings: Mapping[str, Any] | None = None  # of the command line and its files; None without a command
+    settings: Mapping[str, Any] | None = None  # the command line's and its files'; None without a command
     open_rollout: Rollout | None = None  # while a stage of an RLModule runs
     memory_estimate: str  # what a rank's memory holds on paper, in words
-    phase_seconds: dict[str, float]  # of the current iteration: rollout, score, rewards, update, sync
+    phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) -> seconds
 
     @property
     def rollout(self) -> Rollout:
-        """Where the groups of the current stage come from.
+        """The source of the groups of the current stage.
 
         Raises:
             RuntimeError: if no stage of an RLModule runs.
@@ -46,7 +46,7 @@ class RLTrainer(L.Trainer):
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that are trained: the number of finished iterations, `global_step`."""
+        """Version of the weights that are trained: the number of finished iterations, `global_step`."""
         return self.global_step
 
     @property
@@ -77,6 +77,6 @@ class RLTrainer(L.Trainer):
         """
         raise NotImplementedError
 
-    def judged_groups(self, batch: Any) -> list[Group]:
-        """Rolls out and judges the prompts of a validation, test or predict batch."""
+    def rewarded_groups(self, batch: Any) -> list[Group]:
+        """Rolls out the prompts of a validation, test or predict batch, with rewards."""
         raise NotImplementedError

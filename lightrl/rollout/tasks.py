@@ -1,13 +1,23 @@
-"""Tasks: the asyncio tasks of the controller; the first error of one ends the run."""
+"""Tasks: the asyncio tasks of the controller; the first error of one ends the run.
+
+AdmissionBatch: what starts together reaches the engine together.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import weakref
-from collections.abc import Collection, Coroutine, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Collection, Coroutine
 from typing import Any, TypeVar
 
+from lightrl.concurrency.abandon import abandon, is_abandoned
+from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
+
+# Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
+# task, one that of the trajectory or of the request, and the others leave room for a workflow that awaits something
+# ready first.
+ADMISSION_TICKS = 5
 
 _T = TypeVar("_T")
 _CANCEL_AGAIN_S = 3.0  # until then a workflow may clean up
@@ -19,30 +29,25 @@ class Tasks:
     def __init__(self) -> None:
         self.failure: BaseException | None = None  # the first one; it ends the run
         self.changed = asyncio.Event()  # the run has failed, or a group is done
-        self.given_up: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
         self._spawned: set[asyncio.Task[Any]] = set()  # the event loop itself keeps weak references only
 
     def spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """A task whose error ends the run, unless it was given up."""
+        """Starts a task whose error ends the run, unless the task was abandoned."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._spawned.add(task)
         task.add_done_callback(self._on_done)
         return task
 
-    def give_up(self, tasks: Iterable[asyncio.Future[Any]]) -> None:
-        """Cancels these tasks; what they raise then is no failure."""
-        for task in tasks:
-            self.given_up.add(task)
-            task.cancel()
-
-    async def give_up_all(self, *, but: Collection[asyncio.Task[Any]]) -> None:
+    async def abandon_all(self, *, but: Collection[asyncio.Task[Any]]) -> None:
         """Cancels all other tasks of the event loop and waits for them, and for the ones left out.
 
         One that goes on is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
         """
+        abandon(asyncio.all_tasks() - {asyncio.current_task()} - set(but))
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            self.give_up(task for task in tasks if task not in but)
             await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
+            for task in tasks - set(but):
+                task.cancel()
 
     def fail(self, error: BaseException) -> None:
         """Ends the run with this error, unless it has failed before."""
@@ -51,7 +56,7 @@ class Tasks:
         self.changed.set()
 
     def fail_on_exit(self, error: BaseException) -> None:
-        """As `fail`, for an error that left the event loop."""
+        """Ends the run with an error that left the event loop."""
         failure = RolloutError(f"A task on the event loop raised {error!r}, which would have ended the loop.")
         failure.__cause__ = error
         self.fail(failure)
@@ -59,5 +64,40 @@ class Tasks:
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._spawned.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and task not in self.given_up:
+        if error is not None and not is_abandoned(task):
             self.fail(error)
+
+
+class AdmissionBatch:
+    """`async with admission.batch():` what is started inside reaches the engine while it is paused.
+
+    Args:
+        engine: has been started.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._lock = asyncio.Lock()
+        self.resuming: set[asyncio.Task[None]] = set()  # must not be cancelled
+
+    @contextlib.asynccontextmanager
+    async def batch(self) -> AsyncIterator[None]:
+        """Waits for the previous batch and for the engine's pause.
+
+        On cancellation the engine is resumed. The resume itself is never cancelled, or the engine would stay paused.
+        """
+        async with self._lock:
+            try:
+                await self._engine.pause()
+                yield
+                for _ in range(ADMISSION_TICKS):
+                    await asyncio.sleep(0)
+            finally:
+                resuming = asyncio.get_running_loop().create_task(self._engine.resume())
+                self.resuming.add(resuming)
+                resuming.add_done_callback(self.resuming.discard)
+                try:
+                    await asyncio.shield(resuming)
+                except asyncio.CancelledError:
+                    await asyncio.wait({resuming})
+                    raise

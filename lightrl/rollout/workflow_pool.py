@@ -1,12 +1,13 @@
-"""WorkflowPool: workflows in processes of their own, with engines that follow rank 0's; all else stays in rank 0.
+"""WorkflowPool: runs groups in processes of their own, with engines that follow rank 0's; all else stays in rank 0.
 
-    rank 0: GroupBook ─ PooledPlayer ─ WorkflowPool ══ channel ══► worker (workflow_worker.py) ── requests ──► servers
-              one order, admission,        │   ▲                      workflow, tokens, text
-              judging, what is trained on  └───┴─ engine: servers' states, weight versions, pauses
+    rank 0: GroupScheduler ─ WorkflowPool ══ channel ══► worker (workflow_worker.py) ── requests ──► servers
+              one order, admission,  │  ▲                   TrajectoryRunner: workflow, tokens, text
+              rewards, what trains   └──┴─ engine: servers' states, weight versions, pauses
 
-Prompt and seeds go to the worker that plays the fewest; the trajectory comes back. So numbers do not depend on which
-worker plays what. A worker that dies or hangs is named and replaced, and others play its trajectories again from their
-seeds, with tokens of the weights that serve then: the group's start remains the bound of its staleness.
+Prompt and seeds of a trajectory go to the worker that runs the fewest; the trajectory comes back. So numbers do not
+depend on which worker runs what. A worker that dies or hangs is named and replaced, and others run its trajectories
+again from their seeds, with tokens of the weights that serve then: the start of the group remains the bound of its
+staleness.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,19 +31,20 @@ from typing import Any
 from lightrl.concurrency.channel import Channel
 from lightrl.concurrency.fresh_python import ONE_THREAD, command, import_path
 from lightrl.concurrency.guarded_processes import GuardedProcesses
-from lightrl.engines.abilities import LeadsFollowers, ServesAdapters
-from lightrl.engines.engine import RolloutEngine
-from lightrl.errors import RolloutError
+from lightrl.engines import RolloutEngine, SGLangEngine
+from lightrl.errors import EngineError, RolloutError
+from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
-from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.workflow import Workflow
+from lightrl.trace import record
+from lightrl.trajectory import Prompt, Sampling, Trajectory
+from lightrl.workflows.workflow import GroupResult, Workflow
 
 log = logging.getLogger(__name__)
 
 START_S = 120.0  # until a worker has imported everything
-END_S = 5.0  # for a worker to end, once it is told to
+END_S = 5.0  # until a worker whose channel is closed has ended
 BEAT_S = 1.0  # between two messages to an idle worker
-MAX_DEATHS = 3  # of workers, with a trajectory in progress: it may be what they die of
+MAX_DEATHS = 3  # then a trajectory that its workers died with is not run again: it may be the cause
 _STACK_S = 0.5  # for a worker that hangs to print where
 _TICK_S = 0.05
 
@@ -49,26 +53,44 @@ class _WorkerLostError(Exception):
     """The worker ended before it answered."""
 
 
+_Results = asyncio.Queue[tuple[int, Any]]  # samples, and what came of each: see `WorkflowPool.run_group`
+
+
 @dataclass(eq=False)
 class _Worker:
     name: str
     guard: str  # its name among the guards
     channel: Channel
     pid: int
-    asked: dict[int, asyncio.Future[Any]] = field(default_factory=dict)  # by key
-    playing: set[int] = field(default_factory=set)  # keys of trajectories
-    state: Any = None  # of its engine
-    num_played: int = 0
+    answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)  # key of the request -> answer
+    runs: dict[int, tuple[set[int], _Results]] = field(default_factory=dict)  # key -> samples that run, their results
+    state: Any = None  # its engine's
+    num_done: int = 0  # trajectories
     silent_s: float = 0.0  # counted in beats, not by the clock: a stopped run is not a worker that hangs
 
     def ask(self, key: int, kind: str, *values: Any) -> asyncio.Future[Any]:
-        answer = self.asked[key] = asyncio.get_running_loop().create_future()
+        answer = self.answers[key] = asyncio.get_running_loop().create_future()
         self.channel.send(key, kind, *values)
         return answer
 
+    @property
+    def num_running(self) -> int:
+        return sum(len(samples) for samples, _ in self.runs.values())
+
+    def on_result(self, key: int, sample: int | None, result: Any) -> None:
+        """A trajectory of this run is done; None: the engine has failed."""
+        if key not in self.runs:  # given up
+            return
+        samples, results = self.runs[key]
+        for each in [sample] if sample is not None else list(samples):
+            samples.discard(each)
+            results.put_nowait((each, result))
+        if not samples:
+            del self.runs[key]
+
 
 class WorkflowPool:
-    """The workers of one controller, which are the engine's `Followers`; belongs to the controller's event loop.
+    """The workers of one controller, the engine's `FollowerProcesses`; belongs to the controller's event loop.
 
     Args:
         engine: has been started.
@@ -84,84 +106,107 @@ class WorkflowPool:
     def __init__(self, engine: RolloutEngine, workflow: Workflow, num: int, tasks: Tasks, *, silent_s: float) -> None:
         check_workers(engine, num)
         _check_travels(workflow, num)
-        self._leader = engine.leader(num)  # type: ignore[attr-defined]  # it is one of LeadsFollowers
+        assert isinstance(engine, SGLangEngine)
+        self._leader = engine.leader
+        self._follower = engine.follower(num)
+        self.in_flight = InFlightCompletions(workflow)
         self._workflow = workflow
         self._num = num
         self._tasks = tasks
         self._silent_s = silent_s
         self._guards = GuardedProcesses()
-        self._workers: list[_Worker] = []  # that are ready
+        self._workers: list[_Worker] = []  # only ready ones
         self._has_workers = asyncio.Event()
         self._was_ready = False  # one of them, at some time
         self._keys = itertools.count()
 
     async def open(self) -> None:
-        """Starts the workers; who plays waits for the first one."""
+        """Starts the workers; groups wait for the first one."""
         self._leader.lead(self)
         for number in range(self._num):
             self._tasks.spawn(self._keep(f"workflow worker {number}"))
         self._tasks.spawn(self._beat())
 
-    async def play(self, prompt: Prompt, seed_name: str, lent: Mapping[str, Any] | None, *seeding: Any) -> Trajectory:
-        """One interaction in a worker; a cancellation ends it there.
+    async def run_group(
+        self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
+    ) -> AsyncGenerator[GroupResult, None]:
+        """Yields what `TrajectoryRunner.run_group` does, which the workers call; a cancellation ends it there.
 
-        Args:
-            lent: see `LentWritten.lend`.
-            seeding: sample, sampling and the run's seed.
-
-        Raises:
-            RolloutError, RewardError, EngineError: as `Interactions.interact`; RolloutError also if `MAX_DEATHS`
-                workers died in turn.
+        A sample whose workers died `MAX_DEATHS` times in turn fails with a RolloutError.
         """
-        for _ in range(MAX_DEATHS):
+        results: _Results = asyncio.Queue()
+        num_deaths: Counter[int] = Counter()
+        keys: list[tuple[_Worker, int]] = []
+        start_ns = time.perf_counter_ns()
+
+        async def start(samples: Sequence[int]) -> None:
             while not self._workers:
                 await self._has_workers.wait()
-            worker = min(self._workers, key=lambda worker: len(worker.playing))
-            key = next(self._keys)
-            worker.playing.add(key)
-            try:
-                trajectory: Trajectory = await worker.ask(key, "play", seed_name, lent, prompt, *seeding)
-            except _WorkerLostError:
-                continue
-            except asyncio.CancelledError:
-                worker.asked.pop(key, None)
-                worker.channel.send(key, "cancel")
-                raise
-            finally:
-                worker.playing.discard(key)
-            trajectory.prompt = trajectory.prompt or prompt
-            trajectory.__post_init__()  # shares memory that was shared there
-            return trajectory
-        raise RolloutError(
-            f"{MAX_DEATHS} workflow workers died in turn while they played prompt {prompt.id!r}, which is not tried "
-            "again. Their output, above, may say what they died of."
-        )
+            samples_of: dict[_Worker, list[int]] = {}
+            num_running = {worker: worker.num_running for worker in self._workers}
+            for sample in samples:
+                worker = min(num_running, key=num_running.__getitem__)
+                num_running[worker] += 1
+                samples_of.setdefault(worker, []).append(sample)
+            for worker, part in samples_of.items():
+                keys.append((worker, next(self._keys)))
+                worker.runs[keys[-1][1]] = (set(part), results)
+                started = self.in_flight.hand_over(seed_name, part, run_seed)
+                worker.channel.send(keys[-1][1], "run", started, prompt, part, sampling, run_seed, seed_name)
 
-    async def tell(self) -> None:
-        if told := self.post():
-            await asyncio.wait(told)
+        try:
+            await start(samples)
+            num_left = len(samples)
+            while num_left:
+                sample, result = await results.get()
+                if isinstance(result, EngineError):
+                    raise result
+                if isinstance(result, _WorkerLostError):
+                    num_deaths[sample] += 1
+                    if num_deaths[sample] < MAX_DEATHS:
+                        await start([sample])
+                        continue
+                    result = RolloutError(
+                        f"{MAX_DEATHS} workflow workers died in turn while they ran prompt {prompt.id!r}, which is not "
+                        "tried again. Their output, above, may say what they died of."
+                    )
+                elif isinstance(result, Trajectory):
+                    result.prompt = result.prompt or prompt
+                    result.__post_init__()  # shares memory that was shared there
+                record("interaction", "generate", "generations", start_ns, session=f"{seed_name}/{sample}")
+                num_left -= 1
+                yield sample, result
+        finally:
+            for worker, key in keys:
+                if worker.runs.pop(key, None) is not None:
+                    worker.channel.send(key, "cancel")
 
-    def post(self) -> list[asyncio.Future[Any]]:
-        news = self._leader.news()
-        told = []
+    def end_group(self, seed_name: str) -> None:
+        """The group is done, or given up."""
+        self.in_flight.close(seed_name)
         for worker in self._workers:
-            told.append(worker.ask(next(self._keys), "follow", news))
-            told[-1].add_done_callback(functools.partial(self._note, worker))
-        return told
+            worker.channel.send(None, "end group", seed_name)
 
-    async def written(self) -> list[dict[str, Any]]:
-        """`Written.state_dict` of each worker, while the engine is paused; nothing of one that dies meanwhile."""
-        answers = [worker.ask(next(self._keys), "written") for worker in self._workers]
+    async def states_of_workers(self) -> list[dict[str, Any]]:
+        """Return what each worker has in flight while the engine is paused; nothing of one that dies meanwhile."""
+        answers = [worker.ask(next(self._keys), "state") for worker in self._workers]
         states = await asyncio.gather(*answers, return_exceptions=True)
         for state in states:
             if isinstance(state, BaseException) and not isinstance(state, _WorkerLostError):
                 raise state
         return [state for state in states if not isinstance(state, BaseException)]
 
-    def forget(self, seed_name: str) -> None:
-        """The group is done, or given up."""
+    async def notify(self) -> None:
+        if answers := self.post():
+            await asyncio.wait(answers)
+
+    def post(self) -> list[asyncio.Future[Any]]:
+        state = self._leader.state()
+        answers = []
         for worker in self._workers:
-            worker.channel.send(None, "forget", seed_name)
+            answers.append(worker.ask(next(self._keys), "follow", state))
+            answers[-1].add_done_callback(functools.partial(self._note, worker))
+        return answers
 
     def _note(self, worker: _Worker, answer: asyncio.Future[Any]) -> None:
         if not answer.cancelled() and answer.exception() is None:
@@ -169,7 +214,7 @@ class WorkflowPool:
         self._note_all()
 
     def _note_all(self) -> None:
-        self._leader.note([each.state for each in self._workers if each.state is not None])
+        self._leader.on_follower_states([each.state for each in self._workers if each.state is not None])
 
     async def _keep(self, name: str) -> None:
         """Keeps a worker of this name running, until it is cancelled."""
@@ -182,13 +227,13 @@ class WorkflowPool:
             finally:
                 code = await self._end(guard)
             how = f"signal {abs(code) % 128}" if code < 0 or code > 128 else f"exit code {code}"
-            num_useless = 0 if worker is not None and worker.num_played else num_useless + 1
+            num_useless = 0 if worker is not None and worker.num_done else num_useless + 1
             if num_useless == MAX_DEATHS or not self._was_ready:
                 raise RolloutError(
-                    f"The {name} ended with {how} before it had played a trajectory, {num_useless} times in a row. Its "
-                    "output is above. Fix what it died of, or set workflow_workers to 0."
+                    f"The {name} ended with {how} before it had finished a trajectory, {num_useless} times in a row. "
+                    "Its output is above. Fix what it died of, or set workflow_workers to 0."
                 )
-            again = f"Trajectories to play again: {num_lost}." if num_lost else "It was playing nothing."
+            again = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
             log.warning("The %s ended with %s. %s", name, how, again)
 
     async def _started(self, name: str, guard: str) -> _Worker | None:
@@ -204,7 +249,7 @@ class WorkflowPool:
         level = logging.getLogger("lightrl").getEffectiveLevel()
         with contextlib.ExitStack() as undo:
             undo.callback(channel.close)
-            channel.send(name, level, self._leader.follower, self._workflow)
+            channel.send(name, level, self._follower, self._workflow)
             try:
                 ready = await asyncio.wait_for(channel.receive(), START_S)
             except asyncio.TimeoutError:
@@ -215,7 +260,7 @@ class WorkflowPool:
         return _Worker(name, guard, channel, *ready)
 
     async def _serve(self, worker: _Worker) -> int:
-        """Takes what a worker sends until it ends, then tells those who wait; how many trajectories it was playing."""
+        """Takes what a worker sends until it ends, then fails what waits for it; the number of its trajectories."""
         self._workers.append(worker)
         self._has_workers.set()
         self._was_ready = True
@@ -223,21 +268,24 @@ class WorkflowPool:
         try:
             while (message := await worker.channel.receive()) is not None:
                 worker.silent_s = 0.0
-                key, value = message
-                answer = worker.asked.pop(key, None)
+                key, *value = message
                 if key is None:
-                    self._leader.hear(*value)
-                elif answer is not None and not answer.done():
-                    worker.num_played += key in worker.playing
-                    _settle(answer, value)
-            return len(worker.playing)
+                    self._leader.on_server_failed(*value[0])
+                elif key in worker.answers:
+                    _settle(worker.answers.pop(key), value[0])
+                else:
+                    worker.num_done += 1
+                    worker.on_result(key, *value)
+            return worker.num_running
         finally:
             self._workers.remove(worker)
             if not self._workers:
                 self._has_workers.clear()
             worker.channel.close()
-            for answer in worker.asked.values():
+            for answer in worker.answers.values():
                 _settle(answer, _WorkerLostError())
+            for key in list(worker.runs):
+                worker.on_result(key, None, _WorkerLostError())
             self._note_all()
 
     async def _beat(self) -> None:
@@ -285,12 +333,12 @@ class WorkflowPool:
 
 def check_workers(engine: object, num: int) -> None:
     """Raises ValueError if this engine cannot be used by workers; before it is started."""
-    if not isinstance(engine, LeadsFollowers):
+    if not isinstance(engine, SGLangEngine):
         raise ValueError(
             f"workflow_workers={num} needs an engine of servers, such as SGLangEngine; {type(engine).__name__} "
             "generates in rank 0's process. Set workflow_workers to 0."
         )
-    if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+    if engine.adapters == "served":
         raise ValueError(f"workflow_workers={num} needs adapters='merged'. Set that, or workflow_workers to 0.")
 
 

@@ -1,7 +1,9 @@
 """A workflow worker: the process of workflow_pool.py in which workflows run, with an engine that follows rank 0's.
 
-    pool ─► worker   (key, "play", ...), (key, "follow", news), (key, "written"); (key, "cancel"), (None, "forget", ...)
-    worker ─► pool   (process id) when it is ready; then (key, result or exception), and (None, a report of a server)
+    pool ─► worker   (key, "run", ...), (key, "cancel"), (None, "end group", ...),
+                     (key, "follow", state of the servers), (key, "state")
+    worker ─► pool   (process id) when it is ready; then (key, sample, trajectory or error) for each sample of a run,
+                     (key, answer or exception), and (None, a report of a server)
 
 It ends when the pool closes the channel. If the pool's process ends, its guard kills it, and whatever it started.
 """
@@ -9,6 +11,7 @@ It ends when the pool closes the channel. If the pool's process ends, its guard 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -20,13 +23,14 @@ import sys
 from typing import Any
 
 from lightrl.checks.user_code import named_user_code
+from lightrl.concurrency.abandon import abandon
 from lightrl.concurrency.channel import Channel
-from lightrl.engines.abilities import Follower
 from lightrl.engines.engine import Completion
-from lightrl.errors import EngineError, RewardError, RolloutError
-from lightrl.rollout.player import Interactions
+from lightrl.engines.sglang.follower import SGLangFollower
+from lightrl.errors import EngineError, RolloutError
+from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.rollout.tasks import Tasks
-from lightrl.trajectory import Prompt, Sampling
+from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.workflow import Workflow
 
 END_S = 2.0  # for workflows to clean up when they are cancelled
@@ -58,55 +62,60 @@ async def _serve(end: socket.socket) -> None:
 class WorkflowWorker:
     """Does what the pool sends."""
 
-    def __init__(self, channel: Channel, engine: Follower, workflow: Workflow) -> None:
+    def __init__(self, channel: Channel, engine: SGLangFollower, workflow: Workflow) -> None:
         self._channel = channel
         self._engine = engine
         self._tasks = Tasks()
-        self._player = Interactions(engine, workflow, self._tasks)  # type: ignore[arg-type]  # it generates, no more
-        self._running: dict[int, asyncio.Task[None]] = {}  # by key
+        self._runner = TrajectoryRunner(engine, workflow)  # type: ignore[arg-type]  # it generates, no more
+        self._running: dict[int, asyncio.Task[None]] = {}  # key of the request -> task
 
     async def serve(self) -> None:
         while (message := await self._channel.receive()) is not None:
             key, kind, *values = message
-            if kind == "play":
+            if kind == "run":
                 self._start(key, *values)
             elif kind == "follow":
                 self._engine.follow(*values)
                 self._channel.send(key, self._engine.state)
-            elif kind == "written":
-                self._tasks.spawn(self._send_written(key))
+            elif kind == "state":
+                self._tasks.spawn(self._send_state(key))
             elif kind == "cancel" and key in self._running:
-                self._tasks.give_up([self._running[key]])
-            elif kind == "forget":
-                self._player.written.forget(*values)
-        playing = list(self._running.values())
-        self._tasks.give_up(playing)
-        ending = [*playing, asyncio.ensure_future(self._engine.close())]
+                abandon([self._running[key]])
+            elif kind == "end group":
+                self._runner.end_group(*values)
+        running = list(self._running.values())
+        abandon(running)
+        ending = [*running, asyncio.ensure_future(self._engine.close())]
         await asyncio.wait(ending, timeout=END_S)
 
-    def _start(self, key: int, seed_name: str, lent: dict[str, Any] | None, *interaction: Any) -> None:
-        """Starts to play; what a checkpoint has of it is `lent`, None if a checkpoint needs nothing of it."""
-        if lent is not None:
-            self._player.written.borrow(seed_name, lent)
-        task = self._running[key] = self._tasks.spawn(self._play(key, seed_name, *interaction))
+    def _start(self, key: int, started: dict[str, Any] | None, *run: Any) -> None:
+        """Starts a part of a group; `started` is what a checkpoint has of it, None for a validation."""
+        if started is not None:
+            self._runner.in_flight.take_over(run[-1], started)
+        task = self._running[key] = self._tasks.spawn(self._run_group(key, *run))
         task.add_done_callback(lambda task: self._running.pop(key, None))
 
-    async def _play(self, key: int, seed_name: str, prompt: Prompt, sample: int, sampling: Sampling, seed: int) -> None:
+    async def _run_group(self, key: int, prompt: Prompt, *run: Any) -> None:
         try:
-            trajectory = await self._player.interact(prompt, sample, sampling, seed, seed_name)
-            if trajectory.prompt is prompt:
-                trajectory.prompt = None  # type: ignore[assignment]  # the pool has it
-            with named_user_code("Sending the trajectory", on=f"prompt {prompt.id!r}"):
-                data = pickle.dumps((key, trajectory), pickle.HIGHEST_PROTOCOL)
-        except (RewardError, RolloutError) as error:
-            data = pickle.dumps((key, error))
+            async with contextlib.aclosing(self._runner.run_group(prompt, *run)) as results:
+                async for sample, result in results:
+                    self._channel.send_pickled(_pickled(key, sample, result, prompt))
         except EngineError as error:
-            data = pickle.dumps((key, EngineError(str(error))))
-        self._channel.send_pickled(data)
+            self._channel.send(key, None, EngineError(str(error)))
 
-    async def _send_written(self, key: int) -> None:
+    async def _send_state(self, key: int) -> None:
         try:
             unfinished: dict[int, Completion] = await self._engine.unfinished()
-            self._channel.send(key, self._player.written.state_dict(self._player.workflow, unfinished))
+            self._channel.send(key, self._runner.in_flight.state_dict(unfinished))
         except EngineError as error:
             self._channel.send(key, EngineError(str(error)))
+
+
+def _pickled(key: int, sample: int, result: Any, prompt: Prompt) -> bytes:
+    if isinstance(result, Trajectory) and result.prompt is prompt:
+        result.prompt = None  # type: ignore[assignment]  # the pool has it
+    try:
+        with named_user_code("Sending the trajectory", on=f"prompt {prompt.id!r}"):
+            return pickle.dumps((key, sample, result), pickle.HIGHEST_PROTOCOL)
+    except RolloutError as error:
+        return pickle.dumps((key, sample, error))

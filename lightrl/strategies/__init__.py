@@ -8,9 +8,8 @@ Reading order:
     checkpoint.py         checkpoints of one process; how one process resumes
     checkpoint_folder.py  checkpoints of several processes; safe_reader.py: read as data, so that no code runs
     checkpoint_fit.py     whether it fits the run; atomic_write.py: whole or absent; shared_folder.py: seen by all hosts
-    ranks.py              the processes of a run: sums, shares, messages from rank 0; role_mesh.py: a role on its own
-    row_plan.py           which rank needs which rows; row_exchange.py: sent to them
-    spread_experience.py  an iteration's Experience over the ranks; token_rows.py: a field
+    ranks.py              the processes of a run: sums, rows, messages from rank 0; role_mesh.py: a role on its own
+    sharded_experience/   an iteration's trajectories over the ranks: where each row trains, what travels
     rank_watch.py         a rank that fails ends all; one that hangs is named
     fsdp2.py              FSDP2Strategy: sharded models
     fsdp2_model.py        one sharded model; planned_gather.py  its parameters whole, each on one rank
@@ -18,23 +17,24 @@ Reading order:
     stages.py             this rank's part of a model; pipeline.py: schedules and what runs them
     tensor_plans.py       model families and how to split them; tensor_parallel.py: parameters split over tp
     costs.py              what FSDP2 and 3D cost, on paper; empty_model.py: without memory, filled tensor by tensor
+    precision.py          Lightning's precision plugins: batches as they are, gradients clipped over all ranks
     splits_models.py      SplitsModels: which strategies train an RLModule
 
 May import: errors, checks, trajectory, experience, functional, weights, models, Lightning. To add a strategy, subclass
 one of Lightning's and implement SplitsModels.
 """
 
-from lightrl.strategies.checkpoint import AtomicCheckpointIO, load_model, load_optimizers
+from lightrl.strategies.checkpoint import AtomicCheckpointIO
 from lightrl.strategies.checkpoint_folder import META_FILE, read_tensors
 from lightrl.strategies.fsdp2 import FSDP2Strategy
-from lightrl.strategies.fsdp2_model import Microbatches, run_inside, whole
+from lightrl.strategies.fsdp2_model import run_inside, whole
 from lightrl.strategies.packed_attention import NAME as PACKED_ATTENTION
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks
 from lightrl.strategies.safe_reader import load_plain
+from lightrl.strategies.sharded_experience import Microbatches, ShardedExperience
 from lightrl.strategies.single import LogprobSettings, SingleModel, head_is_plain
 from lightrl.strategies.splits_models import SplitsModels, check_strategy, named_strategy, parallel_model, ranks_of
-from lightrl.strategies.spread_experience import SpreadExperience
 from lightrl.strategies.tensor_parallel import local
 
 __all__ = [
@@ -48,14 +48,12 @@ __all__ = [
     "Parallel3DStrategy",
     "ProcessRanks",
     "Ranks",
+    "ShardedExperience",
     "SingleModel",
     "SplitsModels",
-    "SpreadExperience",
     "check_strategy",
     "head_is_plain",
     "is_on_all_ranks",
-    "load_model",
-    "load_optimizers",
     "load_plain",
     "local",
     "mark_as_on_all_ranks",

@@ -26,7 +26,7 @@ _SYNC_BYTES = 64 * 2**20
 
 
 class Progress:
-    """What a write has given to the disk so far, for those who wait for it."""
+    """The progress of a write to the disk, for those who wait for it."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -139,7 +139,7 @@ class BackgroundWrites:
         self._pending.popleft().done.result()
 
     def _wait_for(self, write: _Write) -> None:
-        """In steps, so that signals are handled; names a disk that takes nothing, and gives it up."""
+        """Waits in steps, so that signals are handled; names a disk that takes nothing, and gives it up."""
         is_ending = sys.exc_info()[0] is not None  # called while an error or Ctrl-C is handled
         limit_s = self._stall_at_end_s if is_ending else self._stall_s
         stalled_s, num_bytes, warns_at_s = 0.0, -1, _WARN_EVERY_S

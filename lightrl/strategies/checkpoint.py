@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from lightrl.strategies.checkpoint_folder import load_optimizer_state, read_fold
 from lightrl.strategies.safe_reader import check_records, named, of_run
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
 
 
@@ -48,7 +49,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """As Lightning's, but URLs are read with `weights_only=True` too: loading a checkpoint runs no code.
+        """Loads as Lightning does, but URLs too with `weights_only=True`: loading a checkpoint runs no code.
 
         A folder saved by several processes is read whole, with optimizer states by parameter name.
         """
@@ -114,21 +115,20 @@ def _write(target: Path, write: Callable[[Any], Any], num_bytes: int, progress: 
 
 
 def _discard(part: Path) -> None:
-    with contextlib.suppress(OSError):  # of a disk that is read-only now, for which the write has failed too
+    with contextlib.suppress(OSError):  # the disk is read-only now, and the write has failed too
         part.unlink(missing_ok=True)
 
 
 def num_tensor_bytes(tree: Any) -> int:
-    """Of all tensors in nested containers."""
+    """Counts the bytes of all tensors in nested containers."""
     return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def load_model(strategy: Strategy, load: Callable[..., None], checkpoint: dict[str, Any], strict: bool = True) -> None:
-    """Lightning's `load` of the module's weights, with an error that says what does not fit."""
-    module = strategy.lightning_module
-    assert module is not None
+@contextlib.contextmanager
+def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> Iterator[None]:
+    """Inside, the module loads the checkpoint's weights; an error says what does not fit."""
     try:
-        load(checkpoint, strict=strict)
+        yield
     except RuntimeError as error:
         saved, own = (
             {name: value.shape for name, value in tensors.items() if isinstance(value, torch.Tensor)}

@@ -78,7 +78,7 @@ def check_named_optimizer(
     Raises:
         ValueError: if parameters of one group have different settings there: torch would use the first one's for all.
     """
-    settings = [  # of one group each, by parameter
+    settings = [  # a group's, for each parameter
         [f"param_groups.{names[parameter]}.{setting}" for parameter in group["params"] if parameter in names]
         for group in optimizer.param_groups
         for setting in sorted(group.keys() - {"params"})

@@ -39,7 +39,7 @@ from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optim
 from lightrl.strategies.safe_reader import SafeReader, load_parts, load_plain
 
 META_FILE = "meta.pt"
-# By parameter name: ranks may hold different parameters, so lists of states would not match.
+# Keys are names: ranks may hold different parameters, so lists of states would not match.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 

@@ -1,4 +1,4 @@
-"""What a strategy costs, on paper: a rank's memory, bytes sent, idle time and microbatches, from a model's config.
+"""Costs of a strategy on paper: a rank's memory, bytes sent, idle time and microbatches, from a model's config.
 
 `lightrl plan`, `launch` and `doctor run` have their memory from here (lightrl/launch/memory.py adds a run's roles), and
 `python -m benchmarks.plan` compares layouts; training does not use it. Bytes are those of one rank in one update,
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
-from lightrl.strategies.spread_experience import TOKEN_DTYPES
+from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
 from lightrl.strategies.tensor_plans import (
     FAMILIES,
     Family,
@@ -27,8 +27,8 @@ from lightrl.strategies.tensor_plans import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-USABLE_FRACTION = 0.9  # of a GPU's memory that a process may use
-SERVED_BYTES = 2  # of a parameter that a server has, in bfloat16
+USABLE_FRACTION = 0.9  # a process may use this part of a GPU's memory
+SERVED_BYTES = 2  # a server has its parameters in bfloat16
 TRAJECTORY_BYTES = 8  # per token of a trajectory, which rank 0 has as long as the iteration
 
 _WHOLE_BYTES = 8  # a gathered parameter and its gradient
@@ -51,11 +51,11 @@ class Machine:
 class Work:
     """One update; the defaults are those of bf16-mixed."""
 
-    tokens: int  # of all ranks
+    tokens: int  # all ranks'
     microbatch_tokens: int = 16384
     checkpoint_activations: bool = True
     parameter_bytes: int = 4  # also of its gradient, of Adam's moments, and of a hidden state between layers
-    compute_bytes: int = 2  # of what a layer's products take and give, and of a parameter that FSDP2 gathers
+    compute_bytes: int = 2  # a number in a layer's products, and in a parameter that FSDP2 gathers
     copies_weights: bool = False  # autocast does, for the backward too; FSDP2 gathers them as they are computed with
 
 
@@ -67,11 +67,11 @@ class Cost:
     pp: int
     dp: int
     tp: int
-    num_microbatches: int  # of a dp rank
+    num_microbatches: int  # a dp rank's
     state_bytes: float  # parameters, gradients, moments
     gathered_bytes: float  # parameters while they are whole, and their gradients
-    activation_bytes: float  # of the layers
-    logit_bytes: float  # of the head, at the start of the backward
+    activation_bytes: float  # the layers'
+    logit_bytes: float  # the head's, at the start of the backward
     sent_bytes: float
     bubble_fraction: float
     compute_s: float
@@ -95,17 +95,17 @@ def num_parameters(config: PretrainedConfig) -> int:
 
 
 def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
-    """What a decoder keeps of one token, in numbers of `width` bytes."""
+    """Bytes of one token in a decoder's cache, in numbers of `width` bytes."""
     return 2 * int(config.num_hidden_layers * config.num_key_value_heads * head_size(config)) * width
 
 
 def experience_bytes(num_scores: int) -> int:
-    """What an iteration's SpreadExperience keeps of one token that has so many float32 scores."""
+    """Bytes of one token, with so many float32 scores, in an iteration's ShardedExperience."""
     return sum(dtype.itemsize for dtype in TOKEN_DTYPES.values()) + _FLOAT * num_scores
 
 
 def layer_bytes(config: PretrainedConfig, work: Work) -> int:
-    """What autograd keeps of one token in one decoder layer, as Hugging Face's code and flash attention compute it."""
+    """Bytes that autograd keeps of one token in one decoder layer of Hugging Face's code with flash attention."""
     family = FAMILIES.get(config.model_type, Family())
     parameter, compute = work.parameter_bytes, work.compute_bytes
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
@@ -114,7 +114,7 @@ def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     # the normalized input, for the gradient of its weight.
     normalized = _FLOAT if family.float_norms else parameter
     kept = len(family.norms) * ((_FLOAT + normalized) * hidden + _FLOAT)
-    if family.head_norm_axis is not None:  # of queries and keys
+    if family.head_norm_axis is not None:  # queries and keys are normalized
         normalized = _FLOAT if family.float_norms else compute
         kept += (_FLOAT + normalized) * (query + key) + _FLOAT * (heads + kv_heads)
     # The input of q, k and v, and that of gate and up; autocast copies it for each of the five.
@@ -127,7 +127,7 @@ def layer_bytes(config: PretrainedConfig, work: Work) -> int:
 
 
 def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> float:
-    """What autograd keeps of a microbatch from the embedding to the last norm, when the forward has ended.
+    """Bytes that autograd keeps of a microbatch from the embedding to the last norm, after the forward.
 
     A checkpointed layer keeps its input, and what `layer_bytes` counts is there for one layer at a time, in the
     backward. `peak_bytes` adds that.
@@ -140,7 +140,7 @@ def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, w
 
 
 def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[float, float]:
-    """Of the output head: what autograd keeps, and what the backward allocates while it works through the chunks."""
+    """Bytes of the output head: what autograd keeps, and what the backward allocates for a chunk."""
     vocabulary, compute = config.vocab_size, work.compute_bytes
     weights = vocabulary * config.hidden_size
     kept = compute * config.hidden_size * tokens  # the states that predict
@@ -154,7 +154,7 @@ def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[floa
 
 
 def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> tuple[float, float]:
-    """Of a microbatch at the moment that needs most: layers, and logits.
+    """Bytes of a microbatch at its peak: layers, and logits.
 
     That is the start of the backward, or, if layers are checkpointed, that of the last layer, after the head's.
     """

@@ -68,7 +68,7 @@ def empty_model(role: Role) -> PreTrainedModel:
 
 
 def take_role(model: torch.nn.Module) -> Role | None:
-    """Where the weights of a model without memory come from, once; None if it has its weights."""
+    """Returns the source of the weights of a model without memory, once; None if it has its weights."""
     role: Role | None = vars(model).pop(_ROLE, None)
     return role
 

@@ -34,6 +34,7 @@ from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_fail
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_models, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model
+from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import (
     START_TIMEOUT,
     ProcessRanks,
@@ -109,10 +110,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.hang_timeout_s = hang_timeout_s
         self.save_async = save_async
         self._writes = BackgroundWrites()
-        self._save_group: Any = None  # of the thread that writes, while the main thread has its own collectives
+        self._save_group: Any = None  # for the thread that writes; the main thread has its own collectives
         self.ranks = Ranks()
         self._mesh: DeviceMesh | None = None
-        self._places: dict[tuple[str, RoleMesh], Place] = {}  # of roles with a mesh of their own
+        self._places: dict[tuple[str, RoleMesh], Place] = {}  # roles with a mesh of their own
 
     @property
     def dp_size(self) -> int:
@@ -202,7 +203,10 @@ class FSDP2Strategy(ModelParallelStrategy):
                 check_local(dirpath=path)
             check_all_see(sorted({Path(path) for path in paths if path is not None}), self.ranks)
         self._spread_models()
-        vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
+        if not isinstance(self.precision_plugin, ClipsByStrategy):
+            plugin = subclassed(self.precision_plugin, ClipsByStrategy)
+            plugin.strategy = self
+            self.precision_plugin = plugin
         super().setup(trainer)
 
     def _spread_models(self) -> None:
@@ -307,8 +311,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             is_offloaded=self._offloads,
         )
 
-    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """As Lightning's, which warns on a rank without any of the parameters."""
+    def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clips as Lightning does, which warns on a rank without any of the parameters."""
         parameters = [value for group in optimizer.param_groups for value in group["params"]]
         if parameters:
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
@@ -331,7 +335,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             is_main=self.is_global_zero,
             copies=self.save_async and self.root_device.type == "cpu",  # on other devices the state is a copy already
         )
-        with self.ranks.phase("checkpoint", has_own_deadline=True):  # as long as the disk takes bytes
+        with self.ranks.phase("checkpoint", has_own_deadline=True):  # it lasts as long as the disk takes bytes
             if self.save_async:
                 self._writes.add(place, write)
                 return

@@ -61,7 +61,7 @@ def forward_backward_halves(
     backward: Backward,
     parameters: Sequence[Tensor],
 ) -> None:
-    """As `ParallelModel.forward_backward` of one microbatch, whose loss is the sum of the halves'.
+    """Computes `ParallelModel.forward_backward` of one microbatch, whose loss is the sum of the halves'.
 
     Args:
         halves: of `cut_in_halves`.
@@ -96,7 +96,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _side_by_side(first: Callable[[], _T], second: Callable[[], _T]) -> list[_T]:
-    """What both return; each has half of the cores."""
+    """Runs both, each on half of the cores; returns their results."""
     num_threads = torch.get_num_threads()
 
     def run(function: Callable[[], _T]) -> _T:

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NAME = "lightrl_packed"  # of this attention, in transformers' registry
+NAME = "lightrl_packed"  # this attention's, in transformers' registry
 
 # Cost in tokens of one more call of SDPA: below it, padding is cheaper.
 _CALL_OVERHEAD_TOKENS = 64
-_BLOCK = 128  # of flex attention
-# Of the largest value, between kernels; a token that sees too much or too little differs far more.
+_BLOCK = 128  # flex attention's block
+# Relative to the largest value, between kernels; a token that sees too much or too little differs far more.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 class NotPackable(ValueError):
-    """This model's attention is more than causal attention with an optional window."""
+    """Raised for a model whose attention is more than causal attention with an optional window."""
 
 
 class PackedRows:
-    """Where the trajectories of one packed row start, known on the host: no kernel has to ask the device.
+    """Starts of the trajectories of one packed row, known on the host: no kernel has to ask the device.
 
     Args:
         lengths: tokens of each trajectory, in the row's order; those without tokens do not count.
@@ -61,7 +61,7 @@ class PackedRows:
         self.longest = max(self.lengths, default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
-        self._block_masks: dict[int | None, Any] = {}  # by window
+        self._block_masks: dict[int | None, Any] = {}  # window → mask
 
     @functools.cached_property
     def documents(self) -> Tensor:
@@ -130,7 +130,7 @@ def blocks(starts: Sequence[int], window: int | None) -> list[tuple[Tensor, Tens
     is_full &= ((end > last)[:, None]) & (last[:, None] - keys < reach)
     parts = []
     for picked in (is_needed & ~is_full, is_full):
-        order = picked.int().argsort(dim=1, descending=True, stable=True)  # those picked, ascending, then the others
+        order = picked.int().argsort(dim=1, descending=True, stable=True)  # picked ones, ascending, then the others
         parts.append((picked.sum(1).int()[None, None], order.int()[None, None]))
     return parts
 
@@ -150,7 +150,7 @@ def make_packable(model: PreTrainedModel) -> bool:
 
 
 def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
-    """What the model's forward needs to tell the attention, in addition to `position_ids`."""
+    """The arguments of the model's forward for the attention, in addition to `position_ids`."""
     if _is_flash(model.config._attn_implementation):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest}
@@ -328,7 +328,7 @@ def _sdpa(
             for tensor in (query, key, value)
         )
         mask = None
-        if window is not None and window < width:  # of one trajectory, not of the row
+        if window is not None and window < width:  # positions are a trajectory's, not the row's
             places_in_it = torch.arange(width, device=query.device)
             difference = places_in_it[:, None] - places_in_it
             mask = (difference >= 0) & (difference < window)

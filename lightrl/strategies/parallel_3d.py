@@ -82,7 +82,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         self.stages_per_rank = stages_per_rank or (1 if schedule == "1F1B" else 2)
         check_schedule(schedule, self.stages_per_rank)
         self._splits: dict[torch.nn.Module, SplitModel] = {}
-        self._ends: dict[DeviceMesh, dist.ProcessGroup | None] = {}  # of pipelines, for tied embeddings
+        self._ends: dict[DeviceMesh, dist.ProcessGroup | None] = {}  # the ends of pipelines, for tied embeddings
 
     @property
     def dp_size(self) -> int:
@@ -126,7 +126,7 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """With the axes pp, dp, tp."""
+        """Builds the mesh with the axes pp, dp, tp."""
         return super().device_mesh if self._mesh is None else self._mesh
 
     @property
@@ -186,7 +186,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         assert isinstance(ranks, ProcessRanks)
         return Parallel3DModel(self._splits[model], settings, group=ranks.control_group)
 
-    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Over all axes: each rank scales its parts by the norm of the whole gradient."""
         gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
         present = [gradient for gradient in gradients if gradient is not None]
@@ -244,7 +244,7 @@ class Parallel3DModel:
 
     @torch.enable_grad()
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """As in one process: `backward` is called on the last stage's ranks, `loss_fn` on all.
+        """Computes as one process does: `backward` is called on the last stage's ranks, `loss_fn` on all.
 
         Gradients must be None or zero before; afterwards they are averaged over dp and complete on the other axes.
         """

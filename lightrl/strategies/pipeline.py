@@ -86,7 +86,7 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
 
 
 def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int, has_backward: bool) -> deque[Action]:
-    """What a rank does, in order: forwards up to its limit in flight, then one backward and one forward in turn."""
+    """A rank's actions in order: forwards up to its limit in flight, then one backward and one forward in turn."""
     chunks = range(stages_per_rank)
 
     def all_of(is_backward: bool) -> deque[Action]:
@@ -196,7 +196,7 @@ class Pipeline:
             sending.popleft().wait()
 
     def _take(self, received: dict[Action, tuple[Tensor, _Transfers]], action: Action) -> Tensor | None:
-        """What the neighboring stage sent for this action; None at the ends."""
+        """Receives what the neighboring stage sent for this action; None at the ends."""
         if not 0 <= action.previous.stage < self.num_stages:
             return None
         tensor, transfers = received.pop(action.previous)

@@ -82,7 +82,7 @@ class PlannedGather:
             is_last = index + 1 == len(plan.rounds)
             if tensors or is_last:
                 yield Bucket(tensors, is_last=is_last)
-            del tensors  # else they stay alive while the next are gathered
+            tensors.clear()
 
     def plan(self, sources: Mapping[str, Sequence[str]], *, bucket_bytes: int, is_spread: bool) -> GatherPlan:
         key = (tuple(sources.items()).__repr__(), bucket_bytes, is_spread)
@@ -137,11 +137,11 @@ class PlannedGather:
 
 
 def _box(tensor: Tensor) -> Box:
-    """Where this rank's part of a parameter is in the whole."""
+    """The place of this rank's part in the whole parameter."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     sharded: Any = tensor
-    (chunk,) = sharded.__create_chunk_list__()  # as torch's distributed checkpoints do
+    (chunk,) = sharded.__create_chunk_list__()  # torch's distributed checkpoints use it too
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 

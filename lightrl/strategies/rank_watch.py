@@ -57,7 +57,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank does.
+    """The state of a rank.
 
     Example:
         RankState(phase="update", num_phases=17, num_steps=3, idle_s=0.2)
@@ -68,7 +68,7 @@ class RankState:
     num_steps: int  # within the phase
     idle_s: float  # since the last step
     has_own_deadline: bool = False  # the phase has its own timeout
-    has_ended: bool = False  # as planned: it publishes nothing more
+    has_ended: bool = False  # orderly: it publishes nothing more
     host: str = ""
     process: str = ""  # see owner.py
     num_published: int = 0  # states so far; the next one differs
@@ -139,7 +139,7 @@ class RankWatch:
         self._hang_timeout_s = hang_timeout_s
         self._end_process = end_process or _end_process
         self._main_thread = threading.get_ident()
-        self._now_s = 0.0  # of the clock that stands still with this process
+        self._now_s = 0.0  # a clock that stands still with this process
         self._phases: list[tuple[str, bool]] = [(START, False)]
         self._num_phases = 0
         self._num_steps = 0
@@ -147,7 +147,7 @@ class RankWatch:
         self._answered_s = 0.0  # when the store last did
         self._num_published = 0
         self._heard: dict[int, tuple[RankState | None, float]] = {}  # by rank: its last state, and when that was new
-        self._error: BaseException | None = None  # of this rank, which the others have not heard of yet
+        self._error: BaseException | None = None  # this rank's; the others do not know it yet
         self._is_told = threading.Event()  # the error is in the store, or nobody can be told
         self._is_known = threading.Event()  # to all ranks; an error of another rank: printed
         self._roll_call: dict[int, RankState | None] = {}  # the states at the error, of those not heard of since
@@ -217,7 +217,7 @@ class RankWatch:
             thread.join(5 * POLL_S)
 
     def state(self) -> RankState:
-        """This rank's current state."""
+        """The current state of this rank."""
         phase, has_own_deadline = self._phases[-1]
         return RankState(
             phase, self._num_phases, self._num_steps, self._now_s - self._stepped_s, has_own_deadline,
@@ -327,7 +327,7 @@ class RankWatch:
         return silence_message(rank, self._heard.get(rank, (None, 0.0))[0], self._hang_timeout_s)
 
     def _report(self, error: BaseException) -> Failure | None:
-        """What to tell of this rank's error. One of a broken connection is another's: None until it is clear whose."""
+        """The message about this rank's error. A broken connection is another's error: None until it is clear whose."""
         where = f"failed in {self._phases[-1][0]!r}"
         what = "".join(traceback.format_exception_only(error)).strip()
         if found := _TIMED_OUT.search(what):

@@ -1,15 +1,13 @@
-"""Ranks: the processes of a run and what they exchange: sums, shares of the rows, messages from rank 0.
+"""Ranks: the processes of a run and what they exchange: sums, rows, messages from rank 0.
 
 `ranks_of(strategy)` gives them; with one process every answer is trivial. Data-parallel ranks (dp) have different rows;
 ranks with the same `dp_rank` (the tensor and pipeline axes) have the same. A role with its own mesh has its own Ranks:
-`ranks.of_role("critic")`. B trajectories, T tokens.
+`ranks.of_role("critic")`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import heapq
 import json
 import secrets
 import socket
@@ -26,66 +24,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from lightrl.experience import Experience, LossUnit, Reduction
-from lightrl.functional.packing import microbatch_bins
+from lightrl.experience import Reduction
 from lightrl.strategies.rank_watch import RankWatch
-from lightrl.strategies.row_plan import Send
 from lightrl.trace import span
 from lightrl.weights.broadcast import listen
-
-# Trajectories split over data-parallel ranks by their tokens, computed alike on all ranks from the lengths.
-#
-# A rank with more tokens than the others makes all of them wait at each update.
-
-
-def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
-    """The rows of each of `num` ranks, so that the largest sum of lengths is small; every row is in exactly one share.
-
-    Largest differencing: combine the two partial partitions that differ most, the largest parts of one with the
-    smallest of the other, until one is left. Equal lengths give the same result in every process.
-
-    Source: Karmarkar and Karp, https://www2.eecs.berkeley.edu/Pubs/TechRpts/1983/6353.html; for more than two parts
-    Michiels et al., https://doi.org/10.1007/978-3-540-39763-2_31.
-
-    Args:
-        lengths: tokens of each trajectory.
-        num: data-parallel ranks.
-
-    Returns:
-        Rows in ascending order within a share; shares are empty if there are fewer rows than ranks.
-
-    Raises:
-        ValueError: if `num` is not positive.
-    """
-    if num < 1:
-        raise ValueError(f"num must be at least 1, got {num}.")
-    if num == 1:
-        return [list(range(len(lengths)))]
-    # Partial partitions: minus the parts' difference, a tie breaker, the parts as (tokens, rows), largest first.
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for row, length in enumerate(lengths):
-        parts: list[tuple[int, list[int]]] = [(length, [row])]
-        parts += [(0, []) for _ in range(num - 1)]
-        heap.append((-length, row, parts))
-    if not heap:
-        return [[] for _ in range(num)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, first_row, first = heapq.heappop(heap)
-        _, second_row, second = heapq.heappop(heap)
-        pairs = zip(first, reversed(second), strict=True)
-        merged = sorted(((a + b, rows + more) for (a, rows), (b, more) in pairs), key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(first_row, second_row), merged))
-    return [sorted(rows) for _, rows in heap[0][2]]
-
-
-def token_imbalance(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> float:
-    """The largest share's tokens over the mean: 1 is perfect balance, 2 takes twice the time."""
-    tokens = [sum(lengths[row] for row in share) for share in shares]
-    return max(tokens) * len(tokens) / max(1, sum(tokens))
-
-
-_shares = functools.lru_cache(maxsize=64)(balanced_shares)  # of a minibatch, for its rows' owners and each of its roles
 
 START_TIMEOUT = timedelta(minutes=30)  # for all ranks to join a group
 # Longer than any rollout or save: RankWatch, which needs a group to start, watches those who wait.
@@ -98,12 +40,21 @@ Kind = Literal["waiting", "data", "error", "stop"]
 
 @dataclass(frozen=True)
 class Message:
-    """From rank 0 to all others."""
+    """A message from rank 0 to all others."""
 
     kind: Kind
     done: int = 0  # progress, while waiting
     total: int = 0
     payload: bytes = b""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Rows on their way from one rank to another."""
+
+    source: int
+    target: int
+    rows: tuple[int, ...]  # ascending
 
 
 class Ranks:
@@ -151,54 +102,11 @@ class Ranks:
         norm: Any = torch.nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    def shares(self, experience: Experience, unit: LossUnit = "trajectory") -> list[list[int]]:
-        """The rows of each dp rank, balanced by tokens; rows of one loss unit stay together."""
-        lengths = experience.lengths.tolist()
-        if self.dp_size == 1:
-            return [list(range(len(lengths)))]
-        units = experience.units(unit)
-        parts = _shares(tuple(sum(lengths[row] for row in rows) for rows in units), self.dp_size)
-        return [sorted(row for index in part for row in units[index]) for part in parts]
-
-    def microbatch_rows(
-        self,
-        experience: Experience,
-        max_tokens: int,
-        *,
-        unit: LossUnit = "trajectory",
-        shares: Sequence[Sequence[int]] | None = None,
-    ) -> list[list[int]]:
-        """The rows of each of this rank's microbatches.
-
-        Every rank gets the same number, since a model that is spread over ranks runs on all at once: the last ones may
-        have no rows.
-
-        Args:
-            experience: all rows, on each rank; only lengths and groups are read.
-            max_tokens: in one microbatch, or one unit.
-            unit: rows that stay together.
-            shares: the rows of each dp rank; `shares` of the experience if None.
-        """
-        lengths = experience.lengths.tolist()
-        shares = self.shares(experience, unit) if shares is None else shares
-        units = experience.units(unit)
-        parts = []
-        for share in shares:
-            here = set(share)
-            own = [rows for rows in units if rows[0] in here]
-            parts.append(microbatch_bins(lengths, own, max_tokens) if own else [])
-        most = max(map(len, parts))
-        return [*parts[self.dp_rank], *([] for _ in range(most - len(parts[self.dp_rank])))]
-
-    def token_imbalance(self, experience: Experience, unit: LossUnit = "trajectory") -> float:
-        """The largest rank's tokens over the mean; 1 is balanced."""
-        return token_imbalance(experience.lengths.tolist(), self.shares(experience, unit))
-
     def send(self, message: Message, source: int = 0) -> None:
-        """On rank `source`: sends to all others, which `receive` it."""
+        """Sends from rank `source` to all others, which `receive` it."""
 
     def receive(self, source: int = 0) -> Message:
-        """On the others: waits for the next message of rank `source`."""
+        """Waits on the other ranks for the next message of rank `source`."""
         raise AssertionError("One process receives nothing.")
 
     def broadcast_json(self, value: Any) -> Any:
@@ -211,7 +119,7 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """On rank 0 every rank's value, by rank; empty on the others; plain JSON.
+        """Gathers on rank 0 every rank's value, by rank; empty on the others; plain JSON.
 
         Raises:
             RuntimeError: at the deadline; it names the ranks that have not come.
@@ -277,7 +185,7 @@ class ProcessRanks(Ranks):
         self.dp_size = dist.get_world_size(dp_group)
         self.watch = watch
         self.copies: list[Tensor] = []  # parameters of this rank that another rank counts in norms
-        self.roles: dict[str, Ranks] = {}  # those with their own mesh
+        self.roles: dict[str, Ranks] = {}  # roles with their own mesh
         self._dp_group = dp_group
         self.control_group = control_group
         self._device = device
@@ -424,7 +332,7 @@ def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -
 
 
 def allow_long_waits(group: Any) -> None:
-    """From here on RankWatch, not the group's own deadline, ends a wait in this group."""
+    """Makes RankWatch, not the group's own deadline, end a wait in this group."""
     _set_pg_timeout(_WATCHED_TIMEOUT, group)
 
 

@@ -5,7 +5,7 @@
                reference  no mesh                ranks 0 to 5, after the earlier work of these ranks
 
 Each role splits the rows over its own dp axis, and every rank has those that its roles work on; results of a role's
-ranks are sent to those who work on the same rows when another call needs them (row_exchange.py).
+ranks are sent to those who work on the same rows when another call needs them (sharded_experience/).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HasRoles(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role's model is; on ranks outside of it, `ranks.is_here` is False."""
+    """The place of a role's model; on ranks outside of it, `ranks.is_here` is False."""
 
     mesh: DeviceMesh
     ranks: Ranks

@@ -123,7 +123,7 @@ class SafeReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the folder holds; raises ValueError if `.metadata` is not what torch writes."""
+        """Reads what the folder holds; raises ValueError if `.metadata` is not what torch writes."""
         file = Path(self.path) / _METADATA_FILE
         check_sums(file.parent, "Use an earlier checkpoint.")
         try:

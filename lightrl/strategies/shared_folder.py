@@ -77,7 +77,7 @@ def leave_mark(folder: Path, rank: int, mark: str) -> bool:
 
 
 def _wait_for(folder: Path, ranks: list[int], mark: str) -> list[int]:
-    """On rank 0: those of the ranks whose mark appears."""
+    """Finds on rank 0 the ranks whose mark appears."""
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         there = [rank for rank in ranks if (folder / f"{mark}-{rank}").exists()]

@@ -76,7 +76,7 @@ def find_shared_prompts(experience: Experience) -> list[Row]:
 
 
 def shared_keys(prompts: Sequence[Row]) -> Plan:
-    """For the prompts of each length, a forward over them, then rectangles of completions that continue them."""
+    """A forward over the prompts of each length, then rectangles of completions that continue them."""
     plan: Plan = []
     for num_tokens, same in groupby(prompts, key=lambda prompt: prompt.num_prompt_tokens):
         plan.append([])
@@ -118,7 +118,7 @@ LAYOUTS: dict[str, Layout] = {"shared_keys": shared_keys, "shared_rows": shared_
 
 
 def cost(plan: Plan) -> float:
-    """In tokens of a forward without attention, with padding and what each call costs."""
+    """The cost in tokens of a forward without attention, with padding and what each call costs."""
     total = 0.0
     for rows in plan:
         longest = max(row.num_tokens for row in rows)
@@ -164,7 +164,7 @@ def shared_hidden(
 
 
 class _Tokens(NamedTuple):
-    """What is where in the rows of a forward; int64 on the host."""
+    """The layout of the rows of a forward; int64 on the host."""
 
     token_ids: Tensor  # [R, T]
     positions: Tensor  # [R, T], in the trajectory
@@ -201,7 +201,7 @@ class _Tokens(NamedTuple):
 
 
 def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """What each token sees, [R, 1, T, T], 0 or -inf: what precedes it in the prompt (segment 0) and in its own segment.
+    """The mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in the prompt (segment 0) and its own segment.
 
     Args:
         segments: int64 [R, T].

@@ -94,7 +94,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
-    """Those of shared_prefix.py whose forwards give the same as one over whole rows; only with full attention."""
+    """Layouts of shared_prefix.py whose forwards give the same as one over whole rows; only with full attention."""
     from transformers.cache_utils import DynamicLayer
 
     if not _takes(model, "past_key_values") or _rope_depends_on_length(model):
@@ -166,7 +166,7 @@ _Part = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """What the engine does to the logits before sampling, which the trainer's logprobs repeat."""
+    """The changes that the engine makes to logits before sampling, which the trainer's logprobs repeat."""
 
     temperature: float = 1.0
     min_new_tokens: int = 0
@@ -412,7 +412,7 @@ def as_outputs(logprobs: Tensor, entropy: Tensor, ids: Tensor, more: More) -> di
 
 
 def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Supports | None:
-    """What the predicted tokens of the positions (rows [N], columns [N]) were drawn from; None if from all tokens."""
+    """The supports of the tokens predicted at (rows [N], columns [N]); None if all tokens could be sampled."""
     if experience.supports is None:
         return None
     return Supports.at(row_codes(experience), experience.lengths, experience.token_ids, rows, columns)

@@ -1,4 +1,4 @@
-"""Which strategies train an RLModule: one device, or one that SplitsModels; and what to ask them for."""
+"""The strategies that train an RLModule (one device, or one that SplitsModels), and what to ask them for."""
 
 from __future__ import annotations
 

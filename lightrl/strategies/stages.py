@@ -60,7 +60,7 @@ class Feed:
 
     token_ids: Tensor  # int64 [R, W]
     position_ids: Tensor  # int64 [R, W] or [1, W]; restart in a packed row
-    packed_rows: PackedRows | None  # of a packed row, for its attention
+    packed_rows: PackedRows | None  # the packed row's, for its attention
     rows: Tensor  # [N], the predicting positions in [R, W]
     columns: Tensor
     places: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
@@ -255,7 +255,7 @@ class SplitModel:
     mesh: DeviceMesh
     pipeline: Pipeline
     stages: dict[int, Stage]
-    parameters: list[tuple[str, torch.Size, torch.dtype, int]]  # of the whole model: name, shape, dtype, stage
+    parameters: list[tuple[str, torch.Size, torch.dtype, int]]  # the whole model's: name, shape, dtype, stage
     has_logprobs: bool  # whether the model has a vocabulary head
     has_values: bool  # whether it has a scalar head, its own or a critic's
     tied: Tensor | None  # this rank's embedding if it is also the output head of another rank, or the reverse
@@ -286,7 +286,7 @@ class SplitModel:
             dist.all_reduce(local(self.tied.grad), group=self.tied_group)
 
     def own_parameters(self) -> Iterator[Tensor]:
-        """This rank's part of the model, with a critic's head on its body."""
+        """The model's part on this rank, with a critic's head on its body."""
         return (parameter for stage in self.stages.values() for parameter in stage.parameters())
 
     @property
@@ -295,7 +295,7 @@ class SplitModel:
         return self.tied if self.pipeline.rank != 0 else None
 
     def held_parameters(self) -> dict[str, Tensor]:
-        """This rank's parts of the model's parameters, by name; without the copy of a tied embedding."""
+        """Name → this rank's part of the parameter; without the copy of a tied embedding."""
         mine = dict(self.model.named_parameters())
         ranks = {name: stage % self.pipeline.num_ranks for name, _, _, stage in self.parameters}
         return {name: mine[name] for name, rank in ranks.items() if rank == self.pipeline.rank}

@@ -86,7 +86,7 @@ def _split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def embed(embedding: nn.Embedding, token_ids: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of the sequence, [B, T / tp, H], from an embedding whose rows are split over tp."""
+    """Embeds this rank's part of the sequence, [B, T / tp, H]; the embedding's rows are split over tp."""
     weight = local(embedding.weight)
     first = mesh.get_local_rank() * weight.shape[0]
     is_here = (token_ids >= first) & (token_ids < first + weight.shape[0])
@@ -115,7 +115,7 @@ def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, with gradient; other tensors as they are."""
+    """Returns this rank's part of a DTensor, with gradient; other tensors as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

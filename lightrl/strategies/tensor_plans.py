@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 class Family:
     """How a family's decoder layers differ from Llama's; all have q, k, v, o, gate, up and down projections."""
 
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer, over the hidden states
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # a layer's, over the hidden states
     float_norms: bool = False  # a norm multiplies by its weight in float32, whatever the model's dtype
-    head_norm_axis: int | None = None  # of q_norm and k_norm's inputs, such as 2 for [B, T, heads, head size]
+    head_norm_axis: int | None = None  # in q_norm's and k_norm's inputs, such as 2 for [B, T, heads, head size]
     ropes_by_kind: bool = False  # one rotary embedding per kind of layer
     window_everywhere: bool = False  # `sliding_window` applies to all layers, not those named in `layer_types`
 
 
 _GEMMA_NORMS = (*Family().norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
-# By `model_type` of the config.
+# Keys are the config's `model_type`.
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "qwen2": Family(),

@@ -27,7 +27,7 @@ _ADVICE = {
     "reward": "Give the reward more processes (reward_workers) or make it faster; a judge's server may need replicas.",
     "score": "Raise microbatch_tokens while memory lasts, or drop a model that nothing needs.",
     "update": "Raise microbatch_tokens while memory lasts, use more devices, or update_epochs=1.",
-    "sync": "WeightSync(blocking=False) loads while the trainer continues; fewer, larger iterations sync less often.",
+    "sync": "Fewer, larger iterations sync less often, and so does WeightSync.every_n_iterations.",
     "data": "The prompts are made too slowly: prepare them once, or read them from local files.",
 }
 

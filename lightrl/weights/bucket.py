@@ -26,12 +26,13 @@ class WrittenFile:
 class Bucket:
     """Some parameters under their Hugging Face names, each whole (not sharded).
 
-    The tensors may be the trainer's own: copy them to keep them.
+    An iterator of buckets empties a bucket when it is asked for the next one, so that one is in memory at a time, and
+    the tensors may be the trainer's own: copy them to keep them.
     """
 
     tensors: dict[str, Tensor]
     is_last: bool = False
-    written: tuple[WrittenFile, ...] = ()  # further parameters, for an engine that loads files (`SharesFolder`)
+    written: tuple[WrittenFile, ...] = ()  # further parameters, for an engine that loads files
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -47,7 +48,7 @@ class Bucket:
 
 
 def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Cuts (name, tensor) pairs into buckets of at most `bucket_bytes`, unless a single tensor is larger.
+    """Cut (name, tensor) pairs into buckets of at most `bucket_bytes`, unless a single tensor is larger.
 
     Args:
         parameters: pairs in a fixed order; read once, at most one bucket ahead.
@@ -62,6 +63,7 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
         num_bytes = tensor.numel() * tensor.element_size()
         if held and size + num_bytes > bucket_bytes:
             yield Bucket(held)
+            held.clear()
             held, size = {}, 0
         held[name] = tensor.detach()
         size += num_bytes

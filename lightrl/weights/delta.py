@@ -282,14 +282,6 @@ class HostCopy:
             self.weight_version = self._coming_version
         return Bucket(copied, is_last=bucket.is_last)
 
-    def take(self, buckets: Iterable[Bucket], weight_version: int) -> list[Bucket]:
-        """Copies all buckets; returns the copies."""
-        self.begin(weight_version)
-        for bucket in buckets:
-            self.add(bucket)
-            del bucket  # else it stays alive while the next is gathered
-        return list(self.buckets())
-
     def buckets(self) -> Iterator[Bucket]:
         """The copy, in the original buckets."""
         for index, names in enumerate(self._names):
@@ -308,6 +300,10 @@ class DeltaCopy(HostCopy):
         self.checksums: dict[str, list[int]] = {}  # parameter → checksums of its chunks
         # OpenMP's threads would spin beside those of the pool.
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._pool.shutdown(wait=False)
 
     def begin(self, weight_version: int) -> None:
         super().begin(weight_version)

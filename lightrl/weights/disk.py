@@ -79,7 +79,6 @@ class WeightFolder:
         try:
             for bucket in buckets:
                 writer.add(bucket)
-                del bucket  # else it stays alive while the next is gathered
             return writer.finish()
         finally:
             writer.discard()

@@ -2,7 +2,6 @@
 
 Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
-    own_time.py       the deadline of what a workflow does besides generating
     multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
       turn_log.py     what was answered, for a resumed run; a journal of it on the disk
       tools.py        an environment of functions that the policy calls

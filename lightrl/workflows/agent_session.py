@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import LightRLError, RolloutError
@@ -27,9 +28,9 @@ from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.chat_protocol import Answer, ChatRequest, MessageKey, RequestRefused, find_calls
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.tools import ToolParser, parse_hermes
-from lightrl.workflows.workflow import Generate, wait_or_abandon
+from lightrl.workflows.workflow import Generate
 
-_LONG_CHARS = 1 << 15  # of a request's messages: some 30 ms of a tokenizer
+_LONG_CHARS = 1 << 15  # in a request's messages: some 30 ms of a tokenizer
 _T = TypeVar("_T")
 
 
@@ -38,7 +39,7 @@ class _Answered:
     """The conversation after one answer; later ones are copies that continued."""
 
     conversation: Conversation
-    keys: list[MessageKey]  # of all messages, the answer's last
+    keys: list[MessageKey]  # all messages', the answer's last
     tools: list[dict[str, Any]]
     is_leaf: bool = True
 

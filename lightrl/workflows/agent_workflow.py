@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_bounds, check_positive, finite_number
 from lightrl.checks.dotted_path import function_of
+from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.call_within import CallTimeout, call_within
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
@@ -25,7 +26,7 @@ from lightrl.workflows.agent_session import AgentSession
 from lightrl.workflows.conversation import TurnRenderer
 from lightrl.workflows.openai_endpoint import OpenAIEndpoint
 from lightrl.workflows.tools import ToolParser, parse_hermes
-from lightrl.workflows.workflow import Generate, Workflow, wait_or_abandon
+from lightrl.workflows.workflow import Generate, Workflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -68,7 +68,7 @@ class RequestRefused(Exception):
 class ChatRequest:
     """A request that can be served."""
 
-    messages: list[dict[str, Any]]  # as chat templates read them: contents are text, arguments of calls are objects
+    messages: list[dict[str, Any]]  # for chat templates: contents are text, arguments of calls are objects
     keys: list[MessageKey]  # one for each message
     tools: list[dict[str, Any]]  # JSON schemas; empty with tool_choice="none"
     max_new_tokens: int | None
@@ -186,7 +186,7 @@ class Answer:
     text: str  # without end tokens
     calls: list[ToolCall]
     num_prompt_tokens: int
-    token_texts: list[str]  # of each token; empty unless logprobs are requested
+    token_texts: list[str]  # a text for each token; empty unless logprobs are requested
 
     @property
     def content(self) -> str | None:

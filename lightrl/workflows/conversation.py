@@ -107,8 +107,8 @@ class Observed:
     """The addition of an observation to a conversation."""
 
     token_ids: list[int]
-    messages: list[Mapping[str, Any]] | None  # of the whole conversation, observation included
-    text: str  # of all these messages
+    messages: list[Mapping[str, Any]] | None  # the whole conversation's, observation included
+    text: str  # all these messages in one
 
 
 class Conversation:
@@ -134,7 +134,7 @@ class Conversation:
         self.renderer = renderer
         self.arguments: Mapping[str, Any] = {}
         self.messages: list[Mapping[str, Any]] | None = None  # None if observations are encoded as they are
-        self.text = ""  # of the messages so far, completions as the policy wrote them
+        self.text = ""  # the messages so far, completions as the policy wrote them
         self.turns: list[Turn] = []
         token_ids = list(prompt.token_ids or [])
         if prompt.messages is not None and renderer.chat_template is not None:
@@ -268,7 +268,7 @@ class Conversation:
 
 
 def _end_of_prefix(text: str, prefix: str) -> int | None:
-    """Where `prefix` ends in a text that starts with it, ignoring white space; None if it does not."""
+    """Finds where `prefix` ends in a text that starts with it, ignoring white space; None if it does not."""
     if text.startswith(prefix):
         return len(prefix)
     end = 0

@@ -30,7 +30,7 @@ from lightrl.trajectory import Prompt, Trajectory
 Observation: TypeAlias = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 # observation, reward of the turn, done
 Step: TypeAlias = tuple[Observation, float, bool]
-_MAX_CHARS = 4_000_000  # of an observation: it is encoded on the rollouts' event loop
+_MAX_CHARS = 4_000_000  # the longest observation: it is encoded on the rollouts' event loop
 
 
 class Environment(ABC):
@@ -94,9 +94,9 @@ class Environment(ABC):
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """What `step` returned, checked."""
+    """The checked return value of `step`."""
 
-    messages: list[dict[str, Any]]  # of the observation
+    messages: list[dict[str, Any]]  # the observation's
     reward: float
     is_done: bool
 
@@ -124,7 +124,7 @@ class CheckedStep:
 
 
 def checked_metrics(value: object, name: str) -> dict[str, float]:
-    """What `metrics` returned; raises RolloutError if it is not some finite numbers by name."""
+    """Checks what `metrics` returned; raises RolloutError if it is not some finite numbers by name."""
     numbers = {str(key): finite_number(item) for key, item in value.items()} if isinstance(value, Mapping) else None
     found = {key: item for key, item in (numbers or {}).items() if item is not None}
     if found != numbers or len(found) > 1000:

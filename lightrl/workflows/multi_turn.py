@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_bounds, check_positive
+from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.environment import CheckedStep, Environment, as_messages, call_environment, checked_metrics
 from lightrl.workflows.turn_log import TurnLog
-from lightrl.workflows.workflow import Generate, Workflow, wait_or_abandon
+from lightrl.workflows.workflow import Generate, Workflow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +104,7 @@ class MultiTurn(Workflow):
         """
         environment = self._make()
         try:
-            return await self._play(environment, prompt, generate, getattr(generate, "log", None))
+            return await self._play(environment, prompt, generate, getattr(generate, "turn_log", None))
         finally:
             await self._close(environment, prompt)
 

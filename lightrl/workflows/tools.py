@@ -120,7 +120,7 @@ class Tool:
         return cls(schema["function"]["name"], function, schema)
 
     def mismatch(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments of a call, for the policy to read; None if they are right."""
+        """Says what is wrong with the arguments of a call, for the policy to read; None if they are right."""
         try:
             inspect.signature(self.function).bind(**arguments)
         except TypeError as error:
@@ -258,7 +258,7 @@ class ToolEnvironment(Environment):
 
 _MAX_EXPRESSION_CHARS = 200
 _MAX_ABS = 1e100
-_MAX_POWER_BITS = 400  # of an integer power, before it is computed
+_MAX_POWER_BITS = 400  # the longest integer power, checked before it is computed
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -333,7 +333,7 @@ def _bounded(value: Any) -> int | float:
 
 
 _PYTHON_LIMITS = Limits(cpu_s=4.0, wall_s=5.0, memory_mib=256, output_kib=16)  # below ToolEnvironment.tool_timeout_s
-_idle_sandboxes: queue.SimpleQueue[LocalSandbox] = queue.SimpleQueue()  # as many as ever ran at once
+_idle_sandboxes: queue.SimpleQueue[LocalSandbox] = queue.SimpleQueue()  # so many have run at once
 
 
 def python(code: str) -> str:

@@ -32,7 +32,7 @@ class Journal:
 
     def __init__(self, path: Path, *, first: int = 0) -> None:
         self.path = path
-        self.logs: dict[str, TurnLog] = {}  # by session, of the earlier run
+        self.logs: dict[str, TurnLog] = {}  # session → log of the earlier run
         self._lock = threading.Lock()
         if path.exists():
             self._read(first)
@@ -81,7 +81,7 @@ class TurnLog:
 
     session: str
     journal: Journal | None = None
-    completions: list[Completion] = field(default_factory=list)  # of the journal, by turn
+    completions: list[Completion] = field(default_factory=list)  # the journal's, by turn
     answers: list[tuple[str, Any, Any]] = field(default_factory=list)  # method, result, state after it
     is_in_doubt: bool = False  # the last call may or may not have acted
     _num_given: int = 0

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from lightrl.checks.user_code import named_user_code
+from lightrl.concurrency.abandon import each_when_done, is_abandoned
 from lightrl.engines.engine import Completion
-from lightrl.errors import RolloutError
+from lightrl.errors import RewardError, RolloutError
 from lightrl.functional import joined_supports, num_coded_tokens
 from lightrl.models.chat_template import ChatTemplate
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn, token_array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrl.workflows.turn_log import TurnLog
+
+RunResult = Trajectory | RolloutError | RewardError  # an error drops the trajectory
+GroupResult = tuple[int, RunResult]  # a sample's number first
 
 
 class Generate(Protocol):
@@ -27,11 +36,28 @@ class Generate(Protocol):
         ...
 
 
+class GroupGenerate(Protocol):
+    """Calls the policy in the trajectories of one group. Completions that a checkpoint has started are continued."""
+
+    @property
+    def samples(self) -> Sequence[int]:
+        """The numbers of the trajectories to run; a resumed group may have some of them already."""
+        ...
+
+    def for_sample(self, sample: int) -> Generate:
+        """Calls the policy in one trajectory, turn by turn."""
+        ...
+
+    def for_all(self, token_ids: list[int]) -> AsyncGenerator[tuple[int, Completion | RolloutError], None]:
+        """Yields each sample's first completion after these token ids when it is done; the engine gets one request."""
+        ...
+
+
 class Workflow(ABC):
     """One interaction with the policy, from prompt to trajectory. Token ids in, token ids out: nothing is re-encoded.
 
-    The controller runs `group_size` of them at the same time for each prompt and judges the results. Interactions share
-    no state.
+    `run_group` runs `group_size` of them at the same time for each prompt; the controller computes the rewards.
+    Interactions share no state.
     """
 
     # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
@@ -48,7 +74,7 @@ class Workflow(ABC):
     # Whether completions are written to the run's journal at once: what follows from them must not happen twice.
     has_side_effects: bool = False
 
-    # Reads what the policy wrote; before the first interaction, it gets the ids that end a turn.
+    # Reads what the policy generated; before the first interaction, it gets the ids that end a turn.
     template: ChatTemplate | None = None
 
     @classmethod  # noqa: B027 - there may be none
@@ -69,9 +95,30 @@ class Workflow(ABC):
                 f"{context_tokens} tokens. Lower it, or leave it out."
             )
 
+    async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
+        """Runs the trajectories of a group and yields each when it is done, so that its reward starts early.
+
+        This default calls `run` for each sample, all at the same time. An exception drops the samples that were not
+        yielded before; a RolloutError or RewardError that is yielded drops its sample alone.
+
+        Args:
+            prompt: the task; `prompt.token_ids` is set.
+            generate: calls the policy. On cancellation its requests leave the engine.
+
+        Yields:
+            Each of `generate.samples` once, in any order.
+        """
+        runs = {
+            sample: asyncio.ensure_future(_run_sample(self, prompt, generate.for_sample(sample)))
+            for sample in generate.samples
+        }
+        async with contextlib.aclosing(each_when_done(runs)) as done:
+            async for sample, run in done:
+                yield sample, run.result()
+
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Plays one interaction.
+        """Runs one interaction.
 
         Args:
             prompt: the task; `prompt.token_ids` is set.
@@ -92,20 +139,38 @@ class SingleTurn(Workflow):
         tokenizer: turns the completion's ids into `Trajectory.completion`, without end tokens.
     """
 
-    _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None  # of `_of_prompt`
+    _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None  # the last result of `_of_prompt`
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.template: ChatTemplate = ChatTemplate(tokenizer)
         self.continues = type(self).run is SingleTurn.run
 
+    async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
+        """Generates the completions of all samples in one request, unless a subclass replaces `run` alone."""
+        if type(self).run is not SingleTurn.run:
+            async with contextlib.aclosing(super().run_group(prompt, generate)) as results:
+                async for result in results:
+                    yield result
+            return
+        async with contextlib.aclosing(generate.for_all(_token_ids(prompt))) as completions:
+            async for sample, completion in completions:
+                if isinstance(completion, RolloutError):
+                    yield sample, completion
+                    continue
+                trajectory: Trajectory | RolloutError
+                try:
+                    with named_user_code(f"{type(self).__name__}.run", on=f"prompt {prompt.id!r}"):
+                        trajectory = self.trajectory_of(prompt, completion)
+                except RolloutError as error:
+                    trajectory = error
+                yield sample, trajectory
+
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        if not prompt.token_ids:
-            raise RolloutError(f"Prompt {prompt.id!r} has no token ids. Render its messages first.")
-        return self.trajectory_of(prompt, await generate(prompt.token_ids))
+        return self.trajectory_of(prompt, await generate(_token_ids(prompt)))
 
     def trajectory_of(self, prompt: Prompt, completion: Completion) -> Trajectory:
-        """What `run` returns for this completion of a prompt that has token ids."""
+        """Return the trajectory of this completion of a prompt that has token ids."""
         prompt_ids, zeros, opening = self._of_prompt(prompt)
         start, num_new = len(prompt_ids), len(completion.token_ids)
         versions = token_array("weight_versions", completion.weight_versions).runs()
@@ -140,16 +205,92 @@ def _runs(code: str, *runs: tuple[int, int]) -> TokenArray[Any]:
     return TokenArray.of_runs(runs, code)
 
 
-async def wait_or_abandon(
-    task: asyncio.Future[Any], *others: asyncio.Future[Any], within_s: float | None = None
-) -> None:
-    """Waits for a task or the first of `others`; a task that is not done then is cancelled, its outcome ignored."""
+def _token_ids(prompt: Prompt) -> list[int]:
+    if not prompt.token_ids:
+        raise RolloutError(f"Prompt {prompt.id!r} has no token ids. Render its messages first.")
+    return prompt.token_ids
+
+
+class _OwnTime:
+    """Calls the policy for one run of a workflow, and cancels it when it has spent too long outside of these calls.
+
+    Args:
+        timeout_s: that the workflow may spend at a time outside; None is no limit.
+        generate: calls the policy.
+    """
+
+    def __init__(self, timeout_s: float | None, generate: Generate) -> None:
+        self.timeout_s = timeout_s
+        self.is_over = False
+        self._generate = generate
+        self._num_generating = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    @property
+    def turn_log(self) -> TurnLog | None:
+        return getattr(self._generate, "turn_log", None)
+
+    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+        self._num_generating += 1
+        self._stop()
+        try:
+            return await self._generate(token_ids, max_new_tokens=max_new_tokens)
+        finally:
+            self._num_generating -= 1
+            if self._num_generating == 0:
+                self._start()
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """The current task runs the workflow inside."""
+        self._task = asyncio.current_task()
+        self._start()
+        try:
+            yield
+        finally:
+            self._task = None  # also for generations that the workflow left behind
+            self._stop()
+
+    def _start(self) -> None:
+        if self.timeout_s is not None and self._task is not None:
+            self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self._end)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self) -> None:
+        assert self._task is not None
+        self.is_over = True
+        self._task.cancel()
+
+
+async def _run_sample(
+    workflow: Workflow, prompt: Prompt, generate: Generate
+) -> Trajectory | RolloutError | RewardError:
+    """Run a workflow once: its trajectory, or the error that drops it. An EngineError is raised."""
+    name = f"{type(workflow).__name__}.run"
+    own_time = _OwnTime(workflow.own_timeout_s, generate)
     try:
-        await asyncio.wait({task, *others}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(lambda late: late.cancelled() or late.exception())
+        with named_user_code(name, on=f"prompt {prompt.id!r}"), own_time.measured():
+            return check_trajectory(await workflow.run(prompt, own_time), workflow, prompt)
+    except (RolloutError, RewardError) as error:
+        return error
+    except asyncio.CancelledError:
+        if is_abandoned(asyncio.current_task()):
+            raise
+        if not own_time.is_over:
+            return own_cancellation(name, prompt)
+        return RolloutError(
+            f"{name} spent own_timeout_s={own_time.timeout_s:g} outside of generate on prompt {prompt.id!r}. Give what "
+            "it awaits a deadline, or increase the attribute own_timeout_s of the class."
+        )
+
+
+def own_cancellation(name: str, prompt: Prompt) -> RolloutError:
+    """The error of a workflow that nobody cancelled."""
+    return RolloutError(f"{name} let a cancellation of its own escape on prompt {prompt.id!r}.")
 
 
 def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> Trajectory:
@@ -166,16 +307,16 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
     if len(set(lengths.values())) > 1:
         raise RolloutError(
             f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}; each needs one entry per token. "
-            "Use False, 0.0 and -1 for tokens that the policy did not write."
+            "Use False, 0.0 and -1 for tokens that the policy did not generate."
         )
     if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != lengths["token_ids"]:
         raise RolloutError(
             f"{name} returned the supports of {coded} tokens for prompt {prompt.id!r}, which has "
-            f"{lengths['token_ids']}. Use functional.joined_supports, with None for what the policy did not write."
+            f"{lengths['token_ids']}. Use functional.joined_supports, with None for what the policy did not generate."
         )
     if bool((np.asarray(trajectory.loss_mask) & (np.asarray(trajectory.weight_versions) < 0)).any()):
         raise RolloutError(
             f"{name} set loss_mask where weight_versions is -1 for prompt {prompt.id!r}: only tokens that the policy "
-            "wrote can be trained on. Copy weight_versions from the Completion, or clear loss_mask there."
+            "generated can be trained on. Copy weight_versions from the Completion, or clear loss_mask there."
         )
     return trajectory

@@ -40,7 +40,7 @@ REPLIES = [
     row("reply: a negative token", reply(token_ids=(3, -1)), "a token id of -1"),
     row("reply: a token of 100 bits", reply(token_ids=(3, 2**100)), "instead of tokens"),
     row("reply: a token outside the vocabulary", reply(token_ids=(3, 8)), "token id 8", "outside the trainer's vocabulary (0 to 7)"),
-    row("reply: more tokens than requested", reply(token_ids=[3] * 5, logprobs=[-1.0] * 5), "wrote 5 tokens", "max_new_tokens=4"),
+    row("reply: more tokens than requested", reply(token_ids=[3] * 5, logprobs=[-1.0] * 5), "generated 5 tokens", "max_new_tokens=4"),
     row("reply: other tokens than logprobs", {**reply(), "output_ids": [3]}, "1 tokens, 2 logprobs"),
     row("reply: a version that is no number", reply(weight_version="default"), "a numbered weight version"),
     row("reply: a span that ends at 10^9", reply(spans=[span(0, 10**9)]), "a span from 0 ends at 1000000000", "2 tokens"),

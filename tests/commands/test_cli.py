@@ -22,8 +22,7 @@ from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import _is_of_interest, reported
 from lightrl.commands.earlier_runs import last_checkpoint
 from lightrl.commands.main import COMMANDS, main
-from lightrl.commands.status import status_text
-from lightrl.engines.sglang.servers.server import HeldPort
+from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.errors import OtherRankFailed
 
 
@@ -129,32 +128,6 @@ def test_ckpt_path_last_goes_on_from_the_newest_run_and_keeps_its_files(settings
     assert not list(Path("lightning_logs/version_1/checkpoints").glob("*step=1.ckpt"))
 
 
-NOBODY = "http://127.0.0.1:1"
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ({}, "SGLangEngine needs urls, servers or LIGHTRL_SERVER_ADDRS."),
-        ({"servers": 1, "sglang_python": "/no/python"}, "sglang_python=/no/python is not a program."),
-        ({"servers": 1, "sglang_python": sys.executable, "server_args": {"port": 1}}, "server_args has port, which"),
-        ({"servers": 1, "sglang_python": sys.executable, "token": "-a"}, "The server's token starts with '-'"),
-        ({"urls": ["file:///a", "http://127.0.0.1:1"]}, "Servers are given by a registry"),
-        ({"urls": [NOBODY], "transport": "distributed", "trainer_host": "no host"}, "is not a known name"),
-        ({"urls": [NOBODY], "placement": "colocated"}, "max_staleness must be 0 with a colocated engine"),
-    ],
-    ids=["no server", "no python", "an argument of ours", "token", "registry and address", "route", "staleness"],
-)
-def test_settings_with_which_no_engine_starts_are_refused_before_there_is_a_run_folder(
-    engine, message, settings, config, capsys, monkeypatch
-):
-    monkeypatch.delenv("LIGHTRL_SERVER_ADDRS", raising=False)
-    settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": engine}
-    assert main(["fit", "--config", config(settings)]) == 2
-    assert message in capsys.readouterr().err
-    assert not Path("lightning_logs").exists()
-
-
 def test_predict_writes_judged_trajectories(settings, config):
     assert main(["predict", "--config", config(settings)]) == 0
     lines = Path("lightning_logs/version_0/predictions.jsonl").read_text().splitlines()
@@ -224,44 +197,6 @@ def test_last_is_of_the_same_experiment_and_a_newer_neighbor_is_named(tmp_path, 
     assert last_checkpoint(tmp_path / "version_2", settings | {"seed_everything": True}) == neighbor
     assert last_checkpoint(tmp_path / "version_2", {"seed_everything": 1, "model": {"class_path": "RLOO"}}) is None
     assert f"{neighbor} (its model.class_path is 'GRPO', here 'RLOO')" in caplog.text
-    assert "pass its path as ckpt_path. The run starts from the beginning." in caplog.text
-
-
-def test_the_deepest_setting_that_makes_another_experiment_is_named(settings, config, capsys):
-    name = config(settings)
-    assert main(["fit", "--config", name]) == 0
-    settings["model"]["init_args"]["policy"]["config"]["num_attention_heads"] = 1
-    assert main(["fit", "--config", config(settings), "--ckpt_path", "last"]) == 0  # and Lightning warns of nothing
-    found = " ".join(capsys.readouterr().err.split())
-    assert "version_0/checkpoints/last.ckpt (its model.policy.config.num_attention_heads is 2, here 1)" in found
-    assert "starts from the beginning" in found
-    assert "iteration  2 of 2" in status_text(Path.cwd())
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_last_in_a_folder_for_all_runs_starts_from_the_beginning_if_it_has_none(settings, config, capsys):
-    save = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "saved", "save_last": True}}
-    settings["trainer"]["callbacks"].append(save)
-    assert main(["fit", "--config", config(settings), "--ckpt_path", "last"]) == 0
-    assert "saved has no last*.ckpt. The run starts from the beginning." in capsys.readouterr().err
-    assert main(["fit", "--config", config(settings), "--ckpt_path", "last", "--trainer.max_steps=3"]) == 0
-    assert "trainer.max_steps 2 → 3" in capsys.readouterr().err
-
-
-def test_a_resumed_run_prints_every_setting_that_has_changed(settings, config, capsys):
-    assert main(["fit", "--config", config(settings)]) == 0
-    settings["model"]["init_args"]["sampling"]["temperature"] = 0.5
-    settings["trainer"]["callbacks"].append({"class_path": "TrajectoryLog"})
-    options = ["--model.group_size=4", "--trainer.max_steps=3", "--trainer.callbacks.every_n_iterations=2"]
-    assert main(["fit", "--config", config(settings), "--ckpt_path", "last", *options]) == 0
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "Changed since" in line]
-    _, _, found = line.rstrip(".").partition("Changed since the checkpoint: ")
-    assert sorted(found.split("; ")) == [
-        "model.group_size 2 → 4",
-        "model.sampling.temperature 1.0 → 0.5",
-        "trainer.callbacks.TrajectoryLog.class_path null → lightrl.TrajectoryLog",
-        "trainer.max_steps 2 → 3",
-    ]
 
 
 @pytest.mark.parametrize(

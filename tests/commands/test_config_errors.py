@@ -114,3 +114,16 @@ def test_a_workflow_needs_no_tokenizer_which_the_policy_gives(settings, config):
     settings["model"]["init_args"]["lrr"] = 1
     with pytest.raises(UsageError, match=r"^model\.init_args\.lrr is not a setting"):
         parsed("fit", "--config", config(settings))
+
+
+@pytest.mark.parametrize(
+    ("init_args", "message"),
+    [
+        ({"interrupt": "abort"}, r"init_args\.interrupt is no longer a setting \(run\.yaml:\d+\)\. Remove it: servers"),
+        ({"timeouts": {"hang_s": 3}}, r"timeouts\.hang_s is no longer a setting .*Set request_s; a server"),
+    ],
+)
+def test_a_removed_setting_says_what_to_do_instead(settings, config, init_args, message):
+    settings.setdefault("trainer", {})["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
+    with pytest.raises(UsageError, match=message):
+        parsed("fit", "--config", config(settings))

@@ -24,7 +24,7 @@ def help_of(capsys, *args: str) -> str:
         (["--model.policy.help", "ModelSpec"], "policy.options", "further arguments"),
         (["--model", "PPO", "--model.critic.help=Role"], "critic.lora", "adapters"),
         (["--model.help", "GRPO"], "model.clip_low", "the ratio stops earning"),
-        (["--trainer.engine.help=SGLangEngine"], "timeouts.hang_s", "is lost"),
+        (["--trainer.engine.help=SGLangEngine"], "timeouts.request_s", "is lost"),
         (["--launch.help"], "launch.ranks", "of the trainer"),
     ],
 )

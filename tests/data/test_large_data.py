@@ -11,7 +11,7 @@ import pytest
 
 from lightrl.data import PromptDataModule, prompts, rows
 from lightrl.errors import RolloutError
-from lightrl.rollout.prompt_cursor import PromptCursor
+from lightrl.rollout.prompts import PromptCursor
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_rows_that_are_dropped_are_skipped_and_counted(tmp_path: Path, plain_tok
 
 
 def test_a_filter_that_leaves_nothing_ends_the_run(tmp_path: Path, plain_tokenizer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lightrl.rollout.prompt_cursor.MAX_SKIPPED", 50)
+    monkeypatch.setattr("lightrl.rollout.prompts.MAX_SKIPPED", 50)
     data = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a"] * 6), row_filter=lambda row: False)
     with pytest.raises(RolloutError, match="No prompt is left among 50 rows in a row"):
         PromptCursor(data.prompt_stream).choose(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.data import DataSource, MixtureOrder, PromptDataModule
-from lightrl.rollout.prompt_cursor import PromptCursor
+from lightrl.rollout.prompts import PromptCursor
 
 
 def made_rows(split: str, num: int = 5, word: str = "made") -> list[dict]:

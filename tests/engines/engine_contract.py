@@ -132,6 +132,31 @@ def completions_of_one_request_differ_and_the_first_has_its_own_seed(case: Engin
     assert again == several if case.is_exact else [c.token_ids for c in again] == [c.token_ids for c in several]
 
 
+def a_group_has_the_completions_of_single_requests(case: EngineCase) -> None:
+    case.load(0)
+    samplings = [Sampling(max_new_tokens=6 + seed, seed=seed) for seed in range(4)]
+    alone = [run(case.generate([1, 2, 3], sampling))[0] for sampling in samplings]
+    started = [None, Completion(alone[1].token_ids[:3], alone[1].logprobs[:3], [0] * 3, "abort"), None, None]
+
+    async def scenario() -> list[Completion]:
+        generating = case.engine.generate_group([1, 2, 3], samplings, session="test", started=started)
+        generating[2].cancel()
+        return [await one for index, one in enumerate(generating) if index != 2]
+
+    first, continued, last = run(scenario())
+    assert continued.token_ids[:3] == alone[1].token_ids[:3]
+    pairs = [(first, alone[0]), (last, alone[3]), *([(continued, alone[1])] if case.is_exact else [])]
+    for one, expected in pairs:
+        assert one.token_ids == expected.token_ids
+        assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    with pytest.raises(ValueError, match="empty"):
+        run(refused_group(case, samplings))
+
+
+async def refused_group(case: EngineCase, samplings: list[Sampling]) -> None:
+    await asyncio.gather(*case.engine.generate_group([], samplings[:1], session="test"))
+
+
 def temperature_zero_does_not_depend_on_the_seed(case: EngineCase) -> None:
     case.load(0)
     one, other = (run(case.generate([1, 2], Sampling(temperature=0, max_new_tokens=8, seed=s)))[0] for s in (1, 2))
@@ -457,6 +482,7 @@ CONTRACT = [
     min_new_tokens_keeps_stop_tokens_away,
     the_same_seed_gives_the_same_tokens_whatever_the_batch,
     completions_of_one_request_differ_and_the_first_has_its_own_seed,
+    a_group_has_the_completions_of_single_requests,
     temperature_zero_does_not_depend_on_the_seed,
     a_prompt_that_cannot_be_served_is_refused_at_once,
     a_truncated_draw_has_its_support,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -41,16 +42,23 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return json.loads(answer.read())
 
 
+class Short(Timeouts):
+    """Notices a lost server, and that none returns, within seconds; a server that starts has its 15 minutes."""
+
+    hang_s = 2.0
+    server_wait_s = 5.0
+    probe_interval_s = 0.2
+
+
 def main() -> None:
     transport, model_folder, weight_folder, *urls = sys.argv[1:]
-    timeouts = Timeouts(hang_s=2, request_s=5, sync_s=8, connect_s=5, server_wait_s=5)
+    timeouts = Short(request_s=5, sync_s=8)
+    os.environ["LIGHTRL_RECEIVER_ADDRS"] = ",".join(url.rpartition(":")[0] + ":31000" for url in urls)
     engine = SGLangEngine(
         urls=urls,
         transport=transport,  # type: ignore[arg-type]
         weight_folder=weight_folder or None,
-        receivers=[url.rpartition(":")[0] + ":31000" for url in urls] if transport == "delta" else None,
         timeouts=timeouts,
-        probe_interval_s=0.2,
     )
     config = AutoConfig.from_pretrained(model_folder)
     torch.manual_seed(1)

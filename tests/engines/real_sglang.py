@@ -23,7 +23,7 @@ import torch
 from sync_cases import config_of
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from lightrl.engines.sglang.servers.server import SGLangServer, write_model_folder
+from lightrl.engines.sglang.processes.process import ServerProcess, write_model_folder
 
 BUILD = Path(__file__).parents[2] / "scripts/sglang_cpu/build.py"
 NOT_BUILT = f"SGLang for this machine's CPU is not built. Build it: {sys.executable} {BUILD}"
@@ -82,7 +82,7 @@ def shared_server(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _start(folder: Path, python: str) -> dict[str, Any]:
     started = time.monotonic()
-    server = SGLangServer(
+    server = ServerProcess(
         write_model_folder(tiny_config(), folder / "real-sglang-model"),
         name="the real SGLang",
         python=python,
@@ -103,7 +103,7 @@ def _start(folder: Path, python: str) -> dict[str, Any]:
     }
 
 
-_alive: list[SGLangServer] = []
+_alive: list[ServerProcess] = []
 
 
 def stop_servers() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from fake_sglang.process import FakeServerProcess
 from torch import Tensor
 from transformers import Qwen3Config
+from waits import Deadlines
 
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync.report import SyncReport
 from lightrl.engines.sglang.sync.server_sync import ServerSync
 from lightrl.engines.sglang.sync.transports import WeightTransport
-from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.weights import Bucket, bucketed
 
 LARGE = Qwen3Config(vocab_size=1000, max_position_embeddings=100_000)  # of servers without a model, which hash
@@ -50,9 +51,12 @@ def engines_on_servers() -> Iterator[EngineOn]:
     """The fixture `engine_on`: starts an engine that has loaded version 0, and is closed with the test."""
     engines: list[SGLangEngine] = []
 
-    def engine_on(*servers: FakeServerProcess, size: int = 64, **arguments: Any) -> SGLangEngine:
-        settings: dict[str, Any] = {"urls": [server.url for server in servers], "probe_interval_s": 0.1}
+    def engine_on(
+        *servers: FakeServerProcess, size: int = 64, should_verify: bool = True, **arguments: Any
+    ) -> SGLangEngine:
+        settings: dict[str, Any] = {"urls": [server.url for server in servers], "timeouts": Deadlines()}
         engines.append(SGLangEngine(**(settings | arguments)))
+        engines[-1].should_verify = should_verify
         engines[-1].start(LARGE)
         engines[-1].load_weights(one_weight(0, size), weight_version=0)
         return engines[-1]
@@ -74,7 +78,7 @@ def weights(version: int, like: dict[str, Tensor] | None = None) -> dict[str, Te
     return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in like.items()}
 
 
-async def fed(buckets: Sequence[Bucket]) -> AsyncIterator[Bucket]:
+async def fed(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:
     for bucket in buckets:
         yield bucket
 
@@ -94,19 +98,19 @@ def sync(
     """One sync on an event loop of its own; None for `named` loads what the transport holds."""
 
     async def run() -> SyncReport:
-        clients = [
-            SGLangClient(server.url, timeouts=Timeouts(request_s=request_s), num_retries=1, backoff_s=0.01)
+        targets = [
+            Server(SGLangClient(server.url, timeouts=Deadlines(request_s=request_s), num_retries=1, backoff_s=0.01))
             for server in servers
         ]
-        buckets = None if named is None else fed(list(bucketed(named.items(), bucket_bytes)))
+        buckets = None if named is None else fed(bucketed(named.items(), bucket_bytes))
         try:
             syncing = ServerSync(transport, **{"timeout_s": 20.0, **settings})
             return await syncing.load(
-                clients, buckets, weight_version=weight_version, previous_version=previous_version, report=report
+                targets, buckets, weight_version=weight_version, previous_version=previous_version, report=report
             )
         finally:
-            for client in clients:
-                await client.close()
+            for target in targets:
+                await target.client.close()
 
     return asyncio.run(run())
 

@@ -6,7 +6,7 @@ from fake_sglang.process import FakeServerProcess
 from transformers import AutoConfig
 
 from lightrl.engines import LocalEngine, SGLangEngine
-from lightrl.engines.sglang.servers.command import dtype_of_auto
+from lightrl.engines.sglang.processes.command import dtype_of_auto
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,13 @@ def test_auto_is_the_dtype_that_sglang_makes_of_it(dtype, auto):
     assert dtype_of_auto(config) == getattr(torch, auto)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "weights_dtype", "names"),
-    [("auto", None, {"bfloat16"}), ("float32", None, {"float32"}), ("auto", "float16", {"bfloat16", "float16"})],
-)
-def test_sglang_names_the_dtypes_of_its_servers_and_of_the_weights_that_are_sent(dtype, weights_dtype, names):
+@pytest.mark.parametrize(("dtype", "name"), [("auto", "bfloat16"), ("float32", "float32"), ("float16", "float16")])
+def test_sglang_names_the_dtypes_of_its_servers(dtype, name):
     with FakeServerProcess(dtype=dtype) as server:
-        engine = SGLangEngine(urls=[server.url], weights_dtype=weights_dtype)
+        engine = SGLangEngine(urls=[server.url])
         try:
             engine.start(AutoConfig.for_model("qwen3", dtype="bfloat16"))
-            assert engine.dtypes() == names
+            assert engine.dtypes() == {name}
         finally:
             engine.close()
 

@@ -12,14 +12,15 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from fake_sglang import COMMAND
+from fake_sglang import python_of_fakes
 from safetensors.torch import load_file
 from sync_cases import asked, running, sync, version_of
 from transformers import Qwen3Config
+from waits import Deadlines
 
-from lightrl.engines import SGLangEngine, Timeouts
+from lightrl.engines import SGLangEngine
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.servers.server import HeldPort
+from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.engines.sglang.sync.receivers import Receivers
 from lightrl.engines.sglang.sync.report import SyncFailed
 from lightrl.engines.sglang.sync.transports import DeltaTransport
@@ -27,7 +28,6 @@ from lightrl.testing import tiny_policy
 from lightrl.weights import ServerForm, bucketed
 
 UPDATE, TOKEN = "/update_weights_from_disk", "a-token"
-FAKE_SERVER = [*COMMAND, "--port", "{port}", "--dtype", "bfloat16"]
 
 
 class ReceiverProcess:
@@ -82,7 +82,7 @@ def transport_to(receivers, servers=(), wait_s=30.0, token=TOKEN):
     return DeltaTransport(
         ServerForm(torch.bfloat16),
         Qwen3Config(),
-        connect=lambda url: Connection(url, token=token, timeouts=Timeouts(request_s=20, connect_s=5)),
+        connect=lambda url: Connection(url, token=token, timeouts=Deadlines(request_s=20, connect_s=5)),
         receiver_of=lambda url: places.get(url, receivers[0].url),
         wait_s=wait_s,
     )
@@ -249,7 +249,8 @@ def test_each_receiver_gets_its_own_upload_and_one_that_dies_loses_only_its_own_
 
 def test_an_engine_starts_a_receiver_beside_its_servers_and_leaves_nothing(tmp_path):
     spec = tiny_policy()
-    engine = SGLangEngine(servers=2, command=FAKE_SERVER, transport="delta", weights_dtype="bfloat16")
+    python = python_of_fakes(tmp_path, "--dtype", "bfloat16")
+    engine = SGLangEngine(servers=2, sglang_python=python, transport="delta")
     engine.start(spec.load_config())
     try:
         folder = engine._receivers._folder
@@ -263,8 +264,8 @@ def test_an_engine_starts_a_receiver_beside_its_servers_and_leaves_nothing(tmp_p
 
 
 def test_servers_without_a_receiver_on_their_host_are_refused_at_the_start(monkeypatch):
-    monkeypatch.delenv("LIGHTRL_RECEIVER_ADDRS", raising=False)
-    engine = SGLangEngine(urls=["http://10.9.8.7:30000"], transport="delta", receivers=["10.9.8.6:4000"])
+    monkeypatch.setenv("LIGHTRL_RECEIVER_ADDRS", "10.9.8.6:4000")
+    engine = SGLangEngine(urls=["http://10.9.8.7:30000"], transport="delta")
     with pytest.raises(ValueError, match=r"needs a weight receiver on 10\.9\.8\.7.*http://10\.9\.8\.6:4000"):
         engine.start(tiny_policy().load_config())
 
@@ -272,6 +273,6 @@ def test_servers_without_a_receiver_on_their_host_are_refused_at_the_start(monke
 def test_receivers_are_found_by_the_host_of_the_server(monkeypatch):
     monkeypatch.setenv("LIGHTRL_RECEIVER_ADDRS", "one:4000, two:4000")
     receivers = Receivers()
-    receivers.connect(None, ["http://two:30000", "http://one:30000", "http://one:30001"])
+    receivers.connect([], ["http://two:30000", "http://one:30000", "http://one:30001"])
     assert receivers.of("http://two:30000") == "http://two:4000"
     assert json.dumps(receivers.urls) == '["http://one:4000", "http://two:4000"]'

@@ -20,7 +20,7 @@ from hosts import Hosts, why_not
 from sync_cases import config_of
 from transformers import AutoModelForCausalLM
 
-from lightrl.engines.sglang.routes import interface_of, remote_servers, trainer_address
+from lightrl.engines.sglang.addresses import interface_of, remote_servers, trainer_address
 from lightrl.errors import EngineUnreachable
 
 WHY_NOT = why_not()

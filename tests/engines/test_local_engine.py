@@ -197,6 +197,36 @@ def test_a_tied_output_head_may_be_sent_too(fast_path: bool) -> None:
     case.engine.close()
 
 
+class OwnGenerate(LocalEngine):
+    """Replaces `generate` and knows nothing of groups."""
+
+    asked: tuple[int, ...] = ()  # seeds
+
+    async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
+        self.asked += (sampling.seed,)
+        return await super().generate(token_ids, sampling, **request)
+
+
+class OwnGroups(OwnGenerate):
+    def generate_group(self, *args: Any, **request: Any) -> list[asyncio.Future[Completion]]:
+        return super().generate_group(*args, **request)
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(OwnGenerate, (0, 1, 2)), (OwnGroups, ())])
+def test_a_subclass_that_replaces_generate_alone_is_asked_for_every_completion(kind: Any, asked: Any) -> None:
+    engine = kind(threads=1)
+    engine.start(qwen3())
+    engine.load_weights(bucketed(make_models(qwen3(), 1)[0].named_parameters(), 10**6), weight_version=0)
+
+    async def scenario() -> list[Completion]:
+        samplings = [Sampling(max_new_tokens=2, seed=seed) for seed in range(3)]
+        return await asyncio.gather(*engine.generate_group([1], samplings, session="s"))
+
+    assert [len(completion.token_ids) for completion in run(scenario())] == [2, 2, 2]
+    assert engine.asked == asked
+    engine.close()
+
+
 def test_a_parameter_that_arrives_twice_is_refused(qwen3_case: EngineCase) -> None:
     buckets = [*qwen3_case.buckets(0), *qwen3_case.buckets(0)]
     with pytest.raises(WeightSyncError, match="twice"):

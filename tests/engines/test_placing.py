@@ -8,41 +8,34 @@ import pytest
 import torch
 
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, choose_devices
-from lightrl.engines.sglang.servers.own_fleet import gpus_of_servers, visible
+from lightrl.engines.sglang.processes.command import gpus_of_servers, visible
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(
-    ("num", "trainer", "given", "placement", "expected"),
-    [
-        (2, [0, 1], None, "separate", [2, 3]),
-        (2, [2], None, "separate", [0, 1]),
-        (1, [2, 3], None, "colocated", [2]),
-        (2, [0], [2, 3], "separate", [2, 3]),
-        (1, [0], [0], "colocated", [0]),
-    ],
-    ids=["beside", "around", "on the trainer's", "given", "given and colocated"],
+    ("num", "trainer", "placement", "expected"),
+    [(2, [0, 1], "separate", [2, 3]), (2, [2], "separate", [0, 1]), (1, [2, 3], "colocated", [2])],
+    ids=["next to the trainer's", "around them", "on the trainer's"],
 )
-def test_servers_get_gpus_that_fit_their_placement(num: int, trainer: Any, given: Any, placement: Any, expected: Any):
-    assert gpus_of_servers(num, available=4, trainer=trainer, given=given, placement=placement) == expected
+def test_servers_get_gpus_that_fit_their_placement(num: int, trainer: Any, placement: Any, expected: Any):
+    assert gpus_of_servers(num, available=4, trainer=trainer, placement=placement) == expected
 
 
 def test_servers_without_a_gpu_on_the_machine_are_given_none() -> None:
-    assert gpus_of_servers(2, available=0, trainer=[], given=None, placement="separate") is None
+    assert gpus_of_servers(2, available=0, trainer=[], placement="separate") is None
 
 
 @pytest.mark.parametrize(
-    ("given", "placement", "message"),
+    ("placement", "message"),
     [
-        (None, "separate", r"need 3 GPUs .* beside the trainer's \[0, 1\], but there are 2 of 4.*to colocated"),
-        (None, "colocated", r"need 3 GPUs .* of the trainer, but there are 2 of 4.*to separate"),
-        ([1, 2, 3], "separate", r"devices=\[1, 2, 3\] has GPUs that the trainer uses: \[1\].*placement: colocated"),
+        ("separate", r"need 3 GPUs .* next to the trainer's \[0, 1\], but there are 2 of 4.*to colocated"),
+        ("colocated", r"need 3 GPUs .* of the trainer, but there are 2 of 4.*to separate"),
     ],
 )
-def test_gpus_that_do_not_suffice_or_are_taken_are_refused(given: Any, placement: Any, message: str) -> None:
+def test_gpus_that_do_not_suffice_are_refused(placement: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gpus_of_servers(3, available=4, trainer=[0, 1], given=given, placement=placement)
+        gpus_of_servers(3, available=4, trainer=[0, 1], placement=placement)
 
 
 def test_a_server_is_told_the_names_that_this_process_was_told(monkeypatch: Any) -> None:

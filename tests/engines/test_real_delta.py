@@ -13,6 +13,7 @@ from sync_cases import fed
 
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
+from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync.receivers import Receivers
 from lightrl.engines.sglang.sync.report import SyncReport
 from lightrl.engines.sglang.sync.server_sync import ServerSync
@@ -36,8 +37,8 @@ def test_deltas_give_the_real_server_the_weights_that_it_loads_from_the_disk(rea
     async def synced(transport: WeightTransport, version: int) -> tuple[SyncReport, dict[str, Any]]:
         client = SGLangClient(real_server["url"], token=token)
         try:
-            buckets = fed(list(bucketed(model.named_parameters(), BUCKET_BYTES)))
-            report = await ServerSync(transport, timeout_s=60).load([client], buckets, weight_version=version)
+            buckets = fed(bucketed(model.named_parameters(), BUCKET_BYTES))
+            report = await ServerSync(transport, timeout_s=60).load([Server(client)], buckets, weight_version=version)
             return report, (await client.checksum())["ranks"][0]["checksums"]
         finally:
             await client.close()

@@ -115,7 +115,7 @@ def test_an_interruption_does_not_bar_stop_tokens_for_longer(is_load: bool, real
         task = asyncio.create_task(engine.generate([50], sampling, session="s"))
         is_amid = False
         if is_interrupted:
-            while not engine._writer.num_running:  # type: ignore[union-attr]
+            while not engine.queue_depths()["running"]:
                 await asyncio.sleep(0.001)
             if is_load:
                 await asyncio.to_thread(load_again)

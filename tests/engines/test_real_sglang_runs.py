@@ -74,7 +74,7 @@ def test_a_run_trains_against_it_and_every_sync_is_verified(
     assert float(metrics["staleness/max_versions"]) <= max_staleness
     assert rewards[-1] > rewards[0]
     assert sorted(engine.last_sync.versions.values()) == [6]  # type: ignore[union-attr]
-    assert list(engine.last_sync.proofs.values()) == ["digests"]  # type: ignore[union-attr]
+    assert list(engine.last_sync.verified_by.values()) == ["digests"]  # type: ignore[union-attr]
     if max_staleness == 0:
         assert float(metrics["sync/max_mismatch_abs_dlogp_nats"]) < 1e-4
 
@@ -113,9 +113,7 @@ class Slow(RLCallback):
 
 
 def fit(server: dict[str, Any], folder: Path, *, ckpt_path: Path | None = None, **flags: Any) -> Jittery:
-    engine = SGLangEngine(
-        urls=[server["url"]], token=server["token"], interrupt="retract", timeouts=Timeouts(sync_s=60)
-    )
+    engine = SGLangEngine(urls=[server["url"]], token=server["token"], timeouts=Timeouts(sync_s=60))
     callbacks = [StalenessControl(2, rollout_timeout_s=60), Slow(), *flags.pop("callbacks", ())]
     module = Jittery()
     trainer = lightrl.Trainer(

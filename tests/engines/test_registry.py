@@ -15,9 +15,9 @@ from sync_cases import LARGE, one_weight
 from test_server_faults import DEADLINES
 from waits import until
 
+from lightrl.engines.sglang import registry
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.servers import registry
-from lightrl.engines.sglang.servers.registry import Announcement, Registry, ServerEntry, registry_at
+from lightrl.engines.sglang.registry import Announcement, Registry, ServerEntry, registry_at
 from lightrl.errors import EngineTimeout
 
 NUM_TOKENS = 400
@@ -27,7 +27,7 @@ A, B = ServerEntry("http://a:1", "http://a:9"), ServerEntry("http://b:2")
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "BEAT_S", 0.1)
-    monkeypatch.setattr("lightrl.engines.sglang.members.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("lightrl.engines.sglang.watch.READ_EVERY_S", 0.05)
 
 
 @pytest.fixture
@@ -160,10 +160,10 @@ def test_a_server_that_dies_without_a_word_is_forgotten_and_joins_again(
         second.kill()
 
         async def scenario() -> None:
-            await until(lambda: engine.pool.urls() == [first.url])
+            await until(lambda: engine.fleet.urls() == [first.url])
             await asyncio.to_thread(second.start)
             announced(ServerEntry(second.url))
-            await until(lambda: set(engine.pool.urls("routable")) == {first.url, second.url})
+            await until(lambda: set(engine.fleet.urls("routable")) == {first.url, second.url})
 
         asyncio.run(scenario())
         engine.close()

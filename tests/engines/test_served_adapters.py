@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_contract import EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version, run
+from engine_contract import EngineCase, run
 from engine_contract import recomputed_logprobs as recomputed
-from fake_sglang import COMMAND
+from fake_sglang import python_of_fakes
 from fake_sglang.process import FakeServerProcess
 from real_sglang import sglang_python, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,8 +19,8 @@ from waits import until
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.servers import command, server
-from lightrl.engines.sglang.servers.command import flags
+from lightrl.engines.sglang.processes import command, process
+from lightrl.engines.sglang.processes.command import flags
 from lightrl.errors import WeightSyncError
 from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge
 from lightrl.trajectory import Sampling
@@ -135,8 +135,7 @@ def check_scores(case: AdapterCase, version: int) -> None:
 def listed(case: AdapterCase) -> list[list[str]]:
     """The adapters of each server."""
     engine: Any = case.engine
-    clients = engine._members.clients.values()
-    return [sorted(engine._home.call(client.adapters(), 10)) for client in clients]
+    return [sorted(engine._home.call(server.client.adapters(), 10)) for server in engine.fleet.in_state()]
 
 
 def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case):
@@ -152,7 +151,7 @@ def test_the_base_is_loaded_once_and_then_only_adapters_travel_without_a_pause(c
         case.load(version)
     adapters = sum(value.numel() * 4 for name, value in MODELS[0].named_parameters() if ".lora_" in name)
     assert case.engine.last_sync.num_bytes == 2 * adapters
-    assert case.engine.proofs() == dict.fromkeys([one.url for one in servers], "version")  # digests: of the base alone
+    assert set(case.engine.verified_by().values()) == {"version"}  # digests: of the base alone
     for one, old in zip(servers, before, strict=True):
         requests = one.stats()["requests"]
         made = {path: requests[path] - old.get(path, 0) for path in requests}
@@ -186,11 +185,6 @@ def in_flight_over_a_load(case: AdapterCase) -> list[list[int]]:
 def test_a_completion_finishes_under_the_version_that_it_began_with(case):
     assert in_flight_over_a_load(case) == [[0] * 200] * 8
     check_tokens(case, 1)
-
-
-def test_with_abort_completions_in_flight_continue_under_the_new_version(serving):
-    after_a_sync_amid_a_generation_each_token_is_that_of_its_version(serving(interrupt="abort"))
-    assert any(set(versions) == {0, 1} for versions in in_flight_over_a_load(serving(interrupt="abort")))
 
 
 def test_servers_keep_as_many_versions_as_the_staleness_allows(case):
@@ -239,15 +233,14 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
 
 
 @pytest.mark.extra
-def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder, serving):
-    words = [*COMMAND, "--port", "{port}", "--model-path", str(folder)]
-    case = serving(servers=1, command=[*words, *flags(LORA)], probe_interval_s=0.1)
+def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder, serving, tmp_path):
+    case = serving(servers=1, sglang_python=python_of_fakes(tmp_path, "--model-path", str(folder), *flags(LORA)))
     for version in range(3):
         case.load(version)
     engine = case.engine
-    old = engine.fleet.urls
-    engine.fleet.report(old[0], "on purpose")
-    run(until(lambda: engine.fleet.urls != old and engine.pool.urls("routable") == engine.fleet.urls))
+    (old,) = engine.fleet.urls()
+    engine.drop_replica(old, "on purpose")
+    run(until(lambda: engine.fleet.urls("routable") not in ([], [old])))
     assert listed(case) == [["policy-v1", "policy-v2"]]
     check_tokens(case, 2)
 
@@ -269,7 +262,7 @@ def test_the_real_sglang_serves_each_version_within_rounding(serving, monkeypatc
         place = words.index("-m")
         return [*words[:place], launcher, *words[place + 2 :]]
 
-    monkeypatch.setattr(server, "command_line", with_launcher)
+    monkeypatch.setattr(process, "command_line", with_launcher)
     case = serving(servers=1, timeouts=Timeouts(startup_s=170))
     for version in range(3):
         case.load(version)

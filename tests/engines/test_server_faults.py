@@ -22,13 +22,12 @@ import psutil
 import pytest
 import torch
 from engine_contract import run
-from fake_sglang import COMMAND
+from fake_sglang import python_of_fakes
 from fake_sglang.process import FakeServerProcess
 from sync_cases import EngineOn, Start, asked, config_of, one_weight, version_of
 from transformers import AutoModelForCausalLM, Qwen3Config
-from waits import until
+from waits import Deadlines, until
 
-from lightrl.engines import Timeouts
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
@@ -40,8 +39,7 @@ PACE = {"seconds_per_token": 0.02}
 SLOWLY = {"seconds_per_token": 1.0}  # a request is under way for as long as a test needs it to be
 UPDATE = "/update_weights_from_disk"
 DEADLINES: dict[str, Any] = {
-    "probe_interval_s": 0.1,
-    "timeouts": Timeouts(hang_s=0.5, request_s=5.0, sync_s=5.0, server_wait_s=2.0),
+    "timeouts": Deadlines(hang_s=0.5, request_s=5.0, sync_s=5.0, server_wait_s=2.0),
 }
 BY_NAME = {"kill": FakeServerProcess.kill, "freeze": FakeServerProcess.freeze}
 ENDS = pytest.mark.parametrize("end", BY_NAME, ids=["kill -9", "SIGSTOP"])
@@ -68,7 +66,7 @@ def wait_for_update(server: FakeServerProcess, path: str = UPDATE) -> None:
 
 
 def state(engine: SGLangEngine, server: FakeServerProcess) -> str:
-    return engine.pool.servers[server.url].state
+    return engine.fleet.servers[server.url].state
 
 
 def written(start: Start, engine_on: EngineOn) -> list[list[int]]:
@@ -97,8 +95,8 @@ def test_a_server_that_ends_while_idle_is_noticed_and_gets_no_request(end, start
     engine = engine_on(doomed, left)
     BY_NAME[end](doomed)
     run(until(lambda: state(engine, doomed) == "lost"))
-    assert doomed.url in engine.pool.servers[doomed.url].reason
-    assert "last answered" in engine.pool.servers[doomed.url].reason
+    assert doomed.url in engine.fleet.servers[doomed.url].reason
+    assert "last answered" in engine.fleet.servers[doomed.url].reason
     assert len(run(requests(engine))) == NUM_REQUESTS
     assert left.stats()["requests"]["/generate"] == NUM_REQUESTS
 
@@ -118,9 +116,9 @@ def test_requests_of_a_server_that_ends_go_on_elsewhere(end, start, engine_on):
 
     assert_whole(run(scenario()), expected, {0})
     assert state(engine, doomed) == "lost"
-    assert "last answered" in engine.pool.servers[doomed.url].reason
+    assert "last answered" in engine.fleet.servers[doomed.url].reason
     assert engine.queue_depths() == {"running": 0, "waiting": 0}
-    assert engine.pool.servers[left.url].outstanding_tokens == 0
+    assert engine.fleet.servers[left.url].outstanding_tokens == 0
 
 
 @ENDS
@@ -172,7 +170,7 @@ def test_a_broadcast_that_a_server_leaves_reaches_the_other_whole(end, start, tm
     models[0].save_pretrained(tmp_path)
     left, doomed = start(str(tmp_path)), start(str(tmp_path))
     timeouts = dataclasses.replace(DEADLINES["timeouts"], hang_s=2.0)
-    engine = SGLangEngine(urls=[doomed.url, left.url], transport="distributed", probe_interval_s=0.1, timeouts=timeouts)
+    engine = SGLangEngine(urls=[doomed.url, left.url], transport="distributed", timeouts=timeouts)
     engine.start(CONFIG)
     try:
         engine.load_weights([Bucket(dict(models[0].named_parameters()), is_last=True)], weight_version=0)
@@ -246,37 +244,33 @@ def test_when_all_servers_end_amid_a_sync_it_names_the_version_and_each_server(e
 
 
 @pytest.mark.parametrize("moment", ["mid-generation", "mid-sync"])
-def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(moment, start, engine_on):
+def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(moment, start, engine_on, tmp_path):
     expected = written(start, engine_on)
-    command = [*COMMAND, "--port", "{port}"]
-    engine = SGLangEngine(servers=2, command=[*command, "--seconds-per-token", "0.02"], **DEADLINES)
+    python = python_of_fakes(tmp_path, "--seconds-per-token", "0.02")
+    engine = SGLangEngine(servers=2, sglang_python=python, **DEADLINES)
     engine.start(Qwen3Config(vocab_size=1000))
     engine.load_weights(one_weight(0), weight_version=0)
-    fleet = engine.fleet
-    doomed = fleet.servers[0].url
+    processes = [server.process for server in engine.fleet.in_state()]
+    doomed = processes[0].url
 
     async def scenario() -> list[Any]:
         task = asyncio.create_task(requests(engine))
-        await until(lambda: all(server.num_requests for server in engine.pool.servers.values()))
+        await until(lambda: all(server.num_requests for server in engine.fleet.servers.values()))
         if moment == "mid-sync":
-            await asyncio.to_thread(killed_amid, engine, fleet.servers[0])
+            await asyncio.to_thread(killed_amid, engine, processes[0])
         else:
-            kill(fleet.servers[0])
-        await until(lambda: len(engine.pool.urls("routable")) == 2 and doomed not in engine.pool.servers)
-        members, loading = engine._members, engine._loading
-        for by_address in (members.clients, members.processes, loading._proofs, loading._sync.proofs._known):
-            assert doomed not in by_address  # else a long run grows with each restart
-        await until(lambda: doomed not in fleet._reports)
+            kill(processes[0])
+        await until(lambda: len(engine.fleet.urls("routable")) == 2 and doomed not in engine.fleet.servers)
         return await task
 
     version = 1 if moment == "mid-sync" else 0
     try:
         assert_whole(run(scenario()), expected, {0, version})
-        assert {item.weight_version for item in engine.pool.servers.values()} == {version}
+        assert {item.weight_version for item in engine.fleet.servers.values()} == {version}
         assert {number for item in run(requests(engine)) for number in item.weight_versions} == {version}
     finally:
         engine.close()
-    assert not any(server.is_alive() for server in fleet.servers)
+    assert not any(process.is_alive() for process in processes)
 
 
 def killed_amid(engine: SGLangEngine, server: Any) -> None:

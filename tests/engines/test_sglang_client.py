@@ -16,7 +16,7 @@ from waits import no_more_files
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import OutOfFiles
-from lightrl.engines.sglang.servers.server import HeldPort
+from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
 

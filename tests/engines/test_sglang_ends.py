@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from sync_cases import LARGE, EngineOn, Start, one_weight
-from waits import NUM_TOKENS, SLOWLY, until
+from waits import NUM_TOKENS, SLOWLY, Deadlines, until
 
 from lightrl import StalenessControl
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang import members, writer
+from lightrl.engines.sglang import members, request_loop
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
@@ -57,18 +57,18 @@ def test_by_default_a_lost_request_is_repeated_before_the_run_ends() -> None:
 def test_a_request_that_the_server_lost_is_sent_again_and_the_server_stays(
     monkeypatch: pytest.MonkeyPatch, start: Start, engine_on: EngineOn
 ) -> None:
-    monkeypatch.setattr(writer, "ABORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(request_loop, "ABORT_TIMEOUT_S", 0.2)
     server = start()
-    engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
+    engine = engine_on(server, timeouts=Deadlines(generate_s=0.3))
     server.fault("hang", "/generate")
     assert len(generate(engine, 5).token_ids) == 5
     assert server.stats()["requests"]["/generate"] == 2
-    assert engine.pool.servers[server.url].state == "routable"
+    assert engine.fleet.servers[server.url].state == "routable"
 
 
 def test_a_generation_longer_than_its_deadline_keeps_its_tokens(start: Start, engine_on: EngineOn) -> None:
     server = start(seconds_per_token=0.02)
-    engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
+    engine = engine_on(server, timeouts=Deadlines(generate_s=0.3))
     completion = generate(engine, 40)
     assert len(completion.token_ids) == 40
     requests = server.stats()["requests"]
@@ -77,11 +77,11 @@ def test_a_generation_longer_than_its_deadline_keeps_its_tokens(start: Start, en
 
 def test_the_only_server_returns_when_it_answers_again(start: Start, engine_on: EngineOn) -> None:
     server = start()
-    engine = engine_on(server, timeouts=Timeouts(hang_s=0.3))
+    engine = engine_on(server, timeouts=Deadlines(hang_s=0.3))
 
     async def scenario() -> Any:
         server.kill()
-        await until(lambda: engine.pool.servers[server.url].state == "lost")
+        await until(lambda: engine.fleet.servers[server.url].state == "lost")
         request = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
         loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, one_weight(0), weight_version=1))
         await asyncio.sleep(0.1)
@@ -92,7 +92,7 @@ def test_the_only_server_returns_when_it_answers_again(start: Start, engine_on: 
 
     assert asyncio.run(asyncio.wait_for(scenario(), 60)).token_ids
     assert engine.weight_version == 1
-    assert engine.pool.servers[server.url].state == "routable"
+    assert engine.fleet.servers[server.url].state == "routable"
 
 
 # ---------------------------------------------------------------------- an address that is wrong
@@ -168,8 +168,7 @@ def test_a_server_that_has_never_answered_is_waited_for_and_not_lost_too(
             listener.listen()
         engine = SGLangEngine(
             urls=[f"http://127.0.0.1:{listener.getsockname()[1]}"],
-            timeouts=Timeouts(startup_s=1.0, request_s=0.5, hang_s=0.2),
-            probe_interval_s=0.1,
+            timeouts=Deadlines(startup_s=1.0, request_s=0.5, hang_s=0.2),
         )
         with pytest.raises(EngineError), caplog.at_level("WARNING", logger="lightrl"):
             engine.start(LARGE)

@@ -15,7 +15,7 @@ from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation
 from fake_sglang.process import FakeServerProcess
 from sync_cases import config_of, one_weight, running
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from waits import NUM_TOKENS, SLOWLY, no_more_files, until, until_written
+from waits import NUM_TOKENS, SLOWLY, Deadlines, no_more_files, until, until_written
 
 from lightrl.engines.sglang.addresses import addresses_from_environment
 from lightrl.engines.sglang.engine import SGLangEngine
@@ -63,23 +63,20 @@ def test_the_engine_on_a_fake_server_keeps_the_contract(check, contract_case):
     check(contract_case(1))
 
 
-@pytest.mark.parametrize("interrupt", ["retract", "abort"])
 @pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
-def test_each_token_is_that_of_its_version_on_two_servers(transport, interrupt, contract_case):
-    after_a_sync_amid_a_generation_each_token_is_that_of_its_version(
-        contract_case(2, transport=transport, interrupt=interrupt)
-    )
+def test_each_token_is_that_of_its_version_on_two_servers(transport, contract_case):
+    after_a_sync_amid_a_generation_each_token_is_that_of_its_version(contract_case(2, transport=transport))
 
 
 def test_a_session_stays_on_the_server_that_has_its_prefix_until_a_load_after_which_none_has_it(start, engine_on):
     servers = [start(), start()]
-    engine = engine_on(*servers, verify_sync=False)  # without canaries among the requests
+    engine = engine_on(*servers, should_verify=False)  # without canaries among the requests
     for num_turns in range(1, 5):
         run(engine.generate([1] * num_turns, Sampling(max_new_tokens=2), session="one"))
     assert sorted(server.stats()["requests"].get("/generate", 0) for server in servers) == [0, 4]
-    assert set(engine.pool.sessions) == {"one"}
+    assert set(engine.fleet.sessions) == {"one"}
     engine.load_weights(one_weight(1), weight_version=1)
-    assert not engine.pool.sessions
+    assert not engine.fleet.sessions
 
 
 def test_a_low_limit_of_open_files_caps_the_requests_in_flight_and_says_so(
@@ -94,7 +91,7 @@ def test_a_low_limit_of_open_files_caps_the_requests_in_flight_and_says_so(
 
 def test_requests_wait_for_free_files_and_no_server_is_lost_for_them(start, engine_on) -> None:
     server = start()
-    engine = engine_on(server, probe_interval_s=0.02)
+    engine = engine_on(server, timeouts=Deadlines(probe_interval_s=0.02))
 
     async def scenario() -> Any:
         with no_more_files():
@@ -104,7 +101,7 @@ def test_requests_wait_for_free_files_and_no_server_is_lost_for_them(start, engi
         return await task
 
     assert len(run(scenario())[0].token_ids) == 3
-    assert engine.pool.servers[server.url].losses == ()
+    assert engine.fleet.servers[server.url].losses == ()
 
 
 def test_a_request_that_is_refused_is_not_asked_again(start, engine_on):
@@ -115,12 +112,10 @@ def test_a_request_that_is_refused_is_not_asked_again(start, engine_on):
     assert server.stats()["requests"]["/generate"] == 1
 
 
-@pytest.mark.parametrize(("interrupt", "minimum"), [("retract", 0), ("retract", NUM_TOKENS), ("abort", NUM_TOKENS)])
-def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_versions(
-    interrupt, minimum, start, engine_on
-):
+@pytest.mark.parametrize("minimum", [0, NUM_TOKENS])
+def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_versions(minimum, start, engine_on):
     server = start(**SLOWLY, vocab_size=10)
-    engine = engine_on(server, interrupt=interrupt, verify_sync=False)  # without canaries among the requests
+    engine = engine_on(server, should_verify=False)  # without canaries among the requests
     sampling = Sampling(
         max_new_tokens=NUM_TOKENS, min_new_tokens=minimum, stop_token_ids=(1, 2, 3) if minimum else (), seed=4
     )
@@ -142,7 +137,7 @@ def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_ver
 
 def test_requests_are_sent_while_weights_are_staged_and_wait_from_the_pause_on(start, engine_on):
     server = start()
-    engine = engine_on(server, verify_sync=False)  # it would send requests of its own
+    engine = engine_on(server, should_verify=False)  # it would send requests of its own
     is_staging, may_go_on = threading.Event(), threading.Event()
 
     def staged() -> Iterator[Bucket]:
@@ -175,7 +170,7 @@ def test_a_colocated_server_gives_its_memory_until_the_next_load(start, engine_o
     async def scenario() -> Any:
         running = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s"))
         await until_written(server)
-        await asyncio.to_thread(engine.make_room)
+        await asyncio.to_thread(engine.release_memory)
         server.pace(0)
         waiting = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="t"))
         await asyncio.sleep(0.1)
@@ -187,7 +182,7 @@ def test_a_colocated_server_gives_its_memory_until_the_next_load(start, engine_o
     interrupted, late = run(scenario())
     assert set(interrupted.weight_versions) == {0, 1}
     assert late.weight_versions == [1, 1, 1]
-    engine.make_room()
+    engine.release_memory()
     engine.close()  # a server that goes on without us gets its memory back
     requests = server.stats()["requests"]
     assert requests["/release_memory_occupation"] == 2
@@ -198,7 +193,7 @@ def test_a_colocated_server_gives_its_memory_until_the_next_load(start, engine_o
 def test_a_colocated_server_whose_load_fails_has_its_memory_and_old_weights_again(start, engine_on):
     server = start()
     engine = engine_on(server, placement="colocated")
-    engine.make_room()
+    engine.release_memory()
     server.fault("error", "/update_weights_from_disk", count=1)
     with pytest.raises(WeightSyncError, match="500"):
         engine.load_weights(one_weight(1), weight_version=1)
@@ -239,14 +234,13 @@ def test_addresses_come_from_the_environment(monkeypatch):
         {"urls": ["a"], "servers": 1},
         {"servers": 0},
         {"transport": "pigeon"},
-        {"weights_dtype": "float9"},
         {"tp": 0},
         {"weight_folder": "s3://bucket/weights"},
     ],
     ids=str,
 )
 def test_arguments_that_cannot_work_are_refused_at_once(arguments):
-    with pytest.raises(ValueError, match=r"servers|transport|weights_dtype|tp|weight_folder=.* not a URL"):
+    with pytest.raises(ValueError, match=r"servers|transport|tp|weight_folder=.* not a URL"):
         SGLangEngine(**arguments)
 
 

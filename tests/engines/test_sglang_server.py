@@ -1,7 +1,8 @@
-"""SGLangServer and ServerFleet with real processes: readiness, restarts, and nothing that outlives its trainer."""
+"""ServerProcess and its keeper with real processes: readiness, restarts, and nothing that outlives its trainer."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import http.client
@@ -14,7 +15,6 @@ import stat
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ import pytest
 from transformers import GPT2Config, Qwen3Config
 
 from lightrl.concurrency.owner import own_mark
-from lightrl.engines.sglang.servers.command import (
+from lightrl.engines.sglang.processes.command import (
     SGLangPython,
     command_line,
     context_args,
@@ -33,8 +33,8 @@ from lightrl.engines.sglang.servers.command import (
     find_python,
     flags,
 )
-from lightrl.engines.sglang.servers.fleet import RestartPolicy, ServerFleet
-from lightrl.engines.sglang.servers.server import HeldPort, SGLangServer, write_model_folder
+from lightrl.engines.sglang.processes.keeper import end_all, keep, restart, start_all
+from lightrl.engines.sglang.processes.process import HeldPort, RestartPolicy, ServerProcess, write_model_folder
 from lightrl.errors import EngineError, EngineTimeout
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems hold no port for somebody else")
@@ -42,12 +42,12 @@ SMALL_SERVER = str(Path(__file__).with_name("small_server.py"))
 
 
 @pytest.fixture
-def small_server(tmp_path: Path) -> Iterator[Callable[..., SGLangServer]]:
-    made: list[SGLangServer] = []
+def small_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    made: list[ServerProcess] = []
 
-    def make(*words: str, **settings: Any) -> SGLangServer:
+    def make(*words: str, **settings: Any) -> ServerProcess:
         name = f"server {len(made)}"
-        server = SGLangServer(
+        server = ServerProcess(
             tmp_path,
             command=[sys.executable, SMALL_SERVER, "{port}", *words],
             **{
@@ -66,13 +66,13 @@ def small_server(tmp_path: Path) -> Iterator[Callable[..., SGLangServer]]:
         server.stop(grace_s=0)
 
 
-def ready(server: SGLangServer) -> SGLangServer:
+def ready(server: ServerProcess) -> ServerProcess:
     server.start()
     server.wait_ready()
     return server
 
 
-def ask(server: SGLangServer) -> dict[str, Any]:
+def ask(server: ServerProcess) -> dict[str, Any]:
     connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
     connection.request("GET", "/", headers={"Authorization": f"Bearer {server.token}"})
     answer = json.loads(connection.getresponse().read())
@@ -156,7 +156,7 @@ def test_a_server_that_is_not_ready_in_time_is_named(small_server):
 
 
 def test_a_program_that_is_not_there_is_an_error_with_its_name(tmp_path):
-    server = SGLangServer(tmp_path, command=["/nowhere/sglang", "{port}"], log_file=tmp_path / "log")
+    server = ServerProcess(tmp_path, command=["/nowhere/sglang", "{port}"], log_file=tmp_path / "log")
     server.start()
     with pytest.raises(EngineError, match=r"(?s)exit code 127.*No such file or directory: '/nowhere/sglang'"):
         server.wait_ready()
@@ -223,9 +223,9 @@ def test_a_port_is_kept_from_the_first_start_on_where_zero_was_given(small_serve
 
 _TRAINER = """
 import os, signal, sys, time
-from lightrl.engines.sglang.servers.server import SGLangServer
+from lightrl.engines.sglang.processes.process import ServerProcess
 how, log = sys.argv[1:3]
-server = SGLangServer(".", command=sys.argv[3:], log_file=log, stop_timeout_s=1)
+server = ServerProcess(".", command=sys.argv[3:], log_file=log, stop_timeout_s=1)
 server.start()
 server.wait_ready()
 if how == "forked":
@@ -314,7 +314,7 @@ def test_the_token_is_in_no_command_line_and_in_files_of_this_user_only(tmp_path
     folder = write_model_folder(Qwen3Config(), tmp_path / "model")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    server = SGLangServer(folder, python="/bin/cat", token="very-secret", log_file=tmp_path / "log")
+    server = ServerProcess(folder, python="/bin/cat", token="very-secret", log_file=tmp_path / "log")
     server.start()
     command_lines = [" ".join(psutil.Process(server.pid).cmdline())]
     written = list(tmp_path.glob("*.yaml"))
@@ -408,7 +408,7 @@ def test_a_server_does_not_get_the_trainers_secrets_nor_send_codes_to_a_terminal
     environment = SGLangPython("/other/python").environment()
     assert "s3cret" not in environment.values()
     assert environment["TOKENIZERS_PARALLELISM"] == "false"
-    server = SGLangServer(tmp_path, command=["true"], log_file=tmp_path / "log")
+    server = ServerProcess(tmp_path, command=["true"], log_file=tmp_path / "log")
     (tmp_path / "log").write_text("one\n\x1b[2Jtwo")
     assert server.log_tail() == "one\n\\x1b[2Jtwo"
 
@@ -432,7 +432,7 @@ def test_a_python_is_found_in_the_order_argument_variable_cpu_environment(tmp_pa
 
 def test_a_folder_without_a_model_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match=r"has no config.json.*write_model_folder"):
-        SGLangServer(tmp_path, python=sys.executable)
+        ServerProcess(tmp_path, python=sys.executable)
 
 
 @pytest.mark.parametrize("config", [Qwen3Config(eos_token_id=1), GPT2Config(eos_token_id=3)], ids=["Qwen3", "GPT2"])
@@ -447,142 +447,123 @@ def test_a_model_folder_has_architecture_and_tokenizer_but_no_end_token(config, 
 def test_the_context_has_room_for_what_sglang_keeps_back(tmp_path):
     folder = write_model_folder(Qwen3Config(max_position_embeddings=256), tmp_path)
     assert context_args(folder) == {"context_length": 264}
-    given = SGLangServer(folder, python=sys.executable, args={"context-length": 100})
+    given = ServerProcess(folder, python=sys.executable, args={"context-length": 100})
     assert given._args["context_length"] == 100
 
 
 # ---------------------------------------------------------------------- several
 
 
-class Seen:
-    """Callbacks of a fleet that remember; a restarted server gets its weights here."""
-
-    def __init__(self, refuse: int = 0) -> None:
-        self.events: list[tuple[str, str]] = []
-        self.refuse = refuse
-        self.is_there = threading.Event()
-
-    def on_lost(self, url: str, reason: str) -> None:
-        self.events.append(("lost", reason))
-
-    def on_started(self, url: str) -> None:
-        if self.refuse > 0:
-            self.refuse -= 1
-            raise EngineError("did not take the weights")
-        self.events.append(("started", url))
-        self.is_there.set()
-
-    def on_given_up(self, url: str, message: str) -> None:
-        self.events.append(("given up", message))
-        self.is_there.set()
+async def kept_until(is_true: Callable[[], object], *processes: ServerProcess, hang_s: float = 60.0) -> list[str]:
+    """Keeps processes until it is true or one is given up; why they are given up."""
+    for process in processes:
+        process.policy.backoff_s = 0.05
+    keeping = [asyncio.ensure_future(keep(process, hang_s=hang_s)) for process in processes]
+    deadline = time.monotonic() + 30
+    while not is_true() and not any(task.done() for task in keeping):
+        assert time.monotonic() < deadline, "it did not come true"
+        await asyncio.sleep(0.02)
+    given_up = [task.result() for task in keeping if task.done()]
+    for task in keeping:
+        task.cancel()
+    await asyncio.gather(*keeping, return_exceptions=True)
+    return given_up
 
 
-@pytest.fixture
-def fleet(small_server) -> Iterator[Callable[..., tuple[ServerFleet, Seen]]]:
-    made: list[ServerFleet] = []
-
-    def make(servers: list[SGLangServer], refuse: int = 0, **settings: Any) -> tuple[ServerFleet, Seen]:
-        seen = Seen(refuse)
-        callbacks = {"on_lost": seen.on_lost, "on_started": seen.on_started, "on_given_up": seen.on_given_up}
-        found = ServerFleet(servers, **callbacks, **{"restart_backoff_s": 0.05, **settings})
-        made.append(found)
-        return found, seen
-
-    yield make
-    for one in made:
-        one.stop(grace_s=0)
+def is_back(process: ServerProcess, old_pid: int) -> Callable[[], bool]:
+    """Whether another process than before is ready."""
+    return lambda: process.is_ready() and ask(process)["pid"] != old_pid
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("kill -9", r"its process ended \(signal 9\)"),
-        ("SIGSTOP", "it has not answered for"),
-        ("report", "a generation is overdue"),
-    ],
+    ("how", "reason"), [("kill -9", r"its process ended \(signal 9\)"), ("SIGSTOP", "it has not answered for")]
 )
-def test_a_server_that_is_lost_is_replaced_and_the_others_stay(how, reason, small_server, fleet):
+def test_a_server_that_is_lost_is_replaced_and_the_others_stay(how, reason, small_server, caplog):
     servers = [small_server(), small_server()]
-    running, seen = fleet(servers, **({"hang_timeout_s": 2.0, "probe_interval_s": 0.1} if how == "SIGSTOP" else {}))
-    urls = running.start()
-    pids = [ask(server)["pid"] for server in servers]
-    if how == "report":
-        running.report("http://nobody:1", "unknown")
-        running.report(servers[1].url, "a generation is overdue")
-    else:
-        os.kill(pids[1], signal.SIGKILL if how == "kill -9" else signal.SIGSTOP)
-    assert seen.is_there.wait(30)
-    (lost, why), started = seen.events
-    assert lost == "lost"
-    assert re.match(reason, why)
-    assert started == ("started", servers[1].url)
-    assert running.urls[0] == urls[0]
-    assert running.urls[1] != urls[1]
+    start_all(servers)
+    urls, pids = [server.url for server in servers], [ask(server)["pid"] for server in servers]
+    os.kill(pids[1], signal.SIGKILL if how == "kill -9" else signal.SIGSTOP)
+    hang_s = 2.0 if how == "SIGSTOP" else 60.0
+    assert asyncio.run(kept_until(is_back(servers[1], pids[1]), *servers, hang_s=hang_s)) == []
+    assert any(re.search(rf"server 1 at {urls[1]} is lost: {reason}", message) for message in caplog.messages)
+    assert servers[0].url == urls[0]
+    assert servers[1].url != urls[1]
     assert ask(servers[0])["pid"] == pids[0]
-    assert ask(servers[1])["pid"] != pids[1]
     assert is_gone(pids[1])
 
 
-def test_a_server_that_does_not_take_the_weights_is_tried_again(small_server, fleet):
-    servers = [small_server()]
-    running, seen = fleet(servers, refuse=2)
-    running.start()
-    os.kill(ask(servers[0])["pid"], signal.SIGKILL)
-    assert seen.is_there.wait(30)
-    assert [what for what, _ in seen.events] == ["lost", "started"]
-
-
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EAGAIN, "no more processes"), OSError(errno.ENOSPC, "no space"), MemoryError()],
-    ids=["EAGAIN", "a full disk", "MemoryError"],
-)  # fmt: skip
-def test_a_restart_that_the_machine_cannot_do_now_is_tried_again(error, small_server, fleet, monkeypatch, caplog):
-    servers = [small_server()]
-    running, seen = fleet(servers)
-    running.start()
-    start, failures = servers[0].start, [error, error]
+    "error",
+    [EngineError("did not take the weights"), OSError(errno.EAGAIN, "no more processes"), MemoryError()],
+    ids=["no weights", "EAGAIN", "MemoryError"],
+)
+def test_a_server_that_cannot_be_used_after_a_restart_is_tried_again(error, small_server, caplog):
+    server = ready(small_server())
+    server.policy.backoff_s = 0.05
+    failures = [error, error]
+
+    async def give_weights() -> None:
+        if failures:
+            raise failures.pop()
+
+    assert asyncio.run(restart(server, "on purpose", give_weights)) is None
+    said = [message for message in caplog.messages if "server 0 could not be restarted" in message]
+    assert len(said) == 2
+    assert str(error) in said[0]
+    assert server.is_ready()
+
+
+def test_a_restart_that_the_machine_cannot_do_now_is_tried_again(small_server, monkeypatch, caplog):
+    server = ready(small_server())
+    server.policy.backoff_s = 0.05
+    start, failures = server.start, [OSError(errno.ENOSPC, "no space")]
 
     def start_later() -> None:
         if failures:
             raise failures.pop()
         start()
 
-    monkeypatch.setattr(servers[0], "start", start_later)
-    os.kill(ask(servers[0])["pid"], signal.SIGKILL)
-    assert seen.is_there.wait(30)
-    assert [what for what, _ in seen.events] == ["lost", "started"]
-    said = [message for message in caplog.messages if "server 0 could not be restarted" in message]
-    assert len(said) == 2
-    assert type(error).__name__ in said[0] or "BlockingIOError" in said[0]
+    monkeypatch.setattr(server, "start", start_later)
+    assert asyncio.run(restart(server, "on purpose")) is None
+    assert [message for message in caplog.messages if "OSError: [Errno 28] no space" in message]
 
 
-def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(small_server, fleet):
-    servers = [small_server("dies_after_1")]
-    running, seen = fleet(servers, refuse=99, max_restarts=2)
-    running.start()
-    assert seen.is_there.wait(30)
-    assert [what for what, _ in seen.events] == ["lost", "given up"]
-    assert "given up after 2 restarts in a row. Last reason: did not take the weights" in seen.events[-1][1]
-    assert str(servers[0].log_file) in seen.events[-1][1]
+def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(small_server):
+    server = small_server("dies_after_1")
+    start_all([server])
+    server.policy.max_restarts = 2
+
+    async def give_weights() -> None:
+        raise EngineError("did not take the weights")
+
+    server.policy.backoff_s = 0.05
+    message = asyncio.run(restart(server, "its process ended", give_weights))
+    assert message is not None
+    assert "given up after 2 restarts in a row. Last reason: did not take the weights" in message
+    assert str(server.log_file) in message
 
 
-def test_a_server_that_does_not_start_ends_the_others(small_server, fleet):
+def test_a_server_that_does_not_start_ends_the_others(small_server):
     servers = [small_server("never_ready"), small_server("dies")]
-    running, _ = fleet(servers)
     with pytest.raises(EngineError, match=r"server 1 ended \(exit code 1\)"):
-        running.start()
+        start_all(servers)
     assert not any(server.is_alive() for server in servers)
 
 
-def test_a_stop_amid_a_restart_leaves_nothing(small_server, fleet):
-    servers = [small_server("never_ready"), small_server()]
-    running, seen = fleet([servers[1]], restart_backoff_s=30)
-    running.start()
-    os.kill(ask(servers[1])["pid"], signal.SIGKILL)
-    wait_until(lambda: seen.events)
-    running.stop()
-    assert not servers[1].is_alive()
-    assert [what for what, _ in seen.events] == ["lost"]
+def test_a_stop_during_a_restart_leaves_nothing(small_server):
+    server = ready(small_server())
+    server.policy.backoff_s = 0.3
+
+    async def scenario() -> str | None:
+        restarting = asyncio.ensure_future(restart(server, "on purpose"))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(end_all, [server], 0.0)
+        return await restarting
+
+    server.policy.max_restarts = 1
+    message = asyncio.run(scenario())
+    assert not server.is_alive()
+    assert "it is being stopped" in str(message)
 
 
 def test_restarts_are_bounded_back_off_and_are_forgotten_after_a_long_run():

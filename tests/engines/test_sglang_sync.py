@@ -11,6 +11,8 @@ from tiny import tiny_model
 from transformers import Qwen3Config
 
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.home_loop import HomeLoop
+from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync import server_sync
 from lightrl.engines.sglang.sync.report import SyncFailed, SyncReport
 from lightrl.engines.sglang.sync.server_sync import BucketFeed, ServerSync
@@ -115,19 +117,15 @@ def test_without_servers_there_is_nothing_to_load_into(folder):
 
 
 def in_a_thread(servers, transport, buckets, **settings) -> SyncReport:
-    """`ServerSync.load_from_thread` with an event loop in another thread, as the controller has it."""
-    loop = asyncio.new_event_loop()
-    runner = threading.Thread(target=loop.run_forever)
-    runner.start()
-    clients = [SGLangClient(server.url, num_retries=0) for server in servers]
+    """`ServerSync.load_from_thread` with an event loop in another thread."""
+    home = HomeLoop(lambda: "")
+    targets = [Server(SGLangClient(server.url, num_retries=0)) for server in servers]
     try:
-        return ServerSync(transport).load_from_thread(loop, clients, buckets, **settings)
+        return ServerSync(transport).load_from_thread(home, targets, buckets, **settings)
     finally:
-        for client in clients:
-            asyncio.run_coroutine_threadsafe(client.close(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        runner.join(10)
-        loop.close()
+        for target in targets:
+            home.call(target.client.close(), 10)
+        home.close(home.end_tasks)
 
 
 def test_buckets_are_made_in_the_main_thread_and_at_most_two_live_at_once(folder, two_servers):

@@ -1,4 +1,4 @@
-"""A server's weights are proven against the trainer's: what SGLangEngine notices, with one server and with several."""
+"""A server's weights are verified against the trainer's: what SGLangEngine notices, with one server and several."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,17 +15,19 @@ from fake_sglang.process import FakeServerProcess
 from sync_cases import asked, config_of, running
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+from waits import Deadlines
 from waits import until as until_true
 
-from lightrl.engines import Timeouts
+from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.servers.server_process import ServerProcess, other_model
-from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
+from lightrl.engines.sglang.server import Server, ServerInfo, other_model
+from lightrl.engines.sglang.sync.verification import WeightVerifier
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
 from lightrl.weights import ServerForm, bucketed
 
 URL = "http://server"
+PATIENT = Deadlines(request_s=20, sync_s=20)
 UPDATE = "/update_weights_from_disk"
 
 
@@ -64,7 +67,7 @@ def engines(serving) -> Iterator[Any]:
     started: list[SGLangEngine] = []
 
     def start(servers: Sequence[FakeServerProcess], config: PretrainedConfig, **settings: Any) -> SGLangEngine:
-        settings = {"timeouts": Timeouts(request_s=20, sync_s=20), "probe_interval_s": 0.1, **settings}
+        settings = {"timeouts": PATIENT, **settings}
         engine = SGLangEngine(urls=[server.url for server in servers], **settings)
         started.append(engine)
         engine.start(config)
@@ -94,22 +97,22 @@ def load(engine: SGLangEngine, parameters: dict[str, Tensor], version: int) -> N
     ],
     ids=["one rank", "through shared memory", "bfloat16", "two ranks", "two ranks in bfloat16"],
 )
-def test_one_healthy_server_is_proven_at_each_sync(serving, folder, engines, transport, settings, caplog):
+def test_one_healthy_server_is_verified_at_each_sync(serving, folder, engines, transport, settings, caplog):
     servers = serving(1, folder, **settings)
     engine = engines(servers, config_of(), transport=transport)
     for version in range(3):
         load(engine, parameters_of(config_of(), version), version)
-        assert engine.proofs() == {servers[0].url: "digests"}
+        assert engine.verified_by() == {servers[0].url: "digests"}
     assert not caplog.messages
 
 
-def test_a_tied_head_is_proven_too(serving, tmp_path, engines):
+def test_a_tied_head_is_verified_too(serving, tmp_path, engines):
     config = config_of(tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     servers = serving(1, tmp_path)
     engine = engines(servers, config)
     load(engine, parameters_of(config), 0)
-    assert engine.proofs() == {servers[0].url: "digests"}
+    assert engine.verified_by() == {servers[0].url: "digests"}
 
 
 def ignored(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -132,14 +135,16 @@ def test_one_server_that_acknowledges_and_ignores_the_smallest_update_is_noticed
 
 def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays(pair, engines):
     servers = pair[:2]
-    engine = engines(servers, config_of(), probe_interval_s=60)  # it does not come back meanwhile
+    engine = engines(
+        servers, config_of(), timeouts=replace(PATIENT, probe_interval_s=60)
+    )  # it does not come back meanwhile
     load(engine, parameters_of(config_of()), 0)
     servers[0].fault("ignore_update", UPDATE)
     load(engine, parameters_of(config_of(), 1), 1)
     report = engine.last_sync
     assert report.versions == {servers[1].url: 1}
     assert "are not the trainer's" in report.lost[servers[0].url]
-    assert engine.proofs()[servers[1].url] == "digests"
+    assert engine.verified_by()[servers[1].url] == "digests"
 
 
 def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(pair, engines, caplog):
@@ -147,13 +152,12 @@ def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(pair, engine
     with caplog.at_level("WARNING", logger="lightrl"):
         engine = engines(servers, config_of())
         load(engine, parameters_of(config_of()), 0)
-        members = engine._members
         url = servers[0].url
-        members.processes[url] = ServerProcess(identity="the one before")
+        engine.fleet.servers[url].info = ServerInfo(identity="the one before")
         until(lambda: any("another process answers" in message for message in caplog.messages))
-        until(lambda: url in engine.pool.urls("routable"))  # it has the weights again
-        assert engine.pool.servers[url].weight_version == 0
-        assert engine.proofs()[url] == "digests"
+        until(lambda: url in engine.fleet.urls("routable"))  # it has the weights again
+        assert engine.fleet.servers[url].weight_version == 0
+        assert engine.verified_by()[url] == "digests"
 
 
 def test_a_server_of_another_version_between_two_syncs_is_noticed(pair, engines, caplog):
@@ -163,7 +167,7 @@ def test_a_server_of_another_version_between_two_syncs_is_noticed(pair, engines,
         load(engine, parameters_of(config_of()), 3)
         asked(servers[0], "set_weight_version", weight_version="2")
         until(lambda: any("reports version '2'" in message for message in caplog.messages))
-        until(lambda: len(engine.pool.urls("routable")) == 2)
+        until(lambda: len(engine.fleet.urls("routable")) == 2)
         assert asked(servers[0], "model_info")["weight_version"] == "3"
 
 
@@ -181,7 +185,7 @@ def test_requests_of_one_version_share_a_cache_key_and_other_versions_and_runs_d
         engine = engines(servers, config_of())
         for version in range(2):
             load(engine, parameters_of(config_of(), version), version)
-            keys.append(engine._members.cache_key(servers[0].url))
+            keys.append(engine.fleet.cache_key(version))
             generate(engine)
         if not is_last:
             engine.close()  # or it would give the server its own weights again
@@ -199,23 +203,18 @@ def test_a_cache_that_a_load_did_not_empty_is_flushed(pair, engines):
     load(engine, parameters_of(config_of(), 1), 1)
     until(lambda: (requests_of(servers[0]) - before)["/generate"] == 3)
     assert (requests_of(servers[0]) - before)["/flush_cache"] == 1
-    assert engine.pool.urls("routable") == [servers[0].url]
+    assert engine.fleet.urls("routable") == [servers[0].url]
 
 
-def test_a_server_whose_cache_cannot_be_emptied_is_lost(pair, engines):
+def test_a_server_whose_cache_cannot_be_emptied_is_lost(pair, engines, caplog):
     servers = pair[:2]
     engine = engines(servers, config_of())
     load(engine, parameters_of(config_of()), 0)
     servers[0].fault("keep_cache", UPDATE)
     servers[0].fault("keep_cache", "/flush_cache")
-    reasons: list[str] = []
-    members = engine._members
-    lose = members.lose
-    members.lose = lambda url, reason: (reasons.append(f"{url}: {reason}"), lose(url, reason))[1]  # type: ignore
     load(engine, parameters_of(config_of(), 1), 1)
-    until(lambda: bool(reasons))
-    assert reasons[0].startswith(servers[0].url)
-    assert "still has key-values of weight version 0, after a load and a flush" in reasons[0]
+    said = f"{servers[0].url} is lost: its prefix cache still has key-values of weight version 0, after a load and a"
+    until(lambda: any(said in message for message in caplog.messages))
 
 
 # ---------------------------------------------------------------------- another model
@@ -243,21 +242,25 @@ def test_a_server_of_another_model_is_named_before_anything_is_loaded(pair, engi
 
 
 def test_the_architectures_are_compared_also_of_a_server_of_another_host():
-    process, told = ServerProcess(model_path="/nowhere"), {"architectures": ["Qwen3ForSequenceClassification"]}
-    assert other_model(config_of(), told, process, []) is None  # the trainer's config names none
-    problem = other_model(config_of(architectures=["Qwen3ForCausalLM"]), told, process, [])
+    info, told = ServerInfo(model_path="/nowhere"), {"architectures": ["Qwen3ForSequenceClassification"]}
+    assert other_model(config_of(), told, info, []) is None  # the trainer's config names none
+    problem = other_model(config_of(architectures=["Qwen3ForCausalLM"]), told, info, [])
     assert "the trainer has Qwen3ForCausalLM" in str(problem)
 
 
 # ---------------------------------------------------------------------- what cannot be compared
 
 
-def proofs_of(config: PretrainedConfig, process: ServerProcess) -> WeightProofs:
-    proofs = WeightProofs(config, ServerForm.of(config), {URL: process})
-    digests = proofs.begin(0, [URL])
+def server_of(info: ServerInfo) -> Server:
+    return Server(SGLangClient(URL), info=info)
+
+
+def verifier_of(config: PretrainedConfig, server: Server) -> WeightVerifier:
+    verifier = WeightVerifier(config, ServerForm.of(config))
+    digests = verifier.begin(0, [server])
     for bucket in bucketed(parameters_of(config).items(), 2**20):
         digests.add(bucket)
-    return proofs
+    return verifier
 
 
 def answer_of(config: PretrainedConfig, dtype: torch.dtype, **more: str) -> dict[str, Any]:
@@ -269,43 +272,46 @@ def answer_of(config: PretrainedConfig, dtype: torch.dtype, **more: str) -> dict
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_dtype_of_a_server_that_says_auto_is_the_one_that_matches(dtype):
-    proofs = proofs_of(config_of(), ServerProcess("a", dtype=None))
-    assert proofs.judge(URL, 0, answer_of(config_of(), dtype)) == ("digests", "")
-    assert [layout.dtype for layout in proofs.begin(1, [URL])._layouts] == [dtype]  # from now on
+    server = server_of(ServerInfo("a", dtype=None))
+    verifier = verifier_of(config_of(), server)
+    assert verifier.verify(server, 0, answer_of(config_of(), dtype)) == ("digests", "")
+    assert server.digest_dtype == dtype  # from now on
 
 
 @pytest.mark.parametrize(
-    ("process", "answer", "told"),
+    ("info", "answer", "told"),
     [
-        (ServerProcess.read({"quantization": "fp8", "device": "cpu"}), {}, "quantization=fp8"),
-        (ServerProcess.read({"pp_size": 2, "device": "cpu"}), {}, "pp_size=2"),
-        (ServerProcess("a", dtype=torch.float32), None, "does not have /weights_checker"),
+        (ServerInfo.read({"quantization": "fp8", "device": "cpu"}), {}, "quantization=fp8"),
+        (ServerInfo.read({"pp_size": 2, "device": "cpu"}), {}, "pp_size=2"),
+        (ServerInfo("a", dtype=torch.float32), None, "does not have /weights_checker"),
         (
-            ServerProcess("a", dtype=torch.float32),
+            ServerInfo("a", dtype=torch.float32),
             answer_of(config_of(), torch.float32, **{"model.mystery": "0" * 16}),
             "1 parameters that the trainer does not have (model.mystery)",
         ),
     ],
     ids=["quantized", "pipeline stages", "no checksums", "an unknown parameter"],
 )
-def test_what_cannot_be_compared_is_told_once_and_never_after_it_could(process, answer, told, caplog):
-    proofs = proofs_of(config_of(), process)
+def test_what_cannot_be_compared_is_told_once_and_never_after_it_could(info, answer, told, caplog):
+    server = server_of(info)
+    verifier = verifier_of(config_of(), server)
     with caplog.at_level("WARNING", logger="lightrl"):
         for _ in range(2):
-            proof, problem = proofs.judge(URL, 0, answer)
-            assert proof == "version"
+            check, problem = verifier.verify(server, 0, answer)
+            assert check == "version"
             assert told in problem
     assert len([message for message in caplog.messages if told in message]) == 1
-    proofs._of(URL).dtype = torch.float32  # as after a comparison
-    proof, problem = proofs.judge(URL, 0, answer)
-    assert proof is None
+    server.digest_dtype = torch.float32  # as after a comparison
+    check, problem = verifier.verify(server, 0, answer)
+    assert check is None
     assert "no longer" in problem
 
 
 def test_parameters_that_only_one_side_has_are_another_model():
-    proofs = proofs_of(config_of(), ServerProcess("a", dtype=torch.float32))
-    proof, problem = proofs.judge(URL, 0, answer_of(config_of(tie_word_embeddings=True), torch.float32))
-    assert proof is None
+    server = server_of(ServerInfo("a", dtype=torch.float32))
+    answer = answer_of(config_of(tie_word_embeddings=True), torch.float32)
+    check, problem = verifier_of(config_of(), server).verify(server, 0, answer)
+    assert check is None
     assert "1 parameters that the server does not have (lm_head.weight)" in problem
 
 
@@ -313,4 +319,4 @@ def test_a_server_with_a_draft_model_is_verified_by_the_targets_digests(serving,
     servers = serving(1, folder, speculative_algorithm="EAGLE", tp_size=2)
     engine = engines(servers, config_of())
     load(engine, parameters_of(config_of()), 0)
-    assert engine.proofs() == {servers[0].url: "digests"}
+    assert engine.verified_by() == {servers[0].url: "digests"}

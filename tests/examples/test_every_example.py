@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_sglang import COMMAND
+from fake_sglang import python_of_fakes
 from rank_scripts import finished
 from test_make_model import make_folder
 
@@ -89,8 +89,8 @@ def test_the_digit_examples_start(name: str, tmp_path: Path) -> None:
 
 
 def test_the_servers_example_starts_with_servers_of_its_kind(tmp_path: Path, forked_children: None) -> None:
-    command = [*COMMAND, "--port", "{port}", "--vocab-size", "14"]
-    other: dict[str, Any] = {"trainer": {"engine": {"init_args": {"command": command}}}}
+    python = python_of_fakes(tmp_path, "--vocab-size", "14")
+    other: dict[str, Any] = {"trainer": {"engine": {"init_args": {"sglang_python": python}}}}
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(other))
     configs = [*configs_of("examples/quickstart/sglang_cpu.yaml"), "--config", str(tmp_path / "other.yaml")]
     fit(tmp_path, configs, *DIGITS)

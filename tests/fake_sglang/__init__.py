@@ -8,8 +8,17 @@ Reading order:
     layout.py     the names and shards under which SGLang holds parameters
 """
 
+import shlex
 import sys
 from pathlib import Path
 
 # Starts a server from any folder, also where `tests/` is not on the import path.
 COMMAND = [sys.executable, str(Path(__file__).with_name("__main__.py"))]
+
+
+def python_of_fakes(folder: Path, *words: str) -> str:
+    """A program in this folder for `sglang_python`: it starts fake servers with these words."""
+    program = folder / "python-of-fakes"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([*COMMAND, *words])} -- "$@"\n')
+    program.chmod(0o755)
+    return str(program)

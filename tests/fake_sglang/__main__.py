@@ -1,5 +1,11 @@
-"""Starts the fake SGLang server with `tests/` and lightrl on the import path, in place of this folder."""
+"""Starts the fake SGLang server with `tests/` and lightrl on the import path, in place of this folder.
 
+After `--` come SGLang's arguments, of which the port and the file with the token count.
+"""
+
+import itertools
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -7,4 +13,10 @@ sys.path[:1] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 from fake_sglang.server import main  # noqa: E402
 
-main()
+words = sys.argv[1:]
+if "--" in words:
+    words, arguments = words[: words.index("--")], words[words.index("--") + 1 :]
+    values = dict(itertools.pairwise(arguments))
+    os.environ["LIGHTRL_SERVER_TOKEN"] = json.loads(Path(values["--config"]).read_text())["api-key"]
+    words += ["--port", values["--port"]]
+main(words)

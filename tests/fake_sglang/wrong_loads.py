@@ -143,7 +143,8 @@ class LoadHistory:
     def load(self, files: Sequence[Tensors], held: Tensors, fault: Fault | None, *, is_last: bool) -> Tensors:
         """The tensors that the server loads: those that were sent, unless there is a fault."""
         sent = {name: tensor for file in files for name, tensor in file.items()}
-        self._coming |= {name: tensor.to(held.get(name, tensor).dtype) for name, tensor in sent.items()}
+        # Copies: the delta transport changes its files in place.
+        self._coming |= {name: tensor.to(held.get(name, tensor).dtype, copy=True) for name, tensor in sent.items()}
         self._is_head_sent |= OUTPUT_HEAD in sent
         if OUTPUT_HEAD in held and not self._is_head_sent:  # the trainer's is tied
             self._coming[OUTPUT_HEAD] = self._coming[_EMBEDDING]

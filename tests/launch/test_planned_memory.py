@@ -19,7 +19,7 @@ from lightrl.commands.plan_tables import batch_rows
 from lightrl.launch.memory import Misfit, PlannedEngine, PlannedRun, engine_memory, misfits, rank_memories, role_cost
 from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.module import RLModule
-from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, SpreadExperience
+from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, ShardedExperience
 from lightrl.strategies.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_bytes
 from lightrl.testing.tiny_model import TINY_CONFIG
 from lightrl.trajectory import Sampling
@@ -97,11 +97,11 @@ def test_a_frozen_reference_has_weights_only() -> None:
 def test_experience_is_that_of_an_iteration() -> None:
     trajectories = random_trajectories(32, 4, prompt_tokens=(20, 20), completion_tokens=(30, 30))
     shape = (len(trajectories), 50)
-    made = SpreadExperience.from_trajectories(trajectories)
+    made = ShardedExperience.from_trajectories(trajectories)
     scores = {name: torch.zeros(shape) for name in ("values", "advantages", "returns")}
     made = made.with_tensors(scores)
     real = sum(rows.nbytes for values in made.tokens.values() for rows in values.rows)
-    numbers = sum(value.nbytes for value in made._rows.values())
+    numbers = sum(value.nbytes for value in made.rows.values())
     planned = experience_bytes(3) * shape[0] * shape[1]
     assert planned == real
     assert planned <= real + numbers <= 1.1 * planned  # the numbers of each row, of which the plan has none

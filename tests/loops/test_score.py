@@ -25,7 +25,7 @@ from lightrl.trajectory import Trajectory
 
 def scored_by(module: GRPO, experience: Experience, **settings: Any) -> Experience:
     module.parallel_models = {role: SingleModel(getattr(module, role), LogprobSettings()) for role in module.models()}
-    return score(module, experience, **settings)
+    return score(module, experience, **settings).local
 
 
 @pytest.mark.parametrize("microbatch_tokens", [1, 30, 10**6])

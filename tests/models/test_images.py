@@ -14,7 +14,6 @@ from lightrl.algorithms import GRPO
 from lightrl.engines import LocalEngine
 from lightrl.engines.sglang.request import CompletionDraft, RequestImages
 from lightrl.experience import Experience
-from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
 from lightrl.models.images import ImageReader, data_url, input_embeddings, read_image, with_images
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
@@ -131,7 +130,7 @@ def test_text_alone_has_no_images():
 def test_groups_travel_with_their_images():
     trajectories = image_trajectories(num_groups=1)
     group = Group(0, trajectories[0].prompt, trajectories)
-    assert groups_from_bytes(groups_to_bytes([group])) == [group]
+    assert Group.from_json(json.loads(json.dumps(group.state_dict()))) == group
     assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
     assert Trajectory.from_json(json.loads(json.dumps(trajectories[0].to_json()))) == trajectories[0]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from chat_texts import CONFIG, END, SAMPLING, WITH_TOOLS, chat_prompt, chat_tokenizer, letters
+from local_rewards import LocalRewards
 
 from lightrl.engines import FakeEngine
-from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
-from lightrl.trajectory import Prompt, Trajectory
+from lightrl.trajectory import Prompt
 from lightrl.weights import bucketed
 from lightrl.workflows import MultiTurn, ToolEnvironment
 from lightrl.workflows.tools import ToolCall
@@ -29,15 +29,6 @@ AMID = 2  # the tool's call in which one run is killed
 class Prompts:
     def __getitem__(self, position: int) -> Prompt:
         return chat_prompt(name=f"p{position}")
-
-
-class Judge:
-    def start(self) -> None: ...
-
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        return Judgment(1.0)
-
-    def close(self) -> None: ...
 
 
 def kill() -> None:
@@ -80,7 +71,7 @@ def play(folder, *, kill_before=None, kill_amid=None, resumes):
     workflow = MultiTurn(chat_tokenizer(WITH_TOOLS), environment, max_turns=TURNS)
     settings = RolloutSettings(max_failed_fraction=1.0)
     controller = RolloutController(
-        engine, workflow, Judge(), settings, sampling=SAMPLING, prompts=Prompts(), folder=folder
+        engine, workflow, LocalRewards(), settings, sampling=SAMPLING, prompts=Prompts(), folder=folder
     )
     if resumes:
         controller.load_state_dict(torch.load(folder / "state.pt", weights_only=True))

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from local_rewards import LocalRewards
 from transformers import Qwen3Config
 from worker_workflows import Words
 
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RewardError, RolloutError, WeightSyncError
-from lightrl.rewards import Judgment
+from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController, Wait
-from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import bucketed
 from lightrl.workflows.workflow import Generate, SingleTurn, Workflow
@@ -37,22 +37,7 @@ class Numbers:
         return Prompt(id=f"p{position}", token_ids=[position])
 
 
-class PlainJudge:
-    """Judges on the event loop."""
-
-    def __init__(self, function: Callable[[Trajectory], float]) -> None:
-        self.function = function
-
-    def start(self) -> None: ...
-
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        await asyncio.sleep(0)
-        return Judgment(self.function(trajectory), {"seen": 1.0})
-
-    def close(self) -> None: ...
-
-
-class Playing(Workflow):
+class Doing(Workflow):
     """SingleTurn after a coroutine of the test, which may wait, raise, or return something else instead."""
 
     def __init__(self, before: Callable[[Prompt, Generate], Coroutine[Any, Any, Any]]) -> None:
@@ -78,7 +63,8 @@ def make(caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
         arguments: dict[str, Any] = {"sampling": SAMPLING, "prompts": Numbers(), "groups_per_iteration": 2} | kwargs
         workflow = arguments.pop("workflow", None) or single_turn()
         plain = {name: arguments.pop(name) for name in ("sampling", "prompts", "run_seed") if name in arguments}
-        controller = RolloutController(engine, workflow, PlainJudge(reward), RolloutSettings(**arguments), **plain)
+        rewards = LocalRewards(lambda trajectory: {"reward": reward(trajectory), "seen": 1.0})
+        controller = RolloutController(engine, workflow, rewards, RolloutSettings(**arguments), **plain)
         made.append(controller)
         if load:
             load_version(controller, 0)
@@ -122,7 +108,7 @@ def uneven(prompt: list[int], sampling: Sampling) -> float:
     return 0.0005 * (1 + prompt[0] * 7 % 5)
 
 
-def test_on_policy_requests_come_in_one_wave_of_prompts_and_samples(make: Make) -> None:
+def test_on_policy_requests_come_in_one_batch_of_prompts_and_samples(make: Make) -> None:
     controller = make(FakeEngine(seconds_per_token=uneven), group_size=3, groups_per_iteration=4)
     groups = controller.take(0)
     assert [request.token_ids[0] for request in fake(controller).requests] == [k for k in range(4) for _ in range(3)]
@@ -205,7 +191,7 @@ def test_groups_complete_in_any_order_and_are_taken_in_that_of_the_stream(make: 
         while not gates.get(prompt.token_ids[0], gates[0]).is_set():  # type: ignore[index]
             await asyncio.sleep(0.001)
 
-    controller = make(workflow=Playing(gate), max_staleness=2)
+    controller = make(workflow=Doing(gate), max_staleness=2)
     for position in (5, 3, 1, 2, 4):
         gates[position].set()
     wait_until(lambda: controller.progress()["finished_groups"] == 5)
@@ -225,10 +211,13 @@ def test_groups_complete_in_any_order_and_are_taken_in_that_of_the_stream(make: 
     assert controller.progress()["straggler_wait_s"] == 0
 
 
-def test_a_straggler_is_given_up_and_drawn_again_with_newer_weights(make: Make) -> None:
+def test_a_straggler_is_given_up_and_sampled_again_with_newer_weights(make: Make) -> None:
     controller = make(FakeEngine(hang_requests={1}), max_staleness=1, redraw_stragglers=True)
     assert ids(iterate(controller, 0)) == [0, 2]
-    assert ids(iterate(controller, 1)) == [3, 4]  # of version 0 there was group 1 too, no later batch could take it
+    assert ids(controller.take(1)) == [3, 4]  # of version 0 there was group 1 too, no later batch could take it
+    controller.commit()
+    wait_until(lambda: controller.progress()["running_groups"] == 0)  # it is sampled by version 1
+    load_version(controller, 2)
     assert [(drop.reason, drop.prompt_id) for drop in controller.drain_drops()] == [("straggler", "p1")]
     groups = controller.take(2)
     assert ids(groups) == [1, 5]
@@ -296,21 +285,21 @@ async def asks_too_much(prompt: Prompt, generate: Generate) -> None:
 
 
 @pytest.mark.parametrize(
-    ("play", "message"),
+    ("before", "message"),
     [
-        (raises, "Playing.run raised KeyError"),
-        (exits, "Playing.run raised SystemExit"),
+        (raises, "Doing.run raised KeyError"),
+        (exits, "Doing.run raised SystemExit"),
         (gives_up, "the environment is gone"),
         (cancels_itself, "a cancellation of its own"),
         (returns_nonsense, "must return a Trajectory, got 'nonsense'"),
         (asks_too_much, "exceed the context"),
     ],
 )
-def test_a_failed_workflow_drops_its_trajectory_and_the_run_goes_on(make: Make, play: Any, message: str) -> None:
+def test_a_failed_workflow_drops_its_trajectory_and_the_run_goes_on(make: Make, before: Any, message: str) -> None:
     async def first_only(prompt: Prompt, generate: Generate) -> Any:
-        return await play(prompt, generate) if prompt.id == "p0" else None
+        return await before(prompt, generate) if prompt.id == "p0" else None
 
-    controller = make(workflow=Playing(first_only))
+    controller = make(workflow=Doing(first_only))
     assert ids(controller.take(0)) == [1, 2]
     (drop,) = controller.drain_drops()
     assert drop.reason == "rollout"
@@ -348,7 +337,7 @@ def test_a_group_in_which_the_policy_wrote_nothing_does_not_hold_the_others_up(m
             return None
         return Trajectory(prompt, -1, -1, [prompt.token_ids[0]], [False], [0.0], [-1], [], "")
 
-    controller = make(workflow=Playing(silent), max_staleness=1)
+    controller = make(workflow=Doing(silent), max_staleness=1)
     seen = [position for version in range(6) for position in ids(iterate(controller, version))]
     assert len(seen) == len(set(seen)) == 12
 
@@ -377,7 +366,7 @@ def test_a_blocked_event_loop_is_found_with_the_line_that_blocks_it(make: Make) 
     async def block(prompt: Prompt, generate: Generate) -> None:
         released.wait(20)
 
-    controller = make(workflow=Playing(block), loop_timeout_s=0.3)
+    controller = make(workflow=Doing(block), loop_timeout_s=0.3)
     with pytest.raises(RolloutError, match=r"did not answer for loop_timeout_s=0.3.*threading.py"):
         controller.take(0)
     with pytest.raises(RolloutError, match="use await"):
@@ -394,7 +383,7 @@ def test_a_stray_task_that_exits_ends_the_run_not_the_event_loop(make: Make) -> 
         task.add_done_callback(lambda done: done.exception())
         await asyncio.sleep(20)
 
-    controller = make(workflow=Playing(stray))
+    controller = make(workflow=Doing(stray))
     with pytest.raises(RolloutError, match="SystemExit"):
         controller.take(0)
 
@@ -531,12 +520,12 @@ def test_an_interrupt_while_waiting_leaves_every_group_in_the_state(make: Make, 
     assert ids(controller.take(0)) == [0, 1]  # and nothing waits for ever
 
 
-def test_progress_is_told_while_it_waits(make: Make) -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_is_reported_while_it_waits(make: Make) -> None:
+    reported: list[tuple[int, int]] = []
     controller = make(FakeEngine(hang_requests={3}), group_size=2, rollout_timeout_s=0.5)
     with pytest.raises(RolloutError):
-        controller.take(0, on_wait=lambda *counts: told.append(counts))
-    assert told[-1] == (3, 4)
+        controller.take(0, on_wait=lambda *counts: reported.append(counts))
+    assert reported[-1] == (3, 4)
 
 
 def test_evaluation_keeps_the_order_and_lets_training_rollouts_go_on(make: Make) -> None:
@@ -567,13 +556,13 @@ def test_a_workflow_that_hangs_is_dropped_by_its_own_deadline_and_named(make: Ma
         if prompt.id == "p1":
             await asyncio.sleep(600)
 
-    workflow = Playing(before)
+    workflow = Doing(before)
     workflow.own_timeout_s = 0.2  # seconds
     controller = make(FakeEngine(delay_s=0.4), workflow=workflow, group_size=2)
     assert {group.prompt.id for group in controller.take(0)} == {"p0", "p2"}
     first, second = controller.drain_drops()
     assert first.message == second.message
-    assert "Playing.run spent own_timeout_s=0.2 outside of generate on prompt 'p1'" in first.message
+    assert "Doing.run spent own_timeout_s=0.2 outside of generate on prompt 'p1'" in first.message
 
 
 def test_an_engine_error_ends_validation_though_another_request_hangs(make: Make) -> None:
@@ -619,7 +608,7 @@ def test_close_ends_the_threads_of_to_thread(make: Make) -> None:
     async def in_thread(prompt: Prompt, generate: Generate) -> None:
         await asyncio.to_thread(lambda: None)
 
-    controller = make(workflow=Playing(in_thread))
+    controller = make(workflow=Doing(in_thread))
     controller.take(0)
     assert len(set(threading.enumerate()) - before) > 1
     controller.close()
@@ -636,7 +625,7 @@ def test_close_waits_for_a_workflow_that_cleans_up(make: Make) -> None:
             await asyncio.sleep(0.05)
             cleaned.append(prompt.id)
 
-    controller = make(workflow=Playing(cleans_up), max_staleness=1)
+    controller = make(workflow=Doing(cleans_up), max_staleness=1)
     controller.close()
     assert sorted(cleaned) == ["p0", "p1", "p2", "p3"]
 
@@ -649,7 +638,7 @@ def test_close_says_what_it_leaves_behind(make: Make, caplog: pytest.LogCaptureF
         is_blocked.set()
         released.wait(20)
 
-    controller = make(workflow=Playing(blocks), max_staleness=1, groups_per_iteration=1)
+    controller = make(workflow=Doing(blocks), max_staleness=1, groups_per_iteration=1)
     is_blocked.wait(20)
     controller.close(timeout_s=0.05)
     assert "abandoning them" in caplog.text
@@ -669,7 +658,7 @@ class PausesSlowly(FakeEngine):
         await super().resume()
 
 
-TICKS = range(0, 24)  # more than any coroutine here lives
+TICKS = range(0, 32)  # more than any coroutine here lives
 
 
 def cancelled_after(controller: RolloutController, coroutine: Coroutine[Any, Any, Any], ticks: int) -> bool:
@@ -699,9 +688,9 @@ def take(controller: RolloutController) -> Coroutine[Any, Any, Any]:
     return controller._take(0, Wait("a test", 2))
 
 
-def wave(controller: RolloutController) -> Coroutine[Any, Any, Any]:
+def admission(controller: RolloutController) -> Coroutine[Any, Any, Any]:
     controller._take_wait = Wait("a test", 2)  # as while a batch is waited for
-    return controller._pump()
+    return controller._start_admissible()
 
 
 def validation(controller: RolloutController) -> Coroutine[Any, Any, Any]:
@@ -709,7 +698,7 @@ def validation(controller: RolloutController) -> Coroutine[Any, Any, Any]:
     return controller._evaluate(prompts, SAMPLING, 2, Wait("a test", 4))
 
 
-@pytest.mark.parametrize(("begin", "max_staleness"), [(take, 0), (take, 1), (wave, 0), (validation, 0)])
+@pytest.mark.parametrize(("begin", "max_staleness"), [(take, 0), (take, 1), (admission, 0), (validation, 0)])
 def test_what_is_cancelled_at_any_await_leaks_no_slot(make: Make, begin: Any, max_staleness: int) -> None:
     outcomes = set()
     for ticks in TICKS:
@@ -745,12 +734,12 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
         controller = make(max_staleness=1, groups_per_iteration=1)
 
         async def scenario(controller: RolloutController = controller, ticks: int = ticks) -> None:
-            await controller._pump()
+            await controller._start_admissible()
             for _ in range(ticks):
                 await asyncio.sleep(0)
             controller.engine.weight_version = 1  # newer than what runs
-            for group_id in list(controller._book.running):
-                controller._runs.redraw(group_id)
+            for group_id in list(controller._scheduler.running):
+                controller._resample(group_id)
                 given_up.append(group_id)
             controller.engine.weight_version = 0
 
@@ -765,5 +754,5 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
     "setting", [{"max_staleness": 1}, {"incomplete_groups": "drop"}, {"oversample_fraction": 0.5}], ids=str
 )
 def test_rewards_cannot_come_later_where_they_choose_groups(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="judges_later cannot be combined"):
-        RolloutSettings(judges_later=True, **setting)
+    with pytest.raises(ValueError, match="defers_rewards cannot be combined"):
+        RolloutSettings(defers_rewards=True, **setting)

@@ -10,7 +10,7 @@ from lightrl.data import SuccessRateCurriculum
 from lightrl.engines import FakeEngine
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout import GroupFilter
-from lightrl.rollout.prompt_cursor import Prompts
+from lightrl.rollout.prompts import Prompts
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 __all__ = ["make"]  # the fixture
@@ -53,7 +53,7 @@ def test_dropped_groups_are_counted_by_reason_and_replaced_so_that_iterations_ke
     assert controller.progress()["next_position"] == 9  # and total_groups=6 starved nobody
 
 
-def test_on_policy_replacements_are_a_wave_after_all_of_the_first_is_in(make: Make) -> None:
+def test_on_policy_replacements_are_a_batch_after_all_of_the_first_is_in(make: Make) -> None:
     slow = lambda prompt, sampling: 0.02 if prompt[0] == 1 else 0.0  # noqa: E731
     controller = make(FakeEngine(seconds_per_token=slow), groups_per_iteration=3, group_filter=drop(0, 2, 3))
     groups = controller.take(0)
@@ -81,7 +81,7 @@ def test_too_many_dropped_groups_end_the_run_and_say_what_dropped_them(make: Mak
         max_staleness=max_staleness,
     )  # fmt: skip
     expected = (
-        r"6 groups were dropped .*'filtered_zero_variance': 6.*max_dropped_groups_per_iteration=5 .*increase group_size"
+        r"6 dropped groups .*'filtered_zero_variance': 6.*max_dropped_groups_per_iteration=5 .*increase group_size"
     )
     with pytest.raises(RolloutError, match=expected):
         controller.take(0)
@@ -195,7 +195,7 @@ def test_dropped_groups_teach_the_curriculum_too(make: Make) -> None:
 
 
 def test_a_curriculum_that_plays_nothing_ends_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.rollout.prompt_cursor.MAX_SKIPPED", 50)
+    monkeypatch.setattr("lightrl.rollout.prompts.MAX_SKIPPED", 50)
     controller = make(
         group_size=2, prompts=SixPrompts(), reward=solved_below(6), curriculum=SuccessRateCurriculum(solved_times=1)
     )

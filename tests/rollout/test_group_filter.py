@@ -20,7 +20,7 @@ def group(*rewards: float, num_tokens: int = 2) -> Group:
 
 
 @pytest.mark.parametrize(
-    ("settings", "judged", "reason"),
+    ("settings", "rewarded", "reason"),
     [
         pytest.param({}, group(0.0, 1.0), None, id="rewards that differ"),
         pytest.param({}, group(0.5, 0.5, 0.5), "filtered_zero_variance", id="rewards that are all equal"),
@@ -30,24 +30,24 @@ def group(*rewards: float, num_tokens: int = 2) -> Group:
         pytest.param({"min_success": 0.5, "max_success": 0.5}, group(0.0, 1.0), None, id="just at both bounds"),
         pytest.param({"max_group_tokens": 5}, group(0.0, 1.0, num_tokens=6), "filtered_too_long", id="too long"),
         pytest.param({"max_group_tokens": 5}, group(0.0, 1.0, num_tokens=5), None, id="just as long as may be"),
-        pytest.param({"rule": lambda judged: "dull"}, group(0.0, 1.0), "filtered_dull", id="a word of the user's"),
-        pytest.param({"rule": lambda judged: judged.id == 7}, group(0.0, 1.0), "filtered_rule", id="a yes"),
-        pytest.param({"rule": lambda judged: None}, group(0.0, 1.0), None, id="nothing from the user's rule"),
+        pytest.param({"rule": lambda rewarded: "dull"}, group(0.0, 1.0), "filtered_dull", id="a word of the user's"),
+        pytest.param({"rule": lambda rewarded: rewarded.id == 7}, group(0.0, 1.0), "filtered_rule", id="a yes"),
+        pytest.param({"rule": lambda rewarded: None}, group(0.0, 1.0), None, id="nothing from the user's rule"),
     ],
 )
-def test_reason(settings: dict[str, Any], judged: Group, reason: str | None) -> None:
-    verdict = GroupFilter(**settings)(judged)
-    assert (verdict[0] if verdict else None) == reason
-    assert verdict is None or "'p7'" in verdict[1]
+def test_reason(settings: dict[str, Any], rewarded: Group, reason: str | None) -> None:
+    dropped = GroupFilter(**settings)(rewarded)
+    assert (dropped[0] if dropped else None) == reason
+    assert dropped is None or "'p7'" in dropped[1]
 
 
 def test_success_is_the_accuracy_that_the_reward_gives_where_it_gives_one() -> None:
-    judged = group(0.1, 0.2)
-    for trajectory in judged.trajectories:
+    rewarded = group(0.1, 0.2)
+    for trajectory in rewarded.trajectories:
         trajectory.metrics["accuracy"] = 1.0
-    verdict = GroupFilter(max_success=0.9)(judged)
-    assert verdict is not None
-    assert verdict[0] == "filtered_too_easy"
+    dropped = GroupFilter(max_success=0.9)(rewarded)
+    assert dropped is not None
+    assert dropped[0] == "filtered_too_easy"
 
 
 @pytest.mark.parametrize(

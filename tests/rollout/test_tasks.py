@@ -30,7 +30,7 @@ def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pyt
         spawned = Tasks()
         spawned.spawn(goes_on(ended))
         await asyncio.sleep(0)
-        await spawned.give_up_all(but=[])
+        await spawned.abandon_all(but=[])
         assert spawned.failure is None
 
     asyncio.run(scenario())
@@ -40,7 +40,7 @@ def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pyt
 def test_so_is_one_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_loop, "_CANCEL_AGAIN_S", 0.05)
     ended: list[str] = []
-    home = HomeLoop(lambda: "", lambda: None)
+    home = HomeLoop(lambda: "")
 
     async def begin() -> None:
         home.spawn(goes_on(ended))

@@ -1,6 +1,6 @@
 """Workflows in workers: the numbers of one process, and what happens to the trajectories of a worker that fails.
 
-Real workers and fake servers, whose tokens are a function of seed and place: one that is lost or drawn twice shows.
+Real workers and fake servers, whose tokens are a function of seed and place: one that is lost or sampled twice shows.
 """
 
 import contextlib
@@ -19,15 +19,16 @@ import pytest
 import torch
 from fake_gateway import FakeGateway
 from fake_sglang.process import FakeServerProcess
+from local_rewards import LocalRewards
 from test_controller import Numbers
 from transformers import Qwen3Config
+from waits import Deadlines
 from worker_workflows import BlockingOnce, Dropping, Dying, SlowToRead, Two, Unreadable, Words
 
-from lightrl.engines import SGLangEngine, Timeouts
+from lightrl.engines import SGLangEngine
 from lightrl.errors import RolloutError
-from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
-from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
+from lightrl.trajectory import Group, Prompt, Sampling
 from lightrl.weights import Bucket
 from lightrl.workflows.workflow import SingleTurn, Workflow
 
@@ -38,15 +39,8 @@ PACE_S = 0.02
 Make = Callable[..., RolloutController]
 
 
-class Sums:
-    """Judges in this process."""
-
-    def start(self) -> None: ...
-
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        return Judgment(float(sum(trajectory.completion_ids)))
-
-    def close(self) -> None: ...
+def sums() -> LocalRewards:
+    return LocalRewards(lambda trajectory: float(sum(trajectory.completion_ids)))
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +74,12 @@ def make(servers: list[FakeServerProcess], caplog: pytest.LogCaptureFixture) -> 
 
     def factory(workers: int, workflow: Workflow | None = None, router: str | None = None, **settings: Any) -> Any:
         close()
-        timeouts = Timeouts(hang_s=5.0, request_s=10.0, server_wait_s=10.0)
+        timeouts = Deadlines(hang_s=5.0, request_s=10.0, server_wait_s=10.0, probe_interval_s=0.2)
         urls = [server.url for server in servers]
-        engine = SGLangEngine(urls=urls, timeouts=timeouts, probe_interval_s=0.2, router=router)
+        engine = SGLangEngine(urls=urls, timeouts=timeouts, router=router)
         engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=1000))
         sizes = {"group_size": 2, "groups_per_iteration": 4, "workflow_workers": workers}
-        arguments: Any = [engine, workflow or SingleTurn(Words()), Sums(), RolloutSettings(**{**sizes, **settings})]
+        arguments: Any = [engine, workflow or SingleTurn(Words()), sums(), RolloutSettings(**{**sizes, **settings})]
         try:
             controller = RolloutController(*arguments, sampling=SAMPLING, prompts=Numbers())
         except ValueError:
@@ -142,7 +136,7 @@ def wait_until(is_true: Callable[[], object]) -> None:
 
 
 def wait_until_ready(controller: RolloutController) -> None:
-    wait_until(lambda: len(controller._player.pool._workers) == 2)  # type: ignore[attr-defined]
+    wait_until(lambda: len(controller._runner._workers) == 2)  # type: ignore[attr-defined]
 
 
 def num_running(servers: list[FakeServerProcess]) -> int:
@@ -157,8 +151,8 @@ def taken_while(controller: RolloutController, fault: Callable[[], object]) -> l
         if faults and num_running_now():
             faults.pop()()
 
-    servers = [FakeServerProcess() for _ in controller.engine.pool.servers]  # type: ignore[attr-defined]
-    for server, url in zip(servers, controller.engine.pool.servers, strict=True):  # type: ignore[attr-defined]
+    servers = [FakeServerProcess() for _ in controller.engine.fleet.servers]  # type: ignore[attr-defined]
+    for server, url in zip(servers, controller.engine.fleet.servers, strict=True):  # type: ignore[attr-defined]
         server.port = int(url.rpartition(":")[2])
 
     def num_running_now() -> bool:
@@ -172,32 +166,32 @@ def taken_while(controller: RolloutController, fault: Callable[[], object]) -> l
 
 @ROUTERS
 @pytest.mark.parametrize(
-    "judges_later", [False, pytest.param(True, marks=pytest.mark.extra)], ids=["judged", "judged later"]
+    "defers_rewards", [False, pytest.param(True, marks=pytest.mark.extra)], ids=["rewards before", "rewards deferred"]
 )
-def test_two_workers_give_the_trajectories_of_none(make: Make, router: str | None, judges_later: bool) -> None:
+def test_two_workers_give_the_trajectories_of_none(make: Make, router: str | None, defers_rewards: bool) -> None:
     results = []
     for num in (0, 2):
-        controller = make(num, router=router if num else None, judges_later=judges_later)
+        controller = make(num, router=router if num else None, defers_rewards=defers_rewards)
         groups = controller.take(0)
-        if judges_later:
+        if defers_rewards:
             controller.wait_for_rewards(groups)
         controller.commit()
         load(controller, 1)
         validation = controller.evaluate([Prompt("v", token_ids=[5])], sampling=SAMPLING, num_samples=3)
         results.append([groups, controller.take(1), validation])
-        if judges_later:
+        if defers_rewards:
             controller.wait_for_rewards(results[-1][1])
     assert results[0] == results[1]
     assert [group.id for group in results[1][0] + results[1][1]] == list(range(8))
     assert all(item.reward is not None for group in results[1][0] for item in group.trajectories)
 
 
-def test_all_workers_play_and_a_drop_keeps_its_reason(make: Make) -> None:
+def test_all_workers_run_and_a_drop_keeps_its_reason(make: Make) -> None:
     controller = make(2, Two())
     wait_until_ready(controller)
     groups = iterations(controller, 2)
-    played = {item.metrics["process"] for group in groups for item in group.trajectories}
-    assert played == {worker.pid for worker in workers_of()}
+    processes = {item.metrics["process"] for group in groups for item in group.trajectories}
+    assert processes == {worker.pid for worker in workers_of()}
     assert [len(item.turns) for group in groups for item in group.trajectories] == [1] * 16
 
     results = []
@@ -243,7 +237,7 @@ def test_what_is_given_up_ends_on_the_servers(make: Make, servers: list[FakeServ
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.extra)], ids=["kill -9", "SIGSTOP"]
 )
-def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(make, number, caplog):
+def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_run_again(make, number, caplog):
     expected = iterations(make(0), 2)
     controller = make(2, loop_timeout_s=3.0)
     groups = taken_while(controller, lambda: os.kill(workers_of()[0].pid, number))
@@ -251,13 +245,13 @@ def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(ma
     load(controller, 1)
     groups += controller.take(1)
     assert groups == expected
-    assert "ended with signal 9. Trajectories to play again: 4" in caplog.text
+    assert "ended with signal 9. Trajectories to run again: 4" in caplog.text
     assert ("did not answer for loop_timeout_s=3" in caplog.text) == (number == signal.SIGSTOP)
     wait_until(lambda: len(workers_of()) == 2)  # another one in its place
 
 
 @pytest.mark.extra
-def test_a_workflow_that_blocks_its_worker_is_shown_and_played_again(make, tmp_path, caplog, capfd):
+def test_a_workflow_that_blocks_its_worker_is_shown_and_run_again(make, tmp_path, caplog, capfd):
     controller = make(2, BlockingOnce(tmp_path / "mark"), loop_timeout_s=3.0)
     groups = controller.take(0)
     assert tokens(groups) == tokens(make(0).take(0))
@@ -271,8 +265,8 @@ def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.L
     groups = controller.take(0)
     assert len(groups) == 2
     assert not [item for group in groups for item in group.trajectories if item.prompt.id == "p1"]
-    drops = {drop.prompt_id: drop for drop in controller.drain_drops()}  # perhaps also what was played beside it
-    assert "3 workflow workers died in turn while they played prompt 'p1'" in drops["p1"].message
+    drops = {drop.prompt_id: drop for drop in controller.drain_drops()}  # perhaps also what ran beside it
+    assert "3 workflow workers died in turn while they ran prompt 'p1'" in drops["p1"].message
     assert "ended with exit code 7" in caplog.text
 
 
@@ -287,7 +281,7 @@ def test_a_worker_that_is_starting_ends_with_its_controller(make: Make, monkeypa
 @pytest.mark.extra
 def test_a_workflow_that_no_worker_can_read_ends_the_run(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     controller = make(1, Unreadable(Words()))  # type: ignore[arg-type]
-    with pytest.raises(RolloutError, match="workflow worker 0 ended with exit code 1 before it had played"):
+    with pytest.raises(RolloutError, match="workflow worker 0 ended with exit code 1 before it had finished"):
         controller.take(0)
     assert "no copy of me works" in capfd.readouterr().err
 
@@ -298,11 +292,11 @@ def test_a_server_that_dies_is_left_and_comes_back(make, router, servers):
     controller = make(2, router=router)
     port = servers[1].port
     groups = taken_while(controller, servers[1].kill)
-    states = controller.engine.pool.servers  # type: ignore[attr-defined]
+    states = controller.engine.fleet.servers  # type: ignore[attr-defined]
     assert states[servers[1].url].state == "lost"
     servers[1].start(port)
     wait_until(lambda: states[f"http://127.0.0.1:{port}"].state == "routable")
-    gateway = controller.engine._members.gateway  # type: ignore[attr-defined]
+    gateway = controller.engine.gateway  # type: ignore[attr-defined]
     wait_until(lambda: gateway is None or servers[1].url in gateway.state.serving)
     controller.commit()
     load(controller, 1)
@@ -327,9 +321,9 @@ def test_a_server_that_leaves_amid_an_iteration_is_drained(make, router, servers
     controller = make(2, router=router)
     engine: Any = controller.engine
     num_before = [server.stats()["requests"]["/generate"] for server in servers]
-    groups = taken_while(controller, lambda: engine._loading.let_go(servers[1].url))
+    groups = taken_while(controller, lambda: engine._parts.loader.let_go(engine.fleet.servers[servers[1].url]))
     assert groups == expected
-    assert list(engine.pool.servers) == [servers[0].url]
+    assert list(engine.fleet.servers) == [servers[0].url]
     num_moved = [server.stats()["requests"]["/generate"] - num for server, num in zip(servers, num_before, strict=True)]
     assert num_moved[0] > 4  # those of the other one went on here
     assert num_running(servers) == 0
@@ -358,7 +352,7 @@ from test_workflow_workers import *
 engine = SGLangEngine(urls={urls})
 engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=1000))
 settings = RolloutSettings(groups_per_iteration=4, workflow_workers=2)
-controller = RolloutController(engine, SingleTurn(Words()), Sums(), settings, sampling=SAMPLING, prompts=Numbers())
+controller = RolloutController(engine, SingleTurn(Words()), sums(), settings, sampling=SAMPLING, prompts=Numbers())
 load(controller, 0)
 controller.take(0)
 print("taken", flush=True)

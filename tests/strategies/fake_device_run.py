@@ -13,7 +13,7 @@ from fake_device import SYNCS, fake_device, values
 from torch import Tensor
 
 from lightrl.loops.update import MinibatchLoss
-from lightrl.strategies import LogprobSettings, Microbatches, SingleModel, SpreadExperience, packed_attention
+from lightrl.strategies import LogprobSettings, Microbatches, ShardedExperience, SingleModel, packed_attention
 
 warnings.simplefilter("ignore")
 ALGORITHMS = (
@@ -39,7 +39,7 @@ def play(algorithm: str, device: torch.device) -> tuple[dict[str, int], dict[str
         models.append(SingleModel(model, SETTINGS, value_head=head, form="packed"))
     rows, _ = minibatch.microbatch_rows(40)
     assert len(rows) > 1
-    parts = Microbatches(SpreadExperience.of(minibatch), rows, device)
+    parts = Microbatches(ShardedExperience.of(minibatch), rows, device)
     SYNCS.clear()
     for model, loss in zip(models, losses, strict=True):
         model.forward_backward(parts, loss, Tensor.backward)

@@ -1,3 +1,4 @@
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,16 +7,14 @@ import psutil
 import pytest
 import torch
 from rank_scripts import finished
-from tiny import random_experience, random_trajectories
+from tiny import random_trajectories
 
 from lightrl.callbacks.weight_sync import _gathered
-from lightrl.experience import Experience
-from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
-from lightrl.loops.remote_groups import set_remote_rewards, summary_from_bytes, summary_to_bytes
-from lightrl.strategies import Microbatches, SpreadExperience, rank_watch
+from lightrl.loops.shared_rollout import groups_of, set_remote_rewards, summaries_of
+from lightrl.strategies import ShardedExperience, rank_watch
 from lightrl.strategies.rank_watch import RankWatch
 from lightrl.strategies.ranks import Ranks, _watch_store
-from lightrl.trajectory import Group, Turn
+from lightrl.trajectory import Group
 from lightrl.weights import Bucket
 
 
@@ -32,60 +31,14 @@ def test_the_watchs_store_listens_at_the_main_address_alone(main_address: str) -
     assert store.get("key") == b"value"
 
 
-class OneOfSeveral(Ranks):
-    """Decides as a rank of several does; nothing is sent."""
-
-    def __init__(self, dp_rank: int, dp_size: int) -> None:
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-
-
-def rows_of_ranks(experience: Experience, dp_size: int, max_tokens: int) -> list[list[list[int]]]:
-    return [OneOfSeveral(rank, dp_size).microbatch_rows(experience, max_tokens) for rank in range(dp_size)]
-
-
-@pytest.mark.parametrize("max_tokens", [8, 20, 10_000])
-def test_every_rank_has_the_same_number_of_microbatches(max_tokens: int) -> None:
-    rows = rows_of_ranks(random_experience(), 3, max_tokens)
-    assert len({len(rank) for rank in rows}) == 1
-
-
-def test_a_rank_without_rows_gets_a_microbatch_without_loss_tokens() -> None:
-    experience = random_experience().select([0])
-    assert sorted(rows_of_ranks(experience, 2, 100)) == [[[]], [[0]]]
-    (part,) = Microbatches(SpreadExperience.of(experience), [[]], torch.device("cpu"))
-    assert len(part) == 1
-    assert part.num_loss_tokens == 0
-    assert part.tensors().keys() == experience.tensors().keys()
-
-
-def test_groups_stay_on_one_rank_where_the_loss_reads_them_whole() -> None:
-    experience = random_experience(group_size=3)
-    shares = OneOfSeveral(0, 2).shares(experience, "group")
-    assert sorted(row for share in shares for row in share) == list(range(len(experience)))
-    for share in shares:
-        groups = experience.group_ids[share].tolist()
-        assert all(groups.count(group) == 3 for group in groups)
-
-
-def test_groups_are_the_same_after_their_way_over_bytes() -> None:
-    trajectories = random_trajectories()
-    for index, trajectory in enumerate(trajectories):
-        trajectory.metrics = {"accuracy": 0.1 * index}
-        trajectory.turns = [Turn(1, 3, "length")]
-    trajectories[0].rewards = [0.1] * len(trajectories[0].token_ids)
-    trajectories[1].supports = [1] * len(trajectories[1].token_ids)
-    groups = [Group(7, trajectories[0].prompt, trajectories[:3]), Group(9, trajectories[3].prompt, [])]
-    assert groups_from_bytes(groups_to_bytes(groups)) == groups
-
-
 def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is() -> None:
     items = random_trajectories()[:3]
     for index, item in enumerate(items):
         item.sample, item.reward, item.metrics = index, None, {"accuracy": 0.1 * index} if index else {}
     groups = [Group(7, items[0].prompt, items)]
-    experience = SpreadExperience.from_trajectories(items, are_judged=False)
-    (group,), remote = summary_from_bytes(summary_to_bytes(groups, experience))
-    assert remote is not None
+    experience = ShardedExperience.from_trajectories(items, has_rewards=False)
+    (group,) = groups_of(json.loads(json.dumps(summaries_of(groups))))
+    remote = ShardedExperience.elsewhere(experience.table, experience.token_dtypes)
     assert torch.equal(remote.lengths, experience.lengths)
     assert torch.equal(remote.loss_token_counts, experience.loss_token_counts)
     assert remote.rows_here == []
@@ -94,11 +47,11 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     for found, expected in zip(group.trajectories, items, strict=True):
         assert (found.metrics, found.reward, found.group_id) == (expected.metrics, None, 7)
         assert (found.oldest_version, found.newest_version) == (4, 4)
-        with pytest.raises(AttributeError, match=r"'completion' of the trajectory .* is on rank 0"):
+        with pytest.raises(AttributeError, match=r"Rank 0 has 'completion' of a trajectory of prompt 'prompt-0'"):
             found.completion  # noqa: B018
     items[1].reward, items[2].reward = 0.1, 0.7
     items[2].rewards = [0.1] * len(items[2].token_ids)
-    assert set_remote_rewards([group], summary_to_bytes([Group(7, items[0].prompt, items[1:])], None))
+    set_remote_rewards([group], summaries_of([Group(7, items[0].prompt, items[1:])]))
     assert [(item.sample, item.reward) for item in group.trajectories] == [(1, 0.1), (2, 0.7)]
 
 

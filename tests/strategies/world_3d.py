@@ -26,10 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
-from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
 from lightrl.strategies.parallel_3d import Parallel3DModel
 from lightrl.strategies.ranks import square_norm
-from lightrl.strategies.spread_experience import SpreadExperience, blank_row
 from lightrl.strategies.stages import ends_group, split_model
 from lightrl.strategies.tensor_parallel import local
 
@@ -119,7 +118,7 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             return losses[-1]
 
         spread.forward_backward(
-            [*share, blank_row(SpreadExperience.of(share[0]), torch.device("cpu"))],
+            [*share, ShardedExperience.of(share[0]).blank_row(torch.device("cpu"))],
             spread_loss,
             lambda loss: (loss * dp).backward(),
         )

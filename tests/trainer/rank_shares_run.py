@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fake_sglang import COMMAND
+from fake_sglang import python_of_fakes
 from rank_scripts import leave
 from safetensors.torch import load_file
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig
 
-from lightrl import FSDP2Strategy, LoRA, Role, SGLangEngine, WeightSync
+from lightrl import FSDP2Strategy, LoRA, Role, SGLangEngine
 from lightrl.engines import Timeouts
 from lightrl.models.lora import AdapterShape, merged_parameters
 from lightrl.strategies import whole
@@ -30,12 +30,12 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def server(folder: Path, policy: Any) -> list[str]:
-    """The fake server's command, with a model of the policy's config."""
+def server(folder: Path) -> str:
+    """A Python of fake servers with a model of the policy's config."""
     AutoConfig.for_model(**CONFIG).save_pretrained(folder / "model")
-    words = [*COMMAND, "--port", "{port}"]
-    words += ["--model-path", str(folder / "model"), "--enable-lora", "--max-lora-rank", "2", "--lora-target-modules"]
-    return [*words, *AdapterShape.of(Role(POLICY, lora=LoRA(rank=2)).load_model()).target_modules]
+    words = ["--model-path", str(folder / "model"), "--enable-lora", "--max-lora-rank", "2", "--lora-target-modules"]
+    modules = AdapterShape.of(Role(POLICY, lora=LoRA(rank=2)).load_model()).target_modules
+    return python_of_fakes(folder, *words, *modules)
 
 
 def play(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[str, Any]:
@@ -43,12 +43,11 @@ def play(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[st
     folder.mkdir(exist_ok=True)
     module = TinyGRPO(Role(POLICY, lora=lora))
     engine = SGLangEngine(
-        servers=1, command=server(folder, module), adapters=adapters, weight_folder=str(folder / "weights"),
+        servers=1, sglang_python=server(folder), adapters=adapters, weight_folder=str(folder / "weights"),
         timeouts=Timeouts(sync_s=20),
     )  # fmt: skip
     trainer = make_trainer(
         folder, engine=engine, devices=2, strategy=FSDP2Strategy(),
-        callbacks=[WeightSync(bucket_mib=1)],
     )  # fmt: skip
     trainer.fit(module, datamodule=Digits())
     last = sorted((folder / "weights").glob("version-*"))[-1]

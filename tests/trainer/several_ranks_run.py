@@ -19,6 +19,7 @@ from resharded_run import weights_of
 from tiny_run import BATCH_SIZE, Digits, TinyGRPO, make_trainer
 
 from lightrl import Experience, FSDP2Strategy, LocalEngine, RLCallback, Trace, Trajectory, TrajectoryLog
+from lightrl.experience import LossUnit
 from lightrl.rollout import RolloutSettings
 from lightrl.strategies import rank_watch
 
@@ -42,8 +43,11 @@ class Recorded(BySGD, TinyGRPO):
     iteration raises.
     """
 
-    def __init__(self, is_batch_wide: bool = False, loses_some: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, is_batch_wide: bool = False, loses_some: bool = False, loss_unit: LossUnit = "trajectory", **kwargs: Any
+    ) -> None:
         super().__init__(**{"lr": 0.1, **kwargs})
+        self.loss_unit = loss_unit
         self.is_batch_wide = is_batch_wide
         self.loses_some = loses_some
         self.updates: list[dict[str, float]] = []

@@ -85,7 +85,7 @@ def test_engine_mismatch_and_policy_lag_are_told_apart(tmp_path: Path) -> None:
 
     def metrics(lr: float, max_staleness: int) -> dict[str, float]:
         module = TinyGRPO(lr=lr)
-        callbacks = [StalenessControl(max_staleness), WeightSync(max_probe_nats=1.0)]
+        callbacks = [StalenessControl(max_staleness), WeightSync(verify=False)]
         trainer = make_trainer(tmp_path, engine=Off(), max_steps=5, callbacks=callbacks)
         trainer.fit(module, datamodule=Digits())
         return {name: float(value) for name, value in trainer.callback_metrics.items()}

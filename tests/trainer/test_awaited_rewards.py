@@ -18,13 +18,13 @@ class Seen(RLCallback):
     """Which way a run takes, what it logs, what its hooks are given."""
 
     def __init__(self) -> None:
-        self.judges_later: bool | None = None
+        self.defers_rewards: bool | None = None
         self.logged: list[dict[str, float]] = []
         self.drops: list[str] = []
         self.sizes: list[list[int]] = []
 
     def on_rollout_end(self, trainer: Any, module: Any, groups: list[Group]) -> None:
-        self.judges_later = trainer.rollout.settings.judges_later
+        self.defers_rewards = trainer.rollout.settings.defers_rewards
 
     def on_rewards_ready(self, trainer: Any, module: Any, groups: list[Group]) -> None:
         self.sizes.append([len(group.trajectories) for group in groups])
@@ -74,15 +74,15 @@ def played_both_ways(kind, folder, monkeypatch, **attributes):
     vars(later).update(attributes)
     vars(before).update(attributes)
     seen = played(later, folder)
-    assert seen.judges_later
+    assert seen.defers_rewards
     monkeypatch.setattr(DataFlowGraph, "beside_rewards", lambda self: set())
     expected = played(before, folder)
-    assert not expected.judges_later
+    assert not expected.defers_rewards
     return later, seen, before, expected
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["PPO", "GRPO"])
-def test_a_run_is_the_same_to_the_bit_whether_it_judges_later_or_not(kind, tmp_path, monkeypatch):
+def test_a_run_is_the_same_to_the_bit_whether_it_defers_rewards_or_not(kind, tmp_path, monkeypatch):
     later, seen, before, expected = played_both_ways(kind, tmp_path, monkeypatch, fails=False)
     assert are_equal(weights(later), weights(before))
     assert seen.logged == expected.logged
@@ -106,11 +106,20 @@ def test_what_is_dropped_after_it_was_scored_leaves_no_trace(kind, tmp_path, mon
         torch.testing.assert_close(value, right[name], msg=name)
 
 
+def test_what_the_loss_reads_together_is_dropped_together(tmp_path: Path) -> None:
+    module = FailingSome(decoupled=True, num_minibatches=2)
+    module.loss_unit = "group"
+    seen = played(module, tmp_path)
+    assert seen.drops == ["reward_raised", "loss_unit", "loss_unit", "loss_unit"] * 2
+    assert module.trained == [[0], [2, 3], [5]]
+    assert seen.sizes == [[4], [4, 4], [4]]
+
+
 @pytest.mark.parametrize(
     "callback", [StalenessControl(1), DynamicSampling()], ids=["max_staleness above 0", "groups chosen by reward"]
 )
 def test_rewards_come_first_where_something_else_needs_them(callback: Any, tmp_path: Path) -> None:
-    assert not played(TinyGRPO(decoupled=True, num_minibatches=2), tmp_path, callback, max_steps=1).judges_later
+    assert not played(TinyGRPO(decoupled=True, num_minibatches=2), tmp_path, callback, max_steps=1).defers_rewards
 
 
 def test_a_call_that_reads_rewards_without_a_word_is_refused(tmp_path: Path) -> None:
@@ -132,7 +141,7 @@ def test_a_group_without_any_reward_is_left_out(tmp_path: Path) -> None:
 
     module = Failing(decoupled=True, num_minibatches=2)
     seen = played(module, tmp_path)
-    assert seen.judges_later
+    assert seen.defers_rewards
     assert module.trained == [[0], [2, 3], [4, 5]]
     assert seen.sizes == [[4], [4, 4], [4, 4]]
     assert seen.logged[0]["rollout/dropped_trajectories_reward_raised"] == GROUP_SIZE

@@ -134,7 +134,9 @@ def test_a_module_without_a_loss_is_refused_before_its_models_are_loaded(tmp_pat
 def test_a_loss_that_logs_is_told_where_metrics_go_and_nothing_of_checkpoints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ValueError, match=r"LogsInLoss\.loss must not call self\.log\. Return the metric beside 'loss'"):
+    with pytest.raises(
+        ValueError, match=r"LogsInLoss\.loss must not call self\.log\. Return the metric under its name"
+    ):
         make_trainer(tmp_path, enable_checkpointing=True).fit(LogsInLoss(), datamodule=Digits())
     assert "No checkpoint was saved" not in caplog.text
 

@@ -104,7 +104,8 @@ def test_every_rank_reports_the_same_numbers(name: str, runs: Runs) -> None:
         assert first["state"] == other["state"]
         for key in first["metrics"].keys() - local:
             assert first["metrics"][key] == other["metrics"][key], key
-    assert 1 <= first["metrics"].get("update/token_imbalance", 1) < 2
+    imbalance = first["metrics"].get("update/token_imbalance", 1)
+    assert imbalance == 2 if "by group" in name else 1 <= imbalance < 2  # one group, on one of two ranks
 
 
 @cases(*(name for name, case in CASES.items() if not case.meshes and name != MIXED))
@@ -165,6 +166,13 @@ def test_rewards_that_rank_0_awaited_are_on_every_rank(runs: Runs) -> None:
         assert all("token_rewards" in tensors for tensors in found["experiences"])
         assert found["metrics"]["rollout/dropped_trajectories_reward_raised"] == 1
         assert found["metrics"]["rollout/tries"] > 0
+
+
+def test_a_minibatch_whose_group_lost_a_reward_is_skipped_on_every_rank(runs: Runs) -> None:
+    for found in compared("sharded, awaited rewards by group", runs)[0]:
+        assert [len(tensors["rewards"]) for tensors in found["experiences"]] == [(BATCH_SIZE - 1) * GROUP_SIZE] * 2
+        assert len(found["updates"]) == 2  # one of two minibatches in each of two iterations
+        assert found["metrics"]["rollout/dropped_trajectories_loss_unit"] == GROUP_SIZE - 1
 
 
 @cases(*holding("distillation"))

@@ -57,7 +57,7 @@ def test_a_validation_on_two_ranks_counts_each_prompt_once_and_warns_of_nothing(
 def test_a_callback_that_decides_otherwise_on_a_rank_does_not_split_them(two_ranks: Any) -> None:
     first, second = (ranks["configured"] for ranks in two_ranks)
     assert first["settings"] == second["settings"]
-    assert first["settings"]["judges_later"]
+    assert first["settings"]["defers_rewards"]
     assert first["settings"]["max_concurrent"] is None
     assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
 

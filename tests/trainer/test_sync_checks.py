@@ -12,11 +12,11 @@ from fake_sglang.process import FakeServerProcess
 from lightning.pytorch.callbacks import Callback
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
-from waits import until
+from waits import Deadlines, until
 
-from lightrl import LocalEngine, ModelSpec, Role, SGLangEngine, WeightSync
+from lightrl import LocalEngine, ModelSpec, Role, SGLangEngine
 from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
-from lightrl.engines.abilities import DropsReplicas
+from lightrl.engines.abilities import HasReplicas
 from lightrl.errors import WeightSyncError
 from lightrl.models import LoRA
 from lightrl.weights import Bucket
@@ -68,16 +68,15 @@ def test_the_base_without_its_adapters_ends_the_run(tmp_path):
     assert engine.num_wrong == 1
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_an_engine_without_digests_is_probed_and_logs_no_verified_fraction(tmp_path, blocking):
-    trainer = fit(tmp_path, Faulty("no parameter"), WeightSync(blocking=blocking), lr=1e-5)
+def test_an_engine_without_digests_is_probed_and_logs_no_verified_fraction(tmp_path):
+    trainer = fit(tmp_path, Faulty("no parameter"), lr=1e-5)
     assert trainer.callback_metrics["sync/probe_abs_dlogp_nats"] < 1e-5
     assert "sync/verified_fraction" not in trainer.callback_metrics
 
 
 def test_servers_that_only_report_their_version_log_no_verified_fraction(tmp_path):
     engine = Faulty("no parameter")
-    engine.proofs = lambda: {"engine": "version"}
+    engine.verified_by = lambda: {"engine": "version"}
     trainer = fit(tmp_path, engine, max_steps=1)
     assert "sync/probe_abs_dlogp_nats" in trainer.callback_metrics
     assert "sync/verified_fraction" not in trainer.callback_metrics
@@ -177,7 +176,10 @@ class TwoReplicas(LocalEngine):
         return {"right": rows} if self.dropped else {"right": rows, "wrong": self.first}
 
 
-class DroppingReplicas(TwoReplicas, DropsReplicas):
+class DroppingReplicas(TwoReplicas, HasReplicas):
+    def verified_by(self):
+        return {}
+
     def drop_replica(self, name, reason):
         self.dropped.append(name)
 
@@ -216,20 +218,17 @@ def test_servers_are_verified_by_digests_and_by_the_probe(tmp_path, servers):
     assert float(metrics["sync/verified_fraction"]) == 1.0
     assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
     assert float(metrics["sync/mismatch_present_abs_dlogp_nats"]) < 1e-5
-    assert engine.last_sync.proofs == {server.url: "digests" for server in servers}
+    assert engine.last_sync.verified_by == {server.url: "digests" for server in servers}
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_sync_that_fails_once_is_tried_again_where_the_only_server_kept_its_weights(
-    tmp_path, servers, caplog, blocking
-):
+def test_a_sync_that_fails_once_is_tried_again_where_the_only_server_kept_its_weights(tmp_path, servers, caplog):
     class FailsOnce(Callback):
         def on_weights_synced(self, trainer, module, weight_version):
             if weight_version == 0:
                 servers[0].fault("error", "/update_weights_from_disk", count=1)
 
     engine = SGLangEngine(urls=[servers[0].url])
-    trainer = fit(tmp_path, engine, FailsOnce(), WeightSync(blocking=blocking), lr=1e-5, max_steps=2)
+    trainer = fit(tmp_path, engine, FailsOnce(), lr=1e-5, max_steps=2)
     assert trainer.weight_version == engine.weight_version == 2
     (warning,) = [record.message for record in caplog.records if "once more" in record.message]
     assert "Weight version 1 reached no server" in warning
@@ -272,15 +271,15 @@ class WaitsForReturn(Callback):
         if weight_version == 1:
             wrong = trainer.engine.wrong
             asyncio.run(until(lambda: num_loads(self.servers[wrong]) == 3))  # versions 0 and 1, and 1 again
-            asyncio.run(until(lambda: wrong in trainer.engine.pool.urls("routable")))
+            asyncio.run(until(lambda: wrong in trainer.engine.fleet.urls("routable")))
 
 
 def test_a_server_with_other_scores_is_dropped_and_comes_back_with_the_weights(tmp_path, servers, caplog):
-    engine = Doubtful(urls=[server.url for server in servers], probe_interval_s=0.5)
+    engine = Doubtful(urls=[server.url for server in servers], timeouts=Deadlines(probe_interval_s=0.5))
     trainer = fit(tmp_path, engine, WaitsForReturn(servers), lr=1e-5, max_steps=2)
     (warning,) = [record.message for record in caplog.records if record.message.startswith("Dropping")]
     assert f"Dropping {engine.wrong} after the weight sync: its probe differs by 1 nats per token" in warning
-    assert engine.last_sync.proofs == {server.url: "digests" for server in servers}
+    assert engine.last_sync.verified_by == {server.url: "digests" for server in servers}
     assert float(trainer.callback_metrics["sync/verified_fraction"]) == 1.0
     assert {server.url: num_loads(server) for server in servers} == {
         server.url: 4 if server.url == engine.wrong else 3 for server in servers

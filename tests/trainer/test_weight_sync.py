@@ -1,6 +1,4 @@
-"""WeightSync in a real Trainer: probed syncs, loads in the background, and what happens when either goes wrong."""
-
-import threading
+"""WeightSync in a real Trainer: probed syncs, and what happens when one goes wrong."""
 
 import pytest
 import torch
@@ -15,22 +13,13 @@ from lightrl.errors import WeightSyncError
 
 
 class ScoringEngine(LocalEngine):
-    """Remembers what it loaded and from where; its scores may be off."""
+    """Its scores are off by so much."""
 
     probe_every_n_loads = 1
 
     def __init__(self, error_nats: float = 0.0, **settings) -> None:
         super().__init__(**settings)
         self.error_nats = error_nats
-        self.held: dict[str, torch.Tensor] = {}
-        self.loaded_versions: list[int] = []
-        self.loading_threads: list[str] = []
-
-    def load_weights(self, buckets, *, weight_version):
-        super().load_weights(buckets, weight_version=weight_version)
-        self.held = self.read_weights()
-        self.loaded_versions.append(weight_version)
-        self.loading_threads.append(threading.current_thread().name)
 
     def score(self, sequences):
         rows = super().score(sequences)["engine"]
@@ -61,7 +50,7 @@ def test_the_engine_of_a_laptop_is_probed_after_each_tenth_load(tmp_path):
 
 
 def test_an_engine_that_says_other_logprobs_ends_the_run_with_both_numbers(tmp_path):
-    message = r"engine: its probe differs by 0\.5 nats.*=\S+e-05 for float32.*in the trainer.*in the engine"
+    message = r"engine: its probe differs by 0\.5 nats.*at most \S+e-05 for float32.*in the trainer.*in the engine"
     with pytest.raises(WeightSyncError, match=message):
         fit(tmp_path, ScoringEngine(error_nats=0.5))
 
@@ -71,69 +60,13 @@ def test_an_engine_without_scores_is_not_probed(tmp_path):
     assert "sync/probe_abs_dlogp_nats" not in trainer.callback_metrics
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_load_in_the_background_ends_with_the_weights_of_a_blocking_one(tmp_path, max_staleness):
-    engine = ScoringEngine()
-    module, _ = fit(tmp_path, engine, WeightSync(blocking=False), StalenessControl(max_staleness))
-    assert engine.loaded_versions == [0, 1, 2, 3]
-    assert set(engine.loading_threads) == {"lightrl-weight-load"}
-    trained = dict(module.policy.named_parameters())
-    assert all(torch.equal(engine.held[name], trained[name]) for name in trained)
-
-
-class LoadsAmidAnUpdate(ScoringEngine):
-    """Its load of version 1 ends only when the trainer is at work on the next version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_training_on = threading.Event()
-
-    def load_weights(self, buckets, *, weight_version):
-        assert weight_version != 1 or self.is_training_on.wait(30), "the trainer waits for the load"
-        super().load_weights(buckets, weight_version=weight_version)
-
-
-class SaysSo(Callback):
-    def on_minibatch_start(self, trainer, module, minibatch, index, total):
-        if trainer.weight_version == 1:
-            assert trainer.engine.weight_version == 0
-            trainer.engine.is_training_on.set()
-
-
-def test_at_staleness_1_the_trainer_goes_on_while_the_engine_loads(tmp_path):
-    engine = LoadsAmidAnUpdate()
-    module, _ = fit(tmp_path, engine, WeightSync(blocking=False), StalenessControl(1), SaysSo())
-    assert engine.loaded_versions == [0, 1, 2, 3]
-    versions = [experience.weight_versions[experience.loss_mask] for experience in module.experiences]
-    assert [int(found.max()) for found in versions[:2]] == [0, 0]
-    assert all(int(found.min()) >= number - 1 for number, found in enumerate(versions))
-
-
-def test_an_error_of_a_load_in_the_background_ends_the_run(tmp_path):
-    with pytest.raises(WeightSyncError, match="fails the load of version 2"):
-        fit(tmp_path, FakeEngine(fail_loads=[2]), WeightSync(blocking=False))
-
-
 def test_the_first_token_has_no_logprob_to_compare():
     assert as_rows([[9.0, -1.0, -2.0], [9.0, -3.0, -4.0]]).tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
 
 
-@pytest.mark.parametrize("settings", [{"probe": 5}, {"probe_tokens": 1}, {"bucket_mib": 0}, {"max_probe_nats": 0.0}])
-def test_settings_out_of_range_are_refused(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        WeightSync(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"probe": 0, "max_probe_nats": 0.1}, "max_probe_nats=0.1 has no effect with probe=0"),
-        ({"sync_timeout_s": 60.0}, "sync_timeout_s=60.0 has no effect with blocking=True"),
-    ],
-)
-def test_settings_without_effect_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        WeightSync(**settings)
+def test_no_sync_at_all_is_refused():
+    with pytest.raises(ValueError, match="every_n_iterations"):
+        WeightSync(every_n_iterations=0)
 
 
 @pytest.fixture
@@ -153,7 +86,7 @@ def test_a_colocated_server_has_its_memory_while_it_generates_and_not_during_upd
 
     seen: list[list[int]] = []
     engine = SGLangEngine(urls=[fake_server.url], placement="colocated")
-    _, trainer = fit(tmp_path, engine, WeightSync(probe=0), Looks())
+    _, trainer = fit(tmp_path, engine, WeightSync(verify=False), Looks())
     assert trainer.weight_version == 3
     assert seen == [[1, 0], [2, 3], [3, 6]]  # weights, graphs and cache come back one by one
     assert fake_server.stats()["requests"]["/resume_memory_occupation"] == 9

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_sglang import python_of_fakes
 from sglang_run import SERVER
 from tiny_run import Digits, TinyGRPO, are_equal, make_trainer, weights
 
@@ -12,7 +13,8 @@ from lightrl import LocalEngine, SGLangEngine
 
 def fitted(folder: Path, workers: int, **settings: Any) -> TinyGRPO:
     module = TinyGRPO(num_minibatches=2, workflow_workers=workers)
-    make_trainer(folder, engine=SGLangEngine(servers=1, command=SERVER), **settings).fit(module, datamodule=Digits())
+    engine = SGLangEngine(servers=1, sglang_python=python_of_fakes(folder, *SERVER))
+    make_trainer(folder, engine=engine, **settings).fit(module, datamodule=Digits())
     return module
 
 
@@ -28,7 +30,7 @@ def test_a_run_with_workers_has_the_weights_of_one_without(tmp_path: Path) -> No
     [
         (None, "workflow_workers=2 needs an engine of servers, such as SGLangEngine; LocalEngine generates in rank 0"),
         (LocalEngine(), "LocalEngine generates in rank 0"),
-        (SGLangEngine(servers=1, command=SERVER, adapters="served"), "workflow_workers=2 needs adapters='merged'"),
+        (SGLangEngine(servers=1, adapters="served"), "workflow_workers=2 needs adapters='merged'"),
     ],
     ids=["the default", "LocalEngine", "served adapters"],
 )

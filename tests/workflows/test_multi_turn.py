@@ -34,13 +34,13 @@ from chat_texts import (
     started,
     writes,
 )
+from local_rewards import LocalRewards
 from transformers import AutoModelForCausalLM
 
 from lightrl.engines import FakeEngine, LocalEngine
 from lightrl.errors import RolloutError
 from lightrl.functional.supports import decode_supports
 from lightrl.models.chat_template import set_chat_template
-from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
@@ -301,15 +301,8 @@ def test_an_environment_that_is_not_made_anew_is_refused():
 # ---------------------------------------------------------------------- environments that fail
 
 
-class Judged:
-    """Gives the environment's own rewards, on the event loop."""
-
-    def start(self) -> None: ...
-
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        return Judgment.of({"rewards": trajectory.rewards}, trajectory)
-
-    def close(self) -> None: ...
+def environment_rewards(trajectory: Trajectory) -> dict[str, Any]:
+    return {"rewards": trajectory.rewards}
 
 
 class Questions:
@@ -332,7 +325,13 @@ def make() -> Iterator[Make]:
         rollout = RolloutSettings(**({"groups_per_iteration": 2} | settings))
         made.append(
             RolloutController(
-                engine, flow, Judged(), rollout, sampling=sampling, prompts=Questions(), run_seed=run_seed
+                engine,
+                flow,
+                LocalRewards(environment_rewards),
+                rollout,
+                sampling=sampling,
+                prompts=Questions(),
+                run_seed=run_seed,
             )
         )
         return made[-1]

@@ -33,8 +33,8 @@ from openai import AsyncOpenAI, DefaultHttpxClient, OpenAI
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards import RewardHook
+from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController
-from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Prompt
 from lightrl.workflows.agent_workflow import AgentWorkflow
 

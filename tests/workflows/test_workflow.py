@@ -96,7 +96,7 @@ def test_a_prompt_without_token_ids_is_a_rollout_error(token_ids: list[int] | No
         played(single_turn(), prompt=prompt)
 
 
-def test_a_workflow_of_two_turns_trains_on_what_the_policy_wrote() -> None:
+def test_a_workflow_of_two_turns_trains_on_what_the_policy_generated() -> None:
     first, second = Completion([5, 6], [-1.0, -2.0], [0, 0], "stop"), Completion([9], [-3.0], [1], "stop")
     trajectory, asked = played(TwoTurns(), first, second)
     assert asked == [[3, 7, 1], [3, 7, 1, 5, 6, 8]]
@@ -110,7 +110,9 @@ def test_a_workflow_of_two_turns_trains_on_what_the_policy_wrote() -> None:
     [
         pytest.param({"behavior_logprobs": [0.0]}, "lists of lengths .*'behavior_logprobs': 1", id="a list too short"),
         pytest.param({"weight_versions": []}, "lists of lengths .*'weight_versions': 0", id="a list missing"),
-        pytest.param({"loss_mask": [True] * 4}, "only tokens that the policy wrote", id="a prompt token to train on"),
+        pytest.param(
+            {"loss_mask": [True] * 4}, "only tokens that the policy generated", id="a prompt token to train on"
+        ),
     ],
 )
 def test_a_trajectory_that_cannot_be_trained_on_is_refused(changes: dict[str, Any], message: str) -> None:

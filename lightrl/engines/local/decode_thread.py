@@ -45,7 +45,7 @@ class DecodeThread(threading.Thread):
         self._condition = threading.Condition()  # guards all below
         self.weight_version = -1
         self.is_closed = False
-        self._awaited: set[asyncio.Future[Completion]] = set()  # of waiting and running rows
+        self._awaited: set[asyncio.Future[Completion]] = set()  # waiting and running rows'
         self._waiting: deque[Row] = deque()
         self._num_running = 0
         self._has_cancellations = False

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class Decoder(Protocol):
-    """What LocalEngine needs from a model. One thread at a time calls it, in `torch.inference_mode` or not."""
+    """A model as LocalEngine needs it. One thread at a time calls it, in `torch.inference_mode` or not."""
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Of every parameter by its Hugging Face name; all must be written."""
+        """Hugging Face name of every parameter → its shape; all must be written."""
         ...
 
     @property
     def optional_shapes(self) -> Mapping[str, torch.Size]:
-        """Of what may be written too: tied copies, which are ignored, and persistent buffers."""
+        """Shapes of what may be written too: tied copies, which are ignored, and persistent buffers."""
         ...
 
     def write(self, name: str, tensor: Tensor) -> None:

@@ -71,7 +71,7 @@ class FusedLinear:
             self._kernels.unpack(packed, self._weight)
 
     def current(self, view: Tensor) -> Tensor:
-        """What a view of the weight shows; of a packed one it may be a copy."""
+        """Reads what a view of the weight shows; of a packed one it may be a copy."""
         if self._kernels is None or self._packed is None or self._is_plain_kept:
             return view
         plain = torch.empty(self._weight.shape)
@@ -79,7 +79,7 @@ class FusedLinear:
         return plain.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def of_kernel(self) -> LinearOfKernel:
-        """Of the packed weight; valid until the next `unpack`."""
+        """Unpacks the packed weight; valid until the next `unpack`."""
         outputs, inputs = self._weight.shape
         return LinearOfKernel(address(self._packed), address(self._bias), inputs, outputs)
 
@@ -145,12 +145,12 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a parameter is stored."""
+    """The place in which a parameter is stored."""
 
-    view: Tensor  # of the fused buffer, in Hugging Face's order of elements
+    view: Tensor  # a view of the fused buffer, in Hugging Face's order of elements
     shape: torch.Size  # Hugging Face's
     is_spread: bool = False  # the first axis of `view` holds copies, one for each head
-    linear: FusedLinear | None = None  # whose weight `view` is part of
+    linear: FusedLinear | None = None  # `view` is part of its weight
 
 
 class LlamaDecoder:
@@ -340,7 +340,7 @@ class LlamaDecoder:
         return self._dtype == torch.float32 and self._device.type == "cpu"
 
     def _index(self, rows: list[int]) -> Tensor | slice:
-        """These rows of a tensor; as a slice if they follow one another, since it is written faster."""
+        """Selects rows of a tensor; as a slice if they follow one another, since it is written faster."""
         first, end = rows[0], rows[-1] + 1
         return slice(first, end) if rows == [*range(first, end)] else on_device(rows, self._device)
 

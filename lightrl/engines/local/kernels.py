@@ -26,7 +26,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-HEAD_SIZES = frozenset({16, 32, 64, 128, 256})  # that `step` knows
+HEAD_SIZES = frozenset({16, 32, 64, 128, 256})  # `step` knows these
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
@@ -113,7 +113,7 @@ class Kernels:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Of a contiguous tensor's elements, which must outlive their use; None for none."""
+    """The address of a contiguous tensor's elements, which must outlive their use; None for none."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -169,7 +169,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What the instructions of this machine are; a home folder may be shared by several kinds."""
+    """Names the instructions of this machine; a home folder may be shared by several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -13,13 +13,10 @@ from torch import Tensor
 from lightrl.checks.bounds import check_bounds
 from lightrl.engines.abilities import (
     ContinuesCompletions,
-    DecodesInThreads,
-    LimitsContext,
     NamesDtypes,
     ScoresTokens,
-    WritesGroups,
 )
-from lightrl.engines.engine import Completion, RolloutEngine, check_request
+from lightrl.engines.engine import Completion, RolloutEngine, check_request, replaces_generate_alone
 from lightrl.engines.local.decode_thread import DecodeThread
 from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
@@ -108,10 +105,7 @@ SMALL_MODEL_PARAMETERS = 10_000_000
 class LocalEngine(
     RolloutEngine,
     ScoresTokens,
-    LimitsContext,
-    DecodesInThreads,
     NamesDtypes,
-    WritesGroups,
     ContinuesCompletions,
 ):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
@@ -170,7 +164,7 @@ class LocalEngine(
         self._given_max_context = max_context
         self.dtype = dtype
         self._given_device = device
-        self.device = torch.device(device or "cpu")  # as chosen, after `start`
+        self.device = torch.device(device or "cpu")  # the chosen one, after `start`
         self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.fast_path = fast_path
         self.prefill_tokens = prefill_tokens
@@ -178,8 +172,9 @@ class LocalEngine(
 
         self.key_value_bytes: float | None = None  # set before `start`; None: on a GPU half of what is then free
 
+        self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None
-        self._dtype = torch.float32  # that of `dtype` and the config, after `start`
+        self._dtype = torch.float32  # after `start` that of `dtype` and the config
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
         self._image_reader: ImageReader | None = None  # how the model reads images; None if it takes none
@@ -209,12 +204,12 @@ class LocalEngine(
         if self.device.type == "cuda" and not is_small:
             log.warning("LocalEngine decodes on %s; SGLangEngine is faster for models of this size.", self.device)
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
-        threads = 1 if is_small and kernels is not None else self.threads  # of an operation of torch
+        threads = 1 if is_small and kernels is not None else self.threads  # for one operation of torch
         self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
 
     def choose_device(self) -> torch.device:
-        """Where it decodes, from `device` and `trainer_devices`; `start` calls it."""
+        """The device on which it decodes, from `device` and `trainer_devices`; `start` calls it."""
         if self._given_device is None and self.trainer_devices:
             first = self.trainer_devices[0]
             self.device = first if first.type == "cuda" else torch.device("cpu")
@@ -244,12 +239,22 @@ class LocalEngine(
         if n < 1:
             raise ValueError(f"n must be at least 1 completion, got {n}.")
         seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
-        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, written)))
+        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, [written] * n)))
 
-    def write_group(
-        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
+    def generate_group(
+        self,
+        token_ids: list[int],
+        samplings: Sequence[Sampling],
+        *,
+        session: str,
+        images: tuple[str, ...] = (),
+        started: Sequence[Completion | None] | None = None,
     ) -> list[asyncio.Future[Completion]]:
-        return self._submit(token_ids, samplings, [sampling.seed for sampling in samplings], images)
+        """One request for all of them, unless a subclass replaces `generate` alone."""
+        if self._generates_each:
+            return super().generate_group(token_ids, samplings, session=session, images=images, started=started)
+        seeds = [sampling.seed for sampling in samplings]
+        return self._submit(token_ids, samplings, seeds, images, started or [None] * len(samplings))
 
     async def unfinished(self) -> dict[int, Completion]:
         return self._started().unfinished()
@@ -285,7 +290,7 @@ class LocalEngine(
         return {str(self._dtype).removeprefix("torch.")}
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        """As `score`: logprob and id of the `num` likeliest tokens at each place, likeliest first; none at place 0."""
+        """Computes as `score` does logprob and id of the top `num` tokens at each place, in order; none at place 0."""
         rows = self._log_probabilities(token_ids)
         logprobs, ids = rows.topk(min(num, rows.shape[1]), dim=1)
         return [[], *(list(zip(*pair, strict=True)) for pair in zip(logprobs.tolist(), ids.tolist(), strict=True))]
@@ -308,15 +313,15 @@ class LocalEngine(
         samplings: Sequence[Sampling],
         seeds: Sequence[int],
         images: tuple[str, ...],
-        written: Completion | None = None,
+        started: Sequence[Completion | None],
     ) -> list[asyncio.Future[Completion]]:
         thread = self._started()
         longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
         check_request(token_ids, longest, len(samplings), vocab_size=self._vocab_size, max_context=self.max_context)
         pixels = self._pixel_values(images, token_ids) if images else None
         prompt = tuple(token_ids)
-        rows = zip(samplings, seeds, strict=True)
-        return thread.submit([Row(prompt, sampling, seed, images, pixels, written) for sampling, seed in rows])
+        rows = zip(samplings, seeds, started, strict=True)
+        return thread.submit([Row(prompt, sampling, seed, images, pixels, begun) for sampling, seed, begun in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]

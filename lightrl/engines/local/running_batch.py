@@ -27,7 +27,7 @@ from lightrl.trajectory import FinishReason, Sampling, TokenArray
 # What rows have in common beside their seeds.
 _kind = operator.attrgetter("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids")
 _FIRST_WIDTH = 64  # tokens; W doubles from here
-_MAX_DRAWS = 32  # whose supports wait to be encoded
+_MAX_DRAWS = 32  # steps whose supports wait to be encoded
 
 
 @dataclass(eq=False)
@@ -36,16 +36,16 @@ class Row:
 
     prompt: tuple[int, ...]
     sampling: Sampling
-    seed: int  # of this completion
+    seed: int  # this completion's
     images: tuple[str, ...] = ()  # distinguish the images of equal prompts
     pixels: Tensor | None = None  # their pixel values, [m, 3, H, W]
     written: Completion | None = None  # the part of it that was written before, by this engine or another
-    owner: Any = None  # whose completion it is; the batch hands it back
+    owner: Any = None  # the completion's owner; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
     supports: list[bytes] = field(default_factory=list)  # the codes of the tokens', while draws are truncated
 
     def codes(self) -> TokenArray[int] | None:
-        """Of the supports, end to end; None if draws are not truncated."""
+        """The codes of the supports, end to end; None if sampling is not truncated."""
         return TokenArray(b"".join(self.supports), "B") if self.sampling.is_truncated else None
 
 
@@ -174,7 +174,7 @@ class RunningBatch:
             self._drop(slots)
 
     def unfinished(self) -> dict[int, Completion]:
-        """What is written of each row so far, by seed, in slot order."""
+        """Seed → what is generated of its row so far, in slot order."""
         self.read()
         self._encode_supports()
         return {

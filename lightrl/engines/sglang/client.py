@@ -1,7 +1,7 @@
 """SGLangClient: the routes of one SGLang server that lightrl uses, as methods.
 
-Paths and fields are those of SGLang 0.5.21 and later; `begin_weight_update` tells an older server, which has no bracket
-around weight updates. A `timeout_s` of 0 means `timeouts.request_s`, for `generate` `timeouts.generate_s`.
+Paths and fields are those of SGLang 0.5.21 and later; `begin_weight_update` detects an older server, which has no
+bracket around weight updates. A `timeout_s` of 0 means `timeouts.request_s`, for `generate` `timeouts.generate_s`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SGLangClient(Connection):
     ) -> Any:
         """The answer of `/generate`: a dict, or a list of them for a batch; or what `read` makes of its bytes.
 
-        A cancellation closes the connection, which the server notices seconds later; `abort` tells it at once.
+        A cancellation closes the connection, which the server notices seconds later; `abort` ends it at once.
         """
         return await self.request("POST", "/generate", body, timeout_s=timeout_s, num_retries=num_retries, read=read)
 
@@ -51,7 +51,7 @@ class SGLangClient(Connection):
         return [entry["embedding"] for entry in answer]
 
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Ends the requests whose id starts with `rid` at the next token; their `generate` gets what was written."""
+        """Ends the requests whose id starts with `rid` at the next token; `generate` returns what they have."""
         await self.request("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, read=None)
 
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
@@ -61,14 +61,6 @@ class SGLangClient(Connection):
     async def server_info(self, *, timeout_s: float = 0.0) -> dict[str, Any]:
         """The arguments it was started with; `weight_version` is the initial one."""
         return await self.request("GET", "/server_info", timeout_s=timeout_s)  # type: ignore[no-any-return]
-
-    async def is_ready(self) -> bool:
-        """Whether it is up, healthy and not paused."""
-        try:
-            await self.request("GET", "/ready", num_retries=0, read=None)
-        except EngineError:
-            return False
-        return True
 
     async def pause(self, *, timeout_s: float = 0.0) -> None:
         """Stops running requests at a token; after `resume` they continue with recomputed key-values."""

@@ -8,25 +8,50 @@ never queues behind 4,096 generations.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
+import resource
 import secrets
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 
 from lightrl.concurrency.body import body_of
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.open_files import CONTROL_CONNECTIONS, is_out_of_files
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 MAX_BACKOFF_S = 5.0
-_SLICE_BYTES = 2**18  # of a request's body
+_SLICE_BYTES = 2**18  # a request's body is sent in slices
 _MAX_ANSWER_BYTES = 2**30
+MAX_CONNECTIONS = 4096  # concurrent generations at a server; more of them queue here
+_KEPT_FILES = 128  # for files, and for pipes and sockets of rewards and agents
+CONTROL_CONNECTIONS = 16  # to each server
+
+
+def raise_open_files() -> int:
+    """Allows as many open files as the system permits; returns the new limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def connections_within(limit: int, num_servers: int) -> int:
+    """How many requests to each server may be in flight, so that this process stays within its limit of open files."""
+    num_open = sum(1 for _ in Path("/dev/fd").iterdir())
+    return max(1, (limit - num_open - _KEPT_FILES) // max(1, num_servers) - CONTROL_CONNECTIONS)
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Whether this process, or this machine, could not open another file: nothing that a server could help."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class ServerRefused(EngineError):
@@ -43,7 +68,7 @@ class ServerRefused(EngineError):
 
 
 class OutOfFiles(EngineError):
-    """This machine could not open another connection; the server has no part in it."""
+    """Raised if this machine could not open another connection; the server has no part in it."""
 
 
 class Connection:
@@ -64,14 +89,14 @@ class Connection:
         timeouts: Timeouts | None = None,
         num_retries: int = 3,
         backoff_s: float = 0.2,
-        max_connections: int = 4096,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"A server's address must look like http://host:port, got {url!r}.")
         self.url = self.name = url.rstrip("/")  # the name is for messages
         self.timeouts = timeouts or Timeouts()
         self.last_answer_at: float | None = None  # seconds, monotonic
-        self._last_path = ""  # of that answer
+        self._last_path = ""  # path of that answer
         self._num_retries = num_retries
         self._backoff_s = backoff_s
         self._max_connections = max_connections
@@ -132,7 +157,7 @@ class Connection:
                 await session.close()
 
     def describe(self) -> str:
-        """What the server last answered, for messages."""
+        """Says what the server last answered, for messages."""
         if self.last_answer_at is None:
             return f"{self.name} has never answered"
         return f"{self.name} last answered {self._last_path} {time.monotonic() - self.last_answer_at:.1f} s ago"
@@ -151,7 +176,7 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.connect_s)
         data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = None
-        if isinstance(body, bytes):  # which may be large: other requests go on in between
+        if isinstance(body, bytes):  # a large one: other requests continue in between
             data, headers = _slices(body), {"Content-Length": str(len(body))}
         num_closes = self._num_closes
         try:
@@ -164,13 +189,13 @@ class Connection:
                     answer_headers.update((key.lower(), value) for key, value in response.headers.items())
         except asyncio.CancelledError as error:
             # Closing a session cancels the requests that wait for a connection; then nobody has cancelled this task.
-            is_cancelled = getattr(asyncio.current_task(), "cancelling", lambda: 0)()  # Python 3.10 does not tell
+            is_cancelled = getattr(asyncio.current_task(), "cancelling", lambda: 0)()  # Python 3.10 has no count
             if is_cancelled or self._num_closes == num_closes:
                 raise
             raise EngineUnreachable(f"The connection to {self.name} was closed before it took {name}.") from error
-        except aiohttp.ServerTimeoutError as error:  # of the connection; the whole request's is below
+        except aiohttp.ServerTimeoutError as error:  # deadline of the connection; the whole request's is below
             raise EngineUnreachable(
-                f"{self.name} accepted no connection for {name} within engine.timeouts.connect_s="
+                f"{self.name} accepted no connection for {name} within engine.timeouts.request_s="
                 f"{self.timeouts.connect_s:g}; {self.describe()}. It may hang, or have too many connections."
             ) from error
         except asyncio.TimeoutError as error:
@@ -182,7 +207,7 @@ class Connection:
             if is_out_of_files(error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error):
                 raise OutOfFiles(
                     f"This machine could not open a connection to {self.name}: too many open files. Raise the limit "
-                    "(ulimit -n, LimitNOFILE) of this process, or lower engine.max_connections."
+                    "(ulimit -n, LimitNOFILE) of this process."
                 ) from error
             raise EngineUnreachable(
                 f"{self.name} gave no answer to {name}: {_reason(error)}; {self.describe()}. Check that it is running "
@@ -204,7 +229,7 @@ class Connection:
             ) from error
 
     async def _content(self, response: aiohttp.ClientResponse, name: str) -> bytes:
-        """What it answered; refused before it fills the memory."""
+        """Reads an answer; refuses one that would fill the memory."""
         content = await body_of(response, _MAX_ANSWER_BYTES)
         if content is None:
             raise EngineUnreachable(
@@ -214,7 +239,7 @@ class Connection:
         return content
 
     def _hint(self, status: int, path: str) -> str:
-        """What to do about an HTTP error."""
+        """Says what to do about an HTTP error."""
         if status in (401, 403):
             problem = "does not accept this token" if self._headers else "requires a token, and this run has none"
             return f"The server {problem}. Set {TOKEN_VARIABLE}, or `token`, to the API key that it was started with."

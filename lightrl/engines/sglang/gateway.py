@@ -3,35 +3,56 @@
     Writer ── /generate ──► smg ──► one of its workers
     Gateway.keep ── /workers ──► smg     which are the routable servers, and no others
 
-So a request reaches only servers that have proven the present weights. Paths and fields are those of smg 1.13.0: a
+So a request reaches only servers whose present weights are verified. Paths and fields are those of smg 1.13.0: a
 worker that is deleted gets no new request; for 5 seconds more it is listed as `draining`, and cannot be added again.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from lightrl.engines.sglang.connection import Connection, ServerRefused
+from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
+from lightrl.engines.sglang.connection import Connection, ServerRefused, connections_within, raise_open_files
+from lightrl.engines.sglang.fleet import ServerFleet
 from lightrl.engines.sglang.home_loop import HomeLoop
-from lightrl.engines.sglang.open_files import connections_within, raise_open_files
-from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.processes.command import SGLangPython
+from lightrl.engines.sglang.processes.process import ServerProcess
 from lightrl.engines.sglang.request import MalformedAnswer
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 log = logging.getLogger(__name__)
 
+# Every user of the machine can see a command line, but not the environment.
+_PROGRAM = f"""
+import os, sys
+from smg.launch_router import main
+sys.argv.append("--api-key=" + os.environ.pop({TOKEN_VARIABLE!r}))
+main()
+"""
+# lightrl itself sends requests again, and knows which servers are alive: one paused for a sync is not overloaded.
+_ARGUMENTS = [
+    "--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--disable-worker-overload-protection",
+    "--worker-stall-secs=1000000", "--worker-wedge-secs=1000000", "--request-timeout-secs=1000000",
+    "--worker-startup-check-interval=1", "--max-concurrent-requests=0", "--idle-connection-timeout-secs=0",
+    "--disable-tokenizer-autoload", "--log-level=warn", "--host=127.0.0.1", "--port={port}",
+]  # fmt: skip
+
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
-_TRY_AGAIN = (_NOT_FOUND, 408, 429)  # of /generate: it has no worker now, waited too long, or has too many requests
-_SETTLING_S, _SETTLED_S = 0.1, 1.0  # between two looks at its workers
+_TRY_AGAIN = (_NOT_FOUND, 408, 429)  # statuses of /generate: no worker now, waited too long, too many requests
+_SETTLING_S, _SETTLED_S = 0.1, 1.0  # between two checks of its workers
 
 
 @dataclass(frozen=True)
 class GatewayState:
-    """What the process that controls the servers tells others that send through the gateway."""
+    """State of the gateway that the process which controls it sends to others that send requests through it."""
 
     serving: frozenset[str] = frozenset()  # servers that it may send a request to
     problem: str = ""  # why it cannot be used
@@ -43,27 +64,27 @@ class Gateway(Connection):
 
     Args:
         token: its API key, and the servers'; None if they have none.
-        pool: which servers are routable.
-        settings: as those of `Connection`.
+        fleet: which servers are routable.
+        settings: of `Connection`.
     """
 
-    def __init__(self, url: str, token: str | None, pool: ServerPool, **settings: Any):
+    def __init__(self, url: str, token: str | None, fleet: ServerFleet, **settings: Any):
         super().__init__(url, token=token, max_connections=connections_within(raise_open_files(), 1), **settings)
         self.name = f"Gateway {self.url}"
         self.token = token
         self.state = GatewayState()
-        self._pool = pool
+        self._fleet = fleet
         self._key = {"api_key": token} if token is not None else {}
-        self._added: set[str] = set()  # ever
+        self._added: set[str] = set()  # addresses of all workers that it ever had
 
     def can_send(self) -> bool:
         """Whether every server that it is known to choose from is routable; `generate` checks the one that it chose."""
-        return bool(self.state.serving) and self.state.serving <= set(self._pool.urls("routable"))
+        return bool(self.state.serving) and self.state.serving <= set(self._fleet.urls("routable"))
 
     async def generate(
         self, body: dict[str, Any], *, timeout_s: float, read: Callable[[bytes], Any]
     ) -> tuple[Any, str]:
-        """The answer of `/generate` to one request, and the address of the server that gave it."""
+        """Returns the answer of `/generate` to one request, and the address of the server that gave it."""
         headers: dict[str, str] = {}
         try:
             answer = await self.request(
@@ -74,7 +95,7 @@ class Gateway(Connection):
                 raise EngineUnreachable(str(error)) from error
             raise
         url = headers.get(_SERVER_HEADER, "a server that it does not name")
-        if url not in self._pool.urls("routable", "syncing", "draining"):
+        if url not in self._fleet.urls("routable", "draining"):
             raise MalformedAnswer(f"{self.name} sent a request to {url}, which does not have this run's weights.")
         return answer, url
 
@@ -85,7 +106,7 @@ class Gateway(Connection):
             await self.settle()
             if self.state != before:
                 home.wake()
-            is_settled = self.state.serving == set(self._pool.urls("routable")) or self.state.problem
+            is_settled = self.state.serving == set(self._fleet.urls("routable")) or self.state.problem
             await home.wait_for_change(_SETTLED_S if is_settled else _SETTLING_S)
 
     async def settle(self) -> None:
@@ -101,7 +122,7 @@ class Gateway(Connection):
         self.state = replace(self.state, serving=serving, problem=problem)
 
     async def cut(self) -> None:
-        """Closes its connections, here and where the state is told: requests in flight fail, and are sent again."""
+        """Closes its connections, here and in processes that get its state: requests in flight are sent again."""
         self.state = replace(self.state, num_cuts=self.state.num_cuts + 1)
         await self.close()
 
@@ -114,11 +135,11 @@ class Gateway(Connection):
             serving = {url: worker["id"] for url, worker in workers.items() if worker["status"] != "draining"}
         except (KeyError, TypeError, ValueError) as error:
             raise EngineUnreachable(f"{self.name} listed its workers as {str(answer)[:200]}.") from error
-        routable = set(self._pool.urls("routable"))
-        for server in self._pool.servers.values():
+        routable = set(self._fleet.urls("routable"))
+        for server in self._fleet.servers.values():
             server.num_requests = loads.get(server.url, 0)
         for url in serving.keys() - routable:
-            if url not in self._pool.servers and url not in self._added:
+            if url not in self._fleet.servers and url not in self._added:
                 raise EngineError(
                     f"{self.name} has a worker {url}, which is not one of this run's servers. Give each run a gateway "
                     f"of its own, or remove the worker: curl -X DELETE {self.url}/workers/{serving[url]}"
@@ -135,3 +156,33 @@ class Gateway(Connection):
         except ServerRefused as error:
             if error.status not in (_NOT_FOUND, _CONFLICT):  # it is done, or under way
                 raise
+
+
+def check_router(setting: str | None, *, adapters: str) -> None:
+    """Raises ValueError if `router` is neither `smg` nor an address nor None, or if adapters are served."""
+    if setting not in (None, "smg") and ":" not in setting:
+        raise ValueError(f"router must be smg, or a gateway's address such as http://host:30000, got {setting!r}.")
+    if setting is not None and adapters == "served":
+        raise ValueError(f"router={setting!r} needs adapters='merged'. Set that, or omit router.")
+
+
+def check_smg() -> None:
+    """Raises ValueError if smg is not installed."""
+    if importlib.util.find_spec("smg") is None:
+        raise ValueError("router: smg needs SGLang's gateway: pip install smg. Or set router to a gateway's address.")
+
+
+def smg_process(folder: Path, token: str | None) -> ServerProcess:
+    """SGLang's gateway on this machine, not started."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        metrics_port = free.getsockname()[1]
+    command = [sys.executable, "-c", _PROGRAM, *_ARGUMENTS, f"--prometheus-port={metrics_port}"]
+    return _GatewayProcess(folder, name="the gateway", port=0, token=token, command=command)
+
+
+class _GatewayProcess(ServerProcess):
+    def is_ready(self) -> bool:
+        return self.answers()
+
+    def _server_environment(self) -> dict[str, str]:
+        return SGLangPython(sys.executable).environment() | {TOKEN_VARIABLE: self.token}

@@ -25,15 +25,17 @@ _ENDED = "The event loop of SGLangEngine ended. The log, or the error before, sa
 class HomeLoop:
     """The controller's event loop, or one of its own, in a thread, while there is no controller.
 
-    Tasks that are `spawned`, or run inside `counted`, are cancelled when the loop changes; `on_enter` is then called,
-    from any thread.
+    Tasks that are `spawned`, or run inside `counted`, are cancelled when the loop changes; what is `kept` starts again
+    on the next one.
+
+    Args:
+        describe: what the servers do, for the message of a missed deadline.
     """
 
-    def __init__(self, describe: Callable[[], str], on_enter: Callable[[], None], *, timeout_s: float = 60.0) -> None:
+    def __init__(self, describe: Callable[[], str], *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
-        self.on_wake: Callable[[], object] = lambda: None
         self._describe = describe
-        self._on_enter = on_enter
+        self._kept: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._own_thread: LoopThread | None = None
         self._is_closed = False
@@ -68,12 +70,8 @@ class HomeLoop:
         """The loop is about to end."""
         self._loop = None
 
-    def open(self) -> None:
-        """The engine starts, for the first time or again."""
-        self._is_closed = False
-
     def close(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """From another thread: runs `leave` on the loop, and ends our own loop.
+        """Runs `leave` on the loop, from another thread, and ends our own loop.
 
         A loop that does not answer in time, or is ending itself, is left as it is: its requests end with it.
         """
@@ -90,9 +88,9 @@ class HomeLoop:
                 thread.close(lambda: asyncio.sleep(0), self.timeout_s)
 
     async def end_tasks(self) -> None:
-        """On the loop: cancels all tasks and waits for them.
+        """Cancels all tasks and waits for them; on the loop.
 
-        One that goes on is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
+        One that continues is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
         """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:
@@ -103,10 +101,11 @@ class HomeLoop:
     def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._changed = asyncio.Event()
-        self._on_enter()
+        for start in self._kept:
+            self._start_soon(start)
 
     def call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-        """From another thread: the coroutine's result; EngineError if the loop ends meanwhile."""
+        """Returns the coroutine's result, from another thread; EngineError if the loop ends meanwhile."""
         future, loop, deadline_s = self._submit(coroutine), self._loop, time.monotonic() + timeout_s
         try:
             while not concurrent.futures.wait([future], WAIT_S).done:
@@ -123,7 +122,7 @@ class HomeLoop:
             future.cancel()  # no effect if it is done
 
     async def across(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """From any loop: the coroutine's result."""
+        """Returns the coroutine's result; from any loop."""
         if self._loop is asyncio.get_running_loop():
             return await coroutine
         return await asyncio.wrap_future(self._submit(coroutine))
@@ -139,22 +138,24 @@ class HomeLoop:
             raise EngineError(_ENDED) from error
 
     def soon(self, action: Callable[[], object]) -> None:
-        """From any thread: `action` on the loop, if there is one."""
+        """Runs `action` on the loop, if there is one; from any thread."""
         if self._loop is not None:
             wake_up(self._loop, action)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def keep(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs this coroutine on the loop, and again on each later one; from any thread."""
+        self._kept.append(start)
+        self._start_soon(start)
+
+    def _start_soon(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.soon(lambda: self.spawn(start()))
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Starts a task that nothing awaits."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def track(self) -> None:
-        """Cancels the task that calls this when the loop changes or ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        return task
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -168,10 +169,9 @@ class HomeLoop:
             self._tasks.discard(task)
 
     def wake(self) -> None:
-        """Ends every `wait_for_change`, here and, by `on_wake`, in processes that follow."""
+        """Ends every `wait_for_change`."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        self.on_wake()
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Returns at the next `wake`, or after `timeout_s`."""

@@ -41,7 +41,7 @@ class Answer:
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = _NO_IDS
     finish: str = "abort"
-    supports: TokenArray[int] | None = None  # codes; None if the server did not send the tokens of truncated draws
+    supports: TokenArray[int] | None = None  # codes; None if the server did not send the supports
     problem: str = ""  # why it is unusable
 
 
@@ -68,7 +68,7 @@ class AdapterVersion:
 
     version: int
     name: str
-    base_version: int  # that the server must report
+    base_version: int  # the server must report it
 
 
 @dataclass
@@ -76,15 +76,15 @@ class CompletionDraft:
     """One completion in progress."""
 
     prompt: list[int]
-    sampling: Sampling  # of the whole completion; `max_new_tokens` counts all its requests together
-    sample: int = 0  # which of the n completions of the prompt
+    sampling: Sampling  # `max_new_tokens` counts all requests of the completion together
+    sample: int = 0  # number of the completion among the n of the prompt
     token_ids: TokenArray[int] = _NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = _NO_IDS
     supports: TokenArray[int] = _NO_CODES
     finish_reason: FinishReason | None = None
     images: RequestImages | None = None
-    adapter: AdapterVersion | None = None  # of the latest request
+    adapter: AdapterVersion | None = None  # adapter of the latest request
 
     @property
     def last_version(self) -> int:
@@ -92,18 +92,18 @@ class CompletionDraft:
 
     @property
     def max_tokens(self) -> int:
-        """Of prompt and completion together; a measure of a server's load."""
+        """Tokens of prompt and completion together; a measure of a server's load."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def body(self, rid: str, cache_key: str) -> dict[str, Any]:
         """The next request to `/generate`, for the tokens that are missing; shares key-values under `cache_key`."""
-        sampling, written = self.sampling, len(self.token_ids)
+        sampling, num_generated = self.sampling, len(self.token_ids)
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.max_support,
-            "max_new_tokens": sampling.max_new_tokens - written,
-            "min_new_tokens": max(0, sampling.min_new_tokens - written),
+            "max_new_tokens": sampling.max_new_tokens - num_generated,
+            "min_new_tokens": max(0, sampling.min_new_tokens - num_generated),
             "sampling_seed": request_seed(sampling.seed, self.sample),
         }
         if sampling.stop_token_ids:
@@ -136,24 +136,24 @@ class CompletionDraft:
         if self.adapter is not None:
             if other := sorted({version for version, _ in versions.runs()} - {self.adapter.base_version}):
                 raise MalformedAnswer(
-                    f"{server} wrote with base {other} below adapter {self.adapter.name}, which belongs to base "
+                    f"{server} generated with base {other} below adapter {self.adapter.name}, which belongs to base "
                     f"{self.adapter.base_version}."
                 )
             versions = TokenArray.of_runs([(self.adapter.version, len(token_ids))], "i")
         if token_ids and max(token_ids) >= vocab_size:
             raise MalformedAnswer(
-                f"{server} wrote token id {max(token_ids)}, outside the trainer's vocabulary (0 to {vocab_size - 1}). "
-                "Check that it serves the trainer's model."
+                f"{server} generated token id {max(token_ids)}, outside the trainer's vocabulary (0 to "
+                f"{vocab_size - 1}). Check that it serves the trainer's model."
             )
         if len(self.token_ids) + len(token_ids) > self.sampling.max_new_tokens:
             raise MalformedAnswer(
-                f"{server} wrote {len(token_ids)} tokens after {len(self.token_ids)}, more than "
+                f"{server} generated {len(token_ids)} tokens after {len(self.token_ids)}, more than "
                 f"max_new_tokens={self.sampling.max_new_tokens}."
             )
         order = [self.last_version, *(version for version, _ in versions.runs())]
         if order != sorted(order):
             raise MalformedAnswer(
-                f"{server} wrote with weight versions {versions[:1]} to {versions[-1:]} after the newer "
+                f"{server} generated with weight versions {versions[:1]} to {versions[-1:]} after the newer "
                 f"{self.last_version}."
             )
         if finish == "stop" and not token_ids:
@@ -161,7 +161,7 @@ class CompletionDraft:
         if self.sampling.is_truncated and token_ids:
             if answer.supports is None:
                 raise MalformedAnswer(
-                    f"{server} did not return which tokens it drew from (return_sampling_mask), which training with "
+                    f"{server} did not return which tokens it sampled from (return_sampling_mask), which training with "
                     "top_p or top_k needs. Use SGLang 0.5.20 or later."
                 )
             self.supports = TokenArray.joined([self.supports, answer.supports], "B")
@@ -175,7 +175,7 @@ class CompletionDraft:
         # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
 
     def completion(self) -> Completion:
-        """What is written so far; its finish reason is `abort` while more is to come."""
+        """Completion so far; its finish reason is `abort` while more is to come."""
         supports = self.supports if self.sampling.is_truncated else None
         return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason or "abort", supports)
 
@@ -184,7 +184,7 @@ class CompletionDraft:
 
 
 def request_seed(seed: int, sample: int) -> int:
-    """Of all requests of a completion, 0 to 2**63 - 1: SGLang hashes it with each token's place in the sequence."""
+    """Seed of all requests of a completion, 0 to 2**63 - 1: SGLang hashes it with each token's position."""
     # So a completion has the same tokens wherever it is interrupted.
     if sample == 0 and seed >= 0:
         return seed
@@ -209,16 +209,16 @@ def read_answer(content: bytes) -> Answer:
 def _read(answer: Any) -> Answer:
     try:
         meta = answer["meta_info"]
-        written = answer.get("output_ids") or []
+        output_ids = answer.get("output_ids") or []
         finish = str(meta["finish_reason"]["type"])
         triples = meta.get("output_token_logprobs") or []
-        is_complete = written == [triple[1] for triple in triples]
-        token_ids: TokenArray[int] = TokenArray(written, "i")
+        is_complete = output_ids == [triple[1] for triple in triples]
+        token_ids: TokenArray[int] = TokenArray(output_ids, "i")
         chosen = meta.get("output_token_sampling_logprobs")  # within the supports; the others are before truncation
         logprobs: TokenArray[float] = TokenArray([triple[0] for triple in triples] if chosen is None else chosen, "f")
         _check_numbers(token_ids, logprobs)
-        supports = None if chosen is None else _support_codes(meta["output_token_sampling_mask"], written)
-        versions = _token_versions(meta, len(written)) if written else _NO_IDS
+        supports = None if chosen is None else _support_codes(meta["output_token_sampling_mask"], output_ids)
+        versions = _token_versions(meta, len(output_ids)) if output_ids else _NO_IDS
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         return Answer(
             problem=f"{str(answer)[:200]} ({error!r}) instead of tokens, logprobs and a numbered weight version"
@@ -245,13 +245,13 @@ def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> N
         raise ValueError(f"a token id of {min(token_ids)}")
 
 
-def _support_codes(masks: Sequence[Sequence[int]], written: Sequence[int]) -> TokenArray[int]:
-    """Of the tokens, whose supports come likeliest first."""
-    if len(masks) != len(written) or not all(masks):
-        raise ValueError(f"{len(masks)} sampling masks for {len(written)} tokens, or an empty one")
+def _support_codes(masks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> TokenArray[int]:
+    """Codes of the tokens, whose supports are sorted by probability."""
+    if len(masks) != len(token_ids) or not all(masks):
+        raise ValueError(f"{len(masks)} sampling masks for {len(token_ids)} tokens, or an empty one")
     rows = np.arange(len(masks)).repeat([len(mask) for mask in masks])
     ids = np.fromiter(itertools.chain.from_iterable(masks), np.int64, len(rows))
-    codes = encode_supports(rows, ids[np.lexsort((ids, rows))], np.array(written, np.int64))
+    codes = encode_supports(rows, ids[np.lexsort((ids, rows))], np.array(token_ids, np.int64))
     return TokenArray.of_stored(b"".join(codes), b"", "B")
 
 

@@ -1,6 +1,6 @@
-"""Models behind an SGLang server judge whole trajectories: ServedScores gives logprobs, ServedRewards one number each.
+"""Models behind an SGLang server: ServedScores gives logprobs of trajectories, ServedRewards one number for each.
 
-Shapes: B trajectories, T tokens, K likeliest tokens.
+Shapes: B trajectories, T tokens, the top K tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightrl.dataflow import ModelCall
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 MAX_CONCURRENT = 64  # trajectories at the server at a time
 BATCH = 16  # trajectories in a request for rewards
 
-# Logprobs of a trajectory's tokens; with `topk`, (logprob, id) of the likeliest at each place but the first.
+# Logprobs of a trajectory's tokens; with `topk`, (logprob, id) of the top tokens at each place but the first.
 _Scores = tuple[list[float], list[list[tuple[float, int]]]]
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -51,7 +50,7 @@ class ServedScores:
 
     url: str
     timeout_s: float = 1800.0  # deadline of one trajectory
-    topk: int = 0  # K; 0 scores only the tokens that were drawn
+    topk: int = 0  # K; 0 scores only the tokens that were sampled
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
         """Logprobs of the loss tokens at temperature 1, [B, T], 0 elsewhere.
@@ -67,10 +66,10 @@ class ServedScores:
         if self.topk:
             tensors["teacher_topk_ids"] = torch.zeros(*shape, self.topk, dtype=torch.int64)
             tensors["teacher_topk_logprobs"] = torch.zeros(*shape, self.topk)
-        for index, (scores, likeliest) in enumerate(asyncio.run(self._score(_rows(experience)))):
+        for index, (scores, top) in enumerate(asyncio.run(self._score(_rows(experience)))):
             tensors["teacher_logprobs"][index, : len(scores)] = torch.tensor(scores)
-            if likeliest:
-                pairs = torch.tensor(likeliest, dtype=torch.float64)  # exact for ids
+            if top:
+                pairs = torch.tensor(top, dtype=torch.float64)  # exact for ids
                 tensors["teacher_topk_logprobs"][index, 1 : len(scores)] = pairs[..., 0].float()
                 tensors["teacher_topk_ids"][index, 1 : len(scores)] = pairs[..., 1].long()
         tensors = dict(zip(tensors, neutralize(experience.loss_mask.cpu(), *tensors.values()), strict=True))
@@ -86,22 +85,23 @@ class ServedScores:
                     "return_logprob": True,
                     "logprob_start_len": 0,
                     "top_logprobs_num": self.topk,
-                }
+                },
+                timeout_s=self.timeout_s,
             )
             meta = answer["meta_info"]
             scores = meta.get("input_token_logprobs") or []
             self._check_ids([entry[1] for entry in scores], token_ids)
-            likeliest = meta.get("input_top_logprobs", [])[1:] if self.topk else []
-            if [len(place) for place in likeliest] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
+            top = meta.get("input_top_logprobs", [])[1:] if self.topk else []
+            if [len(place) for place in top] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
                 raise EngineError(
-                    f"The server at {self.url} gave the likeliest tokens of {len(likeliest)} places instead of "
+                    f"The server at {self.url} gave the top tokens of {len(top)} places instead of "
                     f"{self.topk} tokens at each of {len(token_ids) - 1}. Lower teacher_topk to at most the server's "
                     "vocabulary, or use SGLang 0.5.21 or later."
                 )
-            pairs = [[(float(entry[0]), int(entry[1])) for entry in place] for place in likeliest]
+            pairs = [[(float(entry[0]), int(entry[1])) for entry in place] for place in top]
             return [0.0, *(float(entry[0]) for entry in scores[1:])], pairs
 
-        return await _all_answers(self.url, self.timeout_s, one, rows, MAX_CONCURRENT)
+        return await _all_answers(self.url, one, rows, MAX_CONCURRENT)
 
     def _check_ids(self, scored: list[int], sent: list[int]) -> None:
         if len(scored) != len(sent):
@@ -120,7 +120,7 @@ class ServedScores:
 
 @dataclass(frozen=True)
 class ServedRewards:
-    """As ServedScores, for a server with a reward model, started with `--is-embedding`.
+    """Rewards as ServedScores gets logprobs, from a server with a reward model, started with `--is-embedding`.
 
     SGLang's Qwen2 and Qwen3 heads have a bias. For a checkpoint without one, which is what transformers writes, SGLang
     makes it random, and all rewards are off by that number; docs/model-calls.md shows how to set it to 0.
@@ -150,7 +150,7 @@ class ServedRewards:
                 )
             return [float(numbers[0]) for numbers in answer]
 
-        return await _all_answers(self.url, self.timeout_s, one, batches, MAX_CONCURRENT // BATCH)
+        return await _all_answers(self.url, one, batches, MAX_CONCURRENT // BATCH)
 
 
 def _rows(experience: Experience) -> list[list[int]]:
@@ -161,13 +161,12 @@ def _rows(experience: Experience) -> list[list[int]]:
 
 async def _all_answers(
     url: str,
-    timeout_s: float,
     ask: Callable[[SGLangClient, Item], Awaitable[Answer]],
     items: Sequence[Item],
     max_concurrent: int,
 ) -> list[Answer]:
     """The answers in the order of `items`; the first failure, or a cancellation, cancels the others."""
-    client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE), timeouts=Timeouts(generate_s=timeout_s))
+    client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE))
     limit = asyncio.Semaphore(max_concurrent)
 
     async def one(item: Item) -> Answer:

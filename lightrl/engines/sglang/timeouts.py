@@ -7,29 +7,50 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long an `SGLangEngine` waits for its servers, in seconds. In YAML: `timeouts: {generate_s: 600}`.
+    """Deadlines of an `SGLangEngine`, in seconds. In YAML: `timeouts: {startup_s: 1800}`.
 
     Args:
-        generate_s: for one generation; then the server is told to return what it has written, and the rest is requested
-            again. Below StalenessControl's rollout_timeout_s, so that a request that got lost in a server is repeated
-            before the run ends.
-        request_s: for the answer to any other request that should be quick.
-        connect_s: for a connection; a stopped server accepts none.
+        request_s: for a connection, and for the answer to a request that should be quick. A server that answers nothing
+            for half as long is lost.
         sync_s: for each step of a weight sync.
-        startup_s: from a server's start to its first answer.
-        server_wait_s: how long requests and weight syncs wait for a server if all are starting, syncing or lost.
-        hang_s: a server that answers nothing for this long is lost.
+        startup_s: from a server's start to its first answer; as long, requests and weight syncs wait for a server if
+            all are starting, syncing or lost.
     """
 
-    generate_s: float = 900.0
     request_s: float = 60.0
-    connect_s: float = 60.0
     sync_s: float = 600.0
     startup_s: float = 900.0
-    server_wait_s: float = 900.0
-    hang_s: float = 30.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if not getattr(self, field.name) > 0:
                 raise ValueError(f"engine.timeouts.{field.name} must be > 0 seconds, got {getattr(self, field.name)}.")
+
+    @property
+    def connect_s(self) -> float:
+        """Deadline of a connection; a stopped server accepts none."""
+        return self.request_s
+
+    @property
+    def hang_s(self) -> float:
+        """Silence after which a server is lost."""
+        return self.request_s / 2
+
+    @property
+    def probe_interval_s(self) -> float:
+        """Pause between two health checks of a server."""
+        return self.hang_s / 15
+
+    @property
+    def server_wait_s(self) -> float:
+        """Wait for a server, if all are starting, syncing or lost."""
+        return self.startup_s
+
+    @property
+    def generate_s(self) -> float:
+        """Deadline of one generation; then the server returns what it has, and the rest is requested again.
+
+        Below StalenessControl's rollout_timeout_s, so that a request that got lost in a server is repeated before the
+        run ends.
+        """
+        return 900.0

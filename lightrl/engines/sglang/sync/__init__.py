@@ -1,13 +1,12 @@
-"""Weight versions, on their way to the servers and proven there.
+"""Weight versions, on their way to the servers and verified there.
 
 Reading order:
-    loading.py           a version, checked, to all servers or to one that is back
-    server_sync.py       new weights into paused servers, verified; report.py  what happened to each server
-      transports/        how the bytes get there
-      receiver.py        the delta transport's process beside the servers; receivers.py  where
-      memory.py          what a colocated server has released
-    served_adapters.py   adapters beside their base, one per version
-    weight_proofs.py     digests of what was sent, against the servers'; cache_canary.py  was the prefix cache emptied?
+    loader.py             a version, checked, to all servers or to one that is back
+    server_sync.py        new weights into paused servers, verified; report.py  what happened to each server
+      transports/         how the bytes get there
+      receiver.py         the delta transport's process next to the servers; receivers.py  where
+    served_adapters.py    adapters next to their base; adapter_versions.py  one per version, and who uses it
+    verification.py       digests of what was sent, against the servers'; cache_canary.py  was the prefix cache emptied?
 
 May import: what sglang/ may.
 """

@@ -1,8 +1,8 @@
-"""The weight receiver: keeps, beside SGLang servers, the weights that they load; takes full versions and deltas.
+"""The weight receiver: keeps, next to SGLang servers, the weights that they load; takes full versions and deltas.
 
     LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.sglang.sync.receiver --host HOST --port PORT [--folder FOLDER]
 
-It knows nothing of the servers: the trainer sends it a version while they generate, and tells them which folder of
+It knows nothing of the servers: the trainer sends it a version while they generate, and says which folder of
 theirs to load. weights/delta_folder.py says what is refused and what survives. Every route but /ready requires the
 token.
 """
@@ -25,8 +25,8 @@ from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
-_MAX_PART_BYTES = 2**36  # of a request: a part is larger than its bound if one tensor is
-PROTOCOL = 4  # of the requests; trainer and receiver must agree
+_MAX_PART_BYTES = 2**36  # bound of a request: a part is larger than its bound if one tensor is
+PROTOCOL = 4  # version of the requests; trainer and receiver must agree
 
 
 class Receiver:

@@ -6,45 +6,40 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from lightrl.engines.sglang.addresses import RECEIVER_HELP, as_url, receivers_from_environment
+from lightrl.engines.sglang.processes.keeper import end_all, start_all
+from lightrl.engines.sglang.processes.process import ServerProcess
 from lightrl.weights.delta_folder import folder_in_memory
-
-if TYPE_CHECKING:
-    from lightrl.engines.sglang.servers.fleet import ServerFleet
 
 STOP_GRACE_S = 5.0
 
 
 class Receivers:
-    """Given by address, or one that is started on this machine and restarted when it dies."""
+    """Given by address, or one that is started on this machine; `keep` restarts it when it ends."""
 
     def __init__(self) -> None:
         self.urls: list[str] = []
-        self._fleet: ServerFleet | None = None
+        self._process: ServerProcess | None = None
         self._folder: Path | None = None
 
-    def connect(self, urls: Sequence[str] | None, server_urls: Sequence[str]) -> None:
-        """Those at `urls`, or in LIGHTRL_RECEIVER_ADDRS; raises ValueError if a server's host has none."""
-        self.urls = [as_url(url) for url in urls] if urls is not None else receivers_from_environment()
+    def connect(self, urls: Sequence[str], server_urls: Sequence[str]) -> None:
+        """Uses those at `urls`, or in LIGHTRL_RECEIVER_ADDRS; raises ValueError if a server's host has none."""
+        self.urls = [as_url(url) for url in urls] or receivers_from_environment()
         for url in server_urls:
             self.of(url)
 
     def add(self, url: str | None) -> None:
-        """One beside a server that joins amid the run."""
+        """Adds the one of a server that joins during the run."""
         if url is not None and url not in self.urls:
             self.urls.append(url)
 
-    def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> None:
+    def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> ServerProcess:
         """Starts one that listens on `host`. Its folder outlives it, so that the next one takes the weights over."""
-        from lightrl.engines.sglang.servers.fleet import ServerFleet
-        from lightrl.engines.sglang.servers.server import SGLangServer
-
         self._folder = folder_in_memory("lightrl-weights-")
         command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--host", host, "--port", "{port}"]
-        process = SGLangServer(
+        self._process = ServerProcess(
             self._folder,
             name="the weight receiver",
             host=host,
@@ -53,11 +48,12 @@ class Receivers:
             command=[*command, "--folder", str(self._folder)],
             log_file=None if log_folder is None else log_folder / "receiver.log",
         )
-        self._fleet = ServerFleet([process], on_lost=lambda url, reason: None, on_started=lambda url: None)
-        self.urls = self._fleet.start()
+        start_all([self._process])
+        self.urls = [self._process.url]
+        return self._process
 
     def of(self, server_url: str) -> str:
-        """The one on a server's host."""
+        """Address of the one on a server's host."""
         host = urlsplit(server_url).hostname
         for url in self.urls:
             if urlsplit(url).hostname == host:
@@ -69,8 +65,8 @@ class Receivers:
 
     def stop(self) -> None:
         """Ends the one that was started here, and removes its folder. May be called twice."""
-        if self._fleet is not None:
-            self._fleet.stop(STOP_GRACE_S)
+        if self._process is not None:
+            end_all([self._process], STOP_GRACE_S)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._fleet = self._folder = None
+        self._process = self._folder = None

@@ -1,4 +1,4 @@
-"""The servers of one weight sync: which are left, and what happened to each."""
+"""The servers of one weight sync: SyncServers, which are left; SyncReport, what happened to each."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lightrl.engines.abilities import Proof
-from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.abilities import Verification
+from lightrl.engines.sglang.server import Server
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError, WeightSyncUndone
 from lightrl.trace import span
 
@@ -17,16 +17,16 @@ _T = TypeVar("_T")
 
 @dataclass
 class SyncReport:
-    """What happened to each server: it serves a version again, or it is lost. Keys are addresses."""
+    """Outcome for each server: it serves a version again, or it is lost. Keys are addresses."""
 
     weight_version: int  # to be loaded
-    previous_version: int | None = None  # that the servers had before; None: none of this run
+    previous_version: int | None = None  # version that the servers had before; None if it is not of this run
     versions: dict[str, int] = field(default_factory=dict)  # the version it serves now
     lost: dict[str, str] = field(default_factory=dict)  # why it is paused or gone; it must get no request
     absent: dict[str, str] = field(default_factory=dict)  # why it took no part: it was lost before
     rolled_back: dict[str, str] = field(default_factory=dict)  # why it serves the previous version again
-    proofs: dict[str, Proof] = field(default_factory=dict)  # how each server's weights were checked; see ProvesWeights
-    planted: list[str] = field(default_factory=list)  # servers with a canary of the previous version; see CacheCanary
+    verified_by: dict[str, Verification] = field(default_factory=dict)  # the check that each server's weights passed
+    canaries: list[str] = field(default_factory=list)  # servers with a canary of the previous version; see CacheCanary
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
 
@@ -35,8 +35,8 @@ class SyncReport:
             f"{url} serves version {version}" + (f" again ({self.rolled_back[url]})" if url in self.rolled_back else "")
             for url, version in self.versions.items()
         ]
-        gone = {**self.lost, **{url: f"took no part: {reason}" for url, reason in self.absent.items()}}
-        return "; ".join([*serve, *(f"{url}: {what}" for url, what in gone.items())])
+        failed = {**self.lost, **{url: f"took no part: {reason}" for url, reason in self.absent.items()}}
+        return "; ".join([*serve, *(f"{url}: {what}" for url, what in failed.items())])
 
 
 class SyncFailed(WeightSyncError):
@@ -51,46 +51,45 @@ class SyncUndone(SyncFailed, WeightSyncUndone):
     """No server has the new weights, and some serve the old ones."""
 
 
-class Fleet:
-    """The servers of one sync; one that fails moves from `clients` to `lost`.
+class SyncServers:
+    """The servers of one sync; one that fails moves from `left` to `lost`.
 
     Args:
-        clients: one for each server.
         timeout_s: for each request, and for the trainer's next bucket.
     """
 
-    def __init__(self, clients: Sequence[SGLangClient], timeout_s: float) -> None:
-        self.clients = list(clients)
+    def __init__(self, servers: Sequence[Server], timeout_s: float) -> None:
+        self.left = list(servers)
         self.timeout_s = timeout_s
-        self.has_old_weights = True  # the weights of `clients` are untouched
-        self.lost: dict[str, str] = {}  # why, by address
-        self.silent: set[str] = set()  # the lost ones that do not answer at all
+        self.has_old_weights = True  # the weights of `left` are untouched
+        self.lost: dict[str, str] = {}  # address to the reason
+        self.silent: set[Server] = set()  # lost ones that do not answer at all
 
-    async def ask(self, question: Callable[[SGLangClient], Awaitable[_T]]) -> dict[str, _T]:
-        """Asks all servers at once and waits for the slowest; answers by address."""
-        clients = list(self.clients)
+    async def ask(self, question: Callable[[Server], Awaitable[_T]]) -> dict[Server, _T]:
+        """Asks all servers at once and waits for the slowest; returns the answers of those that have not failed."""
+        servers = list(self.left)
 
-        async def answer(client: SGLangClient) -> _T:
-            with span("sync", "sync", f"{client.url} sync"):
-                return await question(client)
+        async def answer(server: Server) -> _T:
+            with span("sync", "sync", f"{server.url} sync"):
+                return await question(server)
 
-        outcomes = await asyncio.gather(*map(answer, clients), return_exceptions=True)
-        answers: dict[str, _T] = {}
-        for client, outcome in zip(clients, outcomes, strict=True):
+        outcomes = await asyncio.gather(*map(answer, servers), return_exceptions=True)
+        answers: dict[Server, _T] = {}
+        for server, outcome in zip(servers, outcomes, strict=True):
             if isinstance(outcome, EngineError):
-                self.lose(client.url, str(outcome))
+                self.lose(server, str(outcome))
                 if isinstance(outcome, (EngineUnreachable, EngineTimeout)):
-                    self.silent.add(client.url)
+                    self.silent.add(server)
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                answers[client.url] = outcome
+                answers[server] = outcome
         return answers
 
-    def lose(self, url: str, reason: str) -> None:
-        self.lost[url] = reason
-        self.clients = [client for client in self.clients if client.url != url]
+    def lose(self, server: Server, reason: str) -> None:
+        self.lost[server.url] = reason
+        self.left = [one for one in self.left if one is not server]
 
     def check_some_left(self) -> None:
-        if not self.clients:
+        if not self.left:
             raise WeightSyncError("no server is left")

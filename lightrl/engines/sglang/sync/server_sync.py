@@ -21,21 +21,20 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.concurrency.loop_thread import deaths
 from lightrl.concurrency.wake_up import wake_up
-from lightrl.engines.abilities import Proof
-from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.abilities import Verification
 from lightrl.engines.sglang.connection import ServerRefused
+from lightrl.engines.sglang.home_loop import HomeLoop
+from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync.cache_canary import CacheCanary
-from lightrl.engines.sglang.sync.memory import EngineMemory
-from lightrl.engines.sglang.sync.report import Fleet, SyncFailed, SyncReport, SyncUndone
+from lightrl.engines.sglang.sync.report import SyncFailed, SyncReport, SyncServers, SyncUndone
 from lightrl.engines.sglang.sync.transports import WeightTransport
-from lightrl.engines.sglang.sync.weight_proofs import WeightProofs, target_digests
+from lightrl.engines.sglang.sync.verification import WeightVerifier, target_digests
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trace import span
 from lightrl.weights import Bucket
@@ -57,6 +56,7 @@ class BucketFeed:
         self._changed = asyncio.Event()
         self._taken = threading.Event()
         self._next: Bucket | None = None  # offered, not yet taken
+        self._taken_bucket = Bucket({})
         self._is_complete = False  # no further bucket will be put
         self._is_stopped = False  # no further bucket will be taken
         self._error: BaseException | None = None
@@ -66,7 +66,7 @@ class BucketFeed:
         self._taken.clear()
         if self._is_stopped:
             return False
-        self._next = bucket
+        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.written)  # the iterator empties its own
         wake_up(self._loop, self._changed.set)
         wait_while_running(self._loop, self._taken.wait)  # `stop` ends the wait when the coroutine is done
         return not self._is_stopped
@@ -90,7 +90,8 @@ class BucketFeed:
         return self
 
     async def __anext__(self) -> Bucket:
-        """Waits for the next `put` or the end of `with`, at most `timeout_s`."""
+        """Waits for the next `put` or the end of `with`, at most `timeout_s`; empties the bucket before."""
+        self._taken_bucket.tensors.clear()
         while self._next is None:
             if self._error is not None:
                 raise WeightSyncError(f"the export of weights failed: {self._error!r}") from self._error
@@ -103,13 +104,13 @@ class BucketFeed:
                 raise WeightSyncError(
                     f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
                 ) from error
-        bucket, self._next = self._next, None
+        self._taken_bucket, self._next = self._next, None
         self._taken.set()
-        return bucket
+        return self._taken_bucket
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
-    """From another thread: calls `wait` with a number of seconds until it is true.
+    """Calls `wait` with a number of seconds until it is true; from another thread.
 
     Raises:
         WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.
@@ -146,27 +147,40 @@ _NOT_FOUND = 404
 _LAST_RESUME_S = 10.0  # for a server that a cancelled sync has paused
 
 
-@dataclass(frozen=True)
 class ServerSync:
-    """How versions get to servers."""
+    """Loads versions into servers.
 
-    transport: WeightTransport
-    timeout_s: float = 600.0  # for each request and each bucket
-    verify: bool = True  # checks the version that each server reports, and its parameters as far as possible
-    proofs: WeightProofs | None = None  # of the versions sent; None compares the servers with each other only
-    canary: CacheCanary | None = None  # shows whether the load has emptied the prefix caches
-    memory: EngineMemory | None = None  # of colocated servers: weights get theirs before the load, the rest after it
-    track: Callable[[], object] = lambda: None  # called in the task of a load, which then ends with the engine
-    hold_requests: Callable[[], Awaitable[None]] | None = None  # before the pause, which would queue behind new ones
+    Args:
+        timeout_s: for each request and each bucket.
+        verify: checks the version that each server reports, and its parameters as far as possible.
+        verifier: has the digests of the versions sent; None compares the servers with each other only.
+        canary: shows whether a load has emptied the prefix caches.
+    """
+
+    def __init__(
+        self,
+        transport: WeightTransport,
+        *,
+        timeout_s: float = 600.0,
+        verify: bool = True,
+        verifier: WeightVerifier | None = None,
+        canary: CacheCanary | None = None,
+    ) -> None:
+        self.transport = transport
+        self.timeout_s = timeout_s
+        self.verify = verify
+        self.verifier = verifier
+        self.canary = canary
 
     async def load(
         self,
-        clients: Sequence[SGLangClient],
+        servers: Sequence[Server],
         buckets: AsyncIterator[Bucket] | None,
         *,
         weight_version: int,
         previous_version: int | None = None,
         report: SyncReport | None = None,
+        before_pause: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport:
         """Loads a version into all servers; the report says which serve it afterwards and which are lost.
 
@@ -177,66 +191,59 @@ class ServerSync:
             buckets: of the trainer; None loads what the transport holds, for late servers.
             previous_version: what the servers have now; restored if none takes the new one.
             report: is filled in during the sync, for a caller that needs it whatever is raised.
+            before_pause: holds new requests, behind which the pause would queue.
 
         Raises:
             SyncFailed: if no server has the new version.
         """
-        self.track()
-        fleet = Fleet(clients, self.timeout_s)
+        sync = SyncServers(servers, self.timeout_s)
         report = report or SyncReport(weight_version)
-        report.lost = fleet.lost
+        report.lost = sync.lost
         report.previous_version = previous_version
-        # Released weights are gone.
-        fleet.has_old_weights = not any(self.memory and self.memory.released(client.url) for client in clients)
+        sync.has_old_weights = not any(server.released for server in servers)  # released weights are gone
         is_settled = False
         try:
-            await self._load(fleet, buckets, report)
+            await self._load(sync, buckets, report, before_pause)
             is_settled = True
         except WeightSyncError as error:
             is_settled = True
-            if fleet.has_old_weights and previous_version is not None:
-                report.versions |= dict.fromkeys(await _resumed(fleet), previous_version)
+            if sync.has_old_weights and previous_version is not None:
+                report.versions |= dict.fromkeys(await _resumed(sync), previous_version)
             else:
-                await self._roll_back(fleet, clients, report, previous_version, str(error))
+                await self._roll_back(sync, servers, report, previous_version, str(error))
             raise (SyncUndone if report.versions else SyncFailed)(
                 f"Weight version {weight_version} reached no server: {error}. {report.describe()}. Check the servers' "
                 "logs; a run resumed from the last checkpoint loads its version again.",
                 report,
             ) from error
         finally:
-            if not is_settled and fleet.has_old_weights:
-                fleet.timeout_s = _LAST_RESUME_S
-                await asyncio.shield(_resumed(fleet))
+            if not is_settled and sync.has_old_weights:
+                sync.timeout_s = _LAST_RESUME_S
+                await asyncio.shield(_resumed(sync))
         return report
 
     def load_from_thread(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        clients: Sequence[SGLangClient],
-        buckets: Iterable[Bucket] | None,
-        *,
-        weight_version: int,
-        previous_version: int | None = None,
-        report: SyncReport | None = None,
+        self, home: HomeLoop, servers: Sequence[Server], buckets: Iterable[Bucket] | None, **settings: Any
     ) -> SyncReport:
-        """`load` on `loop`, with buckets that the calling thread gathers; not for the loop's own thread.
+        """`load` on the home loop, with buckets that the calling thread gathers; not for the loop's own thread.
 
         While one bucket is sent the next is gathered: at most two are alive. An error of `buckets` ends the sync and
         passes through.
         """
+        loop = home.loop
         feed = BucketFeed(loop, timeout_s=self.timeout_s) if buckets is not None else None
-        future = asyncio.run_coroutine_threadsafe(
-            self.load(clients, feed, weight_version=weight_version, previous_version=previous_version, report=report),
-            loop,
-        )
+
+        async def load() -> SyncReport:
+            with home.counted():  # it ends with the engine
+                return await self.load(servers, feed, **settings)
+
+        future = asyncio.run_coroutine_threadsafe(load(), loop)
         if feed is not None and buckets is not None:
             future.add_done_callback(lambda done: feed.stop())
             try:
                 with feed:
                     for bucket in buckets:
-                        is_taken = feed.put(bucket)
-                        del bucket  # else it stays alive while the next is gathered
-                        if not is_taken:
+                        if not feed.put(bucket):
                             break  # the sync has failed
             finally:
                 with contextlib.suppress(WeightSyncError):
@@ -247,52 +254,59 @@ class ServerSync:
         except concurrent.futures.CancelledError as error:
             raise loop_ended(loop) from error
 
-    async def _load(self, fleet: Fleet, buckets: AsyncIterator[Bucket] | None, report: SyncReport) -> None:
-        """All steps; raises WeightSyncError when no server is left."""
-        fleet.check_some_left()
+    async def _load(
+        self,
+        sync: SyncServers,
+        buckets: AsyncIterator[Bucket] | None,
+        report: SyncReport,
+        before_pause: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        """Runs all steps; raises WeightSyncError when no server is left."""
+        sync.check_some_left()
         with _timed(report, "stage"):
-            async with self._planted(fleet, report), self._held(fleet, report):
+            async with self._canaries(sync, report), self._old_weights_checked(sync, report):
                 if buckets is not None:
-                    await self.transport.stage(fleet, buckets, report.weight_version)
+                    await self.transport.stage(sync, buckets, report.weight_version)
                 elif not self.transport.holds(report.weight_version):
-                    raise WeightSyncError("the transport no longer holds it, sync again")
-            fleet.check_some_left()
+                    version = report.weight_version
+                    raise WeightSyncError(f"the transport no longer holds weight version {version}; run another sync")
+            sync.check_some_left()
         with _timed(report, "pause"):
-            if self.hold_requests is not None:
-                await self.hold_requests()
-            await self._pause(fleet)
-            fleet.check_some_left()
+            if before_pause is not None:
+                await before_pause()
+            await self._pause(sync)
+            sync.check_some_left()
         with _timed(report, "load"):
-            fleet.has_old_weights = False
-            report.num_bytes = await self._transfer(fleet, buckets, report.weight_version)
+            sync.has_old_weights = False
+            report.num_bytes = await self._transfer(sync, buckets, report.weight_version)
         with _timed(report, "verify"):
             if self.verify:
-                report.proofs = await _verify(fleet, report.weight_version, self.proofs)
-                fleet.check_some_left()
+                report.verified_by = await _verify(sync, report.weight_version, self.verifier)
+                sync.check_some_left()
         with _timed(report, "resume"):
-            report.versions = dict.fromkeys(await self._resume(fleet), report.weight_version)
-            fleet.check_some_left()
+            report.versions = dict.fromkeys(await self._resume(sync), report.weight_version)
+            sync.check_some_left()
 
     @contextlib.asynccontextmanager
-    async def _planted(self, fleet: Fleet, report: SyncReport) -> AsyncIterator[None]:
-        """Plants canaries meanwhile, in servers that generate with the previous version."""
-        planting: dict[str, asyncio.Task[int]] = {}
-        if self.canary is not None and report.previous_version is not None and fleet.has_old_weights:
-            planting = self.canary.plant(fleet.clients, report.previous_version)
+    async def _canaries(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
+        """Generates canaries meanwhile, in servers that generate with the previous version."""
+        starting: dict[str, asyncio.Task[int]] = {}
+        if self.canary is not None and report.previous_version is not None and sync.has_old_weights:
+            starting = self.canary.start(sync.left, report.previous_version)
         try:
             yield
         finally:
             if self.canary is not None:
-                report.planted = await self.canary.settle(planting)
+                report.canaries = await self.canary.settle(starting)
 
     @contextlib.asynccontextmanager
-    async def _held(self, fleet: Fleet, report: SyncReport) -> AsyncIterator[None]:
+    async def _old_weights_checked(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
         """Checks meanwhile that the servers still have what the last load gave them; the coming one repairs them."""
         checks: list[asyncio.Task[None]] = []
         version = report.previous_version
-        is_known = version is not None and version != report.weight_version and fleet.has_old_weights
-        if self.verify and self.proofs is not None and is_known:
-            checks = [asyncio.ensure_future(self._check_held(client, report)) for client in fleet.clients]
+        is_known = version is not None and version != report.weight_version and sync.has_old_weights
+        if self.verify and self.verifier is not None and is_known:
+            checks = [asyncio.ensure_future(self._check_old_weights(server, report)) for server in sync.left]
         try:
             yield
             await asyncio.gather(*checks)  # before the load changes the weights
@@ -300,68 +314,66 @@ class ServerSync:
             for check in checks:
                 check.cancel()
 
-    async def _check_held(self, client: SGLangClient, report: SyncReport) -> None:
-        assert self.proofs is not None
+    async def _check_old_weights(self, server: Server, report: SyncReport) -> None:
+        assert self.verifier is not None
         assert report.previous_version is not None
         with contextlib.suppress(EngineError):  # the load itself says what is wrong
-            answer = await checksums(client, self.timeout_s)
-            proof, problem = self.proofs.judge(client.url, report.previous_version, answer)
-            if proof is None:
+            answer = await checksums(server, self.timeout_s)
+            check, problem = self.verifier.verify(server, report.previous_version, answer)
+            if check is None:
                 log.warning(
                     "%s changed its weights after the last load: %s. Some tokens of that version may come from others; "
                     "it gets the new version now.",
-                    client.url,
+                    server.url,
                     problem,
                 )
 
-    async def _pause(self, fleet: Fleet) -> None:
-        await fleet.ask(lambda client: client.pause(timeout_s=fleet.timeout_s))
-        if self.memory is not None:
-            await self.memory.resume(fleet.clients, ["weights"], fleet.ask)
+    async def _pause(self, sync: SyncServers) -> None:
+        await sync.ask(lambda server: server.client.pause(timeout_s=sync.timeout_s))
+        await sync.ask(lambda server: server.resume_memory(["weights"]))
 
-    async def _resume(self, fleet: Fleet) -> list[str]:
-        if self.memory is not None:
-            await self.memory.resume(fleet.clients, None, fleet.ask)
-        return await _resumed(fleet)
+    async def _resume(self, sync: SyncServers) -> list[str]:
+        await sync.ask(lambda server: server.resume_memory())
+        return await _resumed(sync)
 
-    async def _transfer(self, fleet: Fleet, buckets: AsyncIterator[Bucket] | None, weight_version: int) -> int:
-        has_bracket: dict[str, bool] = {}
+    async def _transfer(self, sync: SyncServers, buckets: AsyncIterator[Bucket] | None, weight_version: int) -> int:
+        has_bracket: dict[Server, bool] = {}
         if self.transport.needs_bracket:
-            has_bracket = await fleet.ask(_begin)
-            fleet.check_some_left()
+            has_bracket = await sync.ask(_begin)
+            sync.check_some_left()
         if buckets is not None:
-            num_bytes = await self.transport.load(fleet, buckets, weight_version)
+            num_bytes = await self.transport.load(sync, buckets, weight_version)
         else:
-            num_bytes = await self.transport.load_held(fleet, weight_version)
+            num_bytes = await self.transport.load_held(sync, weight_version)
         if self.transport.needs_bracket:
 
-            async def end(client: SGLangClient) -> None:
-                if has_bracket[client.url]:
-                    await client.end_weight_update()
+            async def end(server: Server) -> None:
+                if has_bracket[server]:
+                    await server.client.end_weight_update()
 
-            await fleet.ask(end)
-        fleet.check_some_left()
+            await sync.ask(end)
+        sync.check_some_left()
         return num_bytes
 
     async def _roll_back(
         self,
-        failed: Fleet,
-        clients: Sequence[SGLangClient],
+        failed: SyncServers,
+        servers: Sequence[Server],
         report: SyncReport,
         previous_version: int | None,
         reason: str,
     ) -> None:
         """Servers that answer get the previous version again and continue with it; the others are lost."""
-        for client in list(failed.clients):
-            failed.lose(client.url, reason)
+        for server in list(failed.left):
+            failed.lose(server, reason)
         if previous_version is None or not self.transport.holds(previous_version):
             return
-        fleet = Fleet([client for client in clients if client.url not in failed.silent], self.timeout_s)
+        sync = SyncServers([server for server in servers if server not in failed.silent], self.timeout_s)
         with contextlib.suppress(WeightSyncError):
-            await self._pause(fleet)
-            await self._transfer(fleet, None, previous_version)
-            report.proofs = await _verify(fleet, previous_version, self.proofs)
-            for url in await self._resume(fleet):
+            await self._pause(sync)
+            await self._transfer(sync, None, previous_version)
+            report.verified_by = await _verify(sync, previous_version, self.verifier)
+            for url in await self._resume(sync):
                 report.versions[url] = previous_version
                 report.rolled_back[url] = report.lost.pop(url)
 
@@ -370,65 +382,66 @@ def _wait(future: concurrent.futures.Future[SyncReport], loop: asyncio.AbstractE
     wait_while_running(loop, lambda seconds: concurrent.futures.wait([future], seconds).done)
 
 
-async def _resumed(fleet: Fleet) -> list[str]:
+async def _resumed(sync: SyncServers) -> list[str]:
     """Addresses of the servers that resumed."""
-    return list(await fleet.ask(lambda client: client.resume(timeout_s=fleet.timeout_s)))
+    resumed = await sync.ask(lambda server: server.client.resume(timeout_s=sync.timeout_s))
+    return [server.url for server in resumed]
 
 
-async def _begin(client: SGLangClient) -> bool:
+async def _begin(server: Server) -> bool:
     """Opens the bracket, after it has closed one that a crashed trainer left open."""
     try:
-        return await client.begin_weight_update()
+        return await server.client.begin_weight_update()
     except ServerRefused:
-        await client.end_weight_update()
-        return await client.begin_weight_update()
+        await server.client.end_weight_update()
+        return await server.client.begin_weight_update()
 
 
-async def _verify(fleet: Fleet, weight_version: int, proofs: WeightProofs | None) -> dict[str, Proof]:
-    """How each server was checked. Those that have another version or other parameters leave the fleet."""
-    infos = await fleet.ask(lambda client: client.model_info(timeout_s=fleet.timeout_s))
-    for url, info in infos.items():
+async def _verify(sync: SyncServers, weight_version: int, verifier: WeightVerifier | None) -> dict[str, Verification]:
+    """The check that each server passed. Those that have another version or other parameters are lost."""
+    infos = await sync.ask(lambda server: server.client.model_info(timeout_s=sync.timeout_s))
+    for server, info in infos.items():
         if str(info.get("weight_version")) != str(weight_version):
-            fleet.lose(url, f"it reports version {info.get('weight_version')!r} instead of {weight_version}")
-    answers = await fleet.ask(lambda client: checksums(client, fleet.timeout_s))
-    checked: dict[str, Proof] = dict.fromkeys(answers, "version")
-    if proofs is not None:
-        await in_thread(proofs.finish, weight_version)
-        for url, answer in answers.items():
-            proof, problem = proofs.judge(url, weight_version, answer)
-            if proof is None:
-                fleet.lose(url, problem)
+            sync.lose(server, f"it reports version {info.get('weight_version')!r} instead of {weight_version}")
+    answers = await sync.ask(lambda server: checksums(server, sync.timeout_s))
+    checked: dict[Server, Verification] = dict.fromkeys(answers, "version")
+    if verifier is not None:
+        await in_thread(verifier.finish, weight_version)
+        for server, answer in answers.items():
+            check, problem = verifier.verify(server, weight_version, answer)
+            if check is None:
+                sync.lose(server, problem)
             else:
-                checked[url] = proof
+                checked[server] = check
     others = {
-        client.url: (len(ranks), hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest())
-        for client in fleet.clients
-        if checked[client.url] == "version" and (ranks := target_digests(answers[client.url] or {}))
+        server: (len(ranks), hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest())
+        for server in sync.left
+        if checked[server] == "version" and (ranks := target_digests(answers[server] or {}))
     }
-    for url, agrees in _agreeing(others).items():
+    for server, agrees in _agreeing(others).items():
         if agrees:
-            checked[url] = "replicas"
+            checked[server] = "replicas"
         else:
-            fleet.lose(url, f"its weights have checksum {others[url][1][:12]}, unlike those of the other servers")
-    return {client.url: checked[client.url] for client in fleet.clients}
+            sync.lose(server, f"its weights have checksum {others[server][1][:12]}, unlike those of the other servers")
+    return {server.url: checked[server] for server in sync.left}
 
 
-def _agreeing(engines: Mapping[str, tuple[int, str]]) -> dict[str, bool]:
+def _agreeing(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
     """Whether a server is in the majority of those with as many ranks; without servers that cannot be compared."""
-    agrees: dict[str, bool] = {}
-    for num_ranks in {num for num, _ in engines.values()}:  # what a rank holds depends on the number of ranks
-        group = {url: checksum for url, (num, checksum) in engines.items() if num == num_ranks}
+    agrees: dict[Server, bool] = {}
+    for num_ranks in {num for num, _ in checksum_of.values()}:  # what a rank holds depends on the number of ranks
+        group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}
         ranked = Counter(group.values()).most_common(2)
         majority = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else None
         if len(group) > 1:
-            agrees |= {url: checksum == majority for url, checksum in group.items()}
+            agrees |= {server: checksum == majority for server, checksum in group.items()}
     return agrees
 
 
-async def checksums(client: SGLangClient, timeout_s: float) -> dict[str, Any] | None:
+async def checksums(server: Server, timeout_s: float) -> dict[str, Any] | None:
     """The answer of `/weights_checker`; None if the server has no such route."""
     try:
-        return await client.checksum(timeout_s=timeout_s)
+        return await server.client.checksum(timeout_s=timeout_s)
     except ServerRefused as error:
         if error.status == _NOT_FOUND:
             return None

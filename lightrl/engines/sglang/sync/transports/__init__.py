@@ -1,11 +1,10 @@
 """How the bytes of a weight version reach paused SGLang servers, and what is kept for late ones.
 
-transport.py      WeightTransport, what a sync needs of them
+transport.py      WeightTransport, what a sync needs of them; Streaming, those that send bucket by bucket
 disk.py           a folder that trainer and servers see; written while they generate
-streaming.py      bucket by bucket, what the next two have in common
 broadcast.py      a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
 shared_memory.py  servers of the same host, or of the trainer's GPUs (not run yet); SGLang demands a pickle
-delta.py          what changed, to a receiver beside the servers, which load it from there
+delta.py          what changed, to a receiver next to the servers, which load it from there
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.routes import interface_of, trainer_address
-from lightrl.engines.sglang.sync.report import Fleet
-from lightrl.engines.sglang.sync.transports.streaming import Streaming, num_ranks
+from lightrl.engines.sglang.addresses import interface_of, trainer_address
+from lightrl.engines.sglang.server import Server
+from lightrl.engines.sglang.sync.report import SyncServers
+from lightrl.engines.sglang.sync.transports.transport import Streaming, num_ranks
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen
@@ -23,7 +23,7 @@ _SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may
 
 
 class BroadcastTransport(Streaming):
-    """By broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
+    """Sends by broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
 
     The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
     breaks it for all, a hanging one after `transfer_timeout_s`; the others then get everything from the copy, in a new
@@ -46,7 +46,7 @@ class BroadcastTransport(Streaming):
         self.device = device
         self.transfer_timeout_s = transfer_timeout_s
         self._group: BroadcastGroup | None = None
-        self._members: list[str] = []
+        self._members: list[str] = []  # addresses
 
     async def close(self) -> None:
         group, self._group, self._members = self._group, None, []
@@ -54,26 +54,26 @@ class BroadcastTransport(Streaming):
             with contextlib.suppress(asyncio.TimeoutError):  # NCCL may wait for a member that is gone
                 await asyncio.wait_for(in_thread(group.close), _SERVER_GRACE_S)
 
-    async def _connect(self, fleet: Fleet) -> None:
-        if self._group is not None and self._members == [client.url for client in fleet.clients]:
+    async def _connect(self, servers: SyncServers) -> None:
+        if self._group is not None and self._members == [server.url for server in servers.left]:
             return
         for attempt in range(2):
-            await self._leave(fleet)
+            await self._leave(servers)
             try:
-                self._group = await self._join(fleet)
+                self._group = await self._join(servers)
                 break
             except WeightSyncError:
                 if attempt:
                     raise
-        self._members = [client.url for client in fleet.clients]
+        self._members = [server.url for server in servers.left]
 
-    async def _join(self, fleet: Fleet) -> BroadcastGroup:
-        sizes = await fleet.ask(num_ranks)  # dead servers drop out here: a group waits for all members
-        fleet.check_some_left()
+    async def _join(self, servers: SyncServers) -> BroadcastGroup:
+        sizes = await servers.ask(num_ranks)  # dead servers drop out here: a group waits for all members
+        servers.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
         try:
-            host = trainer_address(sizes, self.trainer_host)
+            host = trainer_address([server.url for server in sizes], self.trainer_host)
         except (ValueError, EngineError) as error:  # the network has changed since the start
             raise WeightSyncError(str(error)) from error
         name, listener = f"lightrl-{secrets.token_hex(16)}", listen(host)
@@ -90,10 +90,10 @@ class BroadcastTransport(Streaming):
                 2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store has one deadline, the group another
             )
         )  # fmt: skip
-        trying = Fleet(fleet.clients, fleet.timeout_s)  # one that does not join makes all others fail
+        trying = SyncServers(servers.left, servers.timeout_s)  # one that does not join makes all others fail
         await trying.ask(
-            lambda client: client.init_weights_group(
-                name, master_address=host, master_port=port, rank_offset=offsets[client.url],
+            lambda server: server.client.init_weights_group(
+                name, master_address=host, master_port=port, rank_offset=offsets[server],
                 world_size=world_size, backend=backend, timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
             )
         )  # fmt: skip
@@ -103,17 +103,17 @@ class BroadcastTransport(Streaming):
             raise WeightSyncError("; ".join(f"{url}: {what}" for url, what in trying.lost.items()))
         return group
 
-    async def _leave(self, fleet: Fleet) -> None:
+    async def _leave(self, servers: SyncServers) -> None:
         group, members = self._group, self._members
         await self.close()
         if group is None:
             return
-        for client in fleet.clients:
-            if client.url in members:
+        for server in servers.left:
+            if server.url in members:
                 with contextlib.suppress(EngineError):  # it may have been restarted
-                    await client.destroy_weights_group(group.name)
+                    await server.client.destroy_weights_group(group.name)
 
-    async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+    async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
         group = self._group
         assert group is not None
         layout = self.form.layout(bucket)
@@ -125,35 +125,35 @@ class BroadcastTransport(Streaming):
                 group.close()  # now, so that servers waiting for a dead one notice before their own deadline
                 raise
 
-        failed: list[str] = []  # addresses, in order of failure
+        failed: list[Server] = []  # in order of failure
 
-        async def tell(client: SGLangClient) -> None:
+        async def receive(server: Server) -> None:
             try:
                 timeout_s = self.transfer_timeout_s + _SERVER_GRACE_S
-                await client.update_weights_from_distributed(layout, group.name, version, timeout_s=timeout_s)
+                await server.client.update_weights_from_distributed(layout, group.name, version, timeout_s=timeout_s)
             except EngineError:
-                failed.append(client.url)
+                failed.append(server)
                 raise
 
         sending = asyncio.ensure_future(_within(in_thread(send), self.transfer_timeout_s + _SERVER_GRACE_S))
-        telling = Fleet(fleet.clients, fleet.timeout_s)
-        await telling.ask(tell)
+        receiving = SyncServers(servers.left, servers.timeout_s)
+        await receiving.ask(receive)
         with contextlib.suppress(WeightSyncError):
             await sending
         if not failed and sending.exception() is None:
             return
         # The silent ones are lost, else the one that failed first; the others failed because of it.
-        for url in telling.silent or failed[:1]:
-            fleet.lose(url, telling.lost[url])
-        fleet.silent |= telling.silent
-        await self._leave(fleet)
+        for server in receiving.silent or failed[:1]:
+            servers.lose(server, receiving.lost[server.url])
+        servers.silent |= receiving.silent
+        await self._leave(servers)
         raise WeightSyncError(
-            f"the group broke: {'; '.join(telling.lost.values()) or sending.exception()}"
+            f"the group broke: {'; '.join(receiving.lost.values()) or sending.exception()}"
         ) from sending.exception()
 
 
 async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """For what has a deadline of its own that it may not keep, such as NCCL on a device that hangs."""
+    """Bounds a step that has a deadline of its own and may not keep it, such as NCCL on a device that hangs."""
     try:
         return await asyncio.wait_for(step, timeout_s)
     except asyncio.TimeoutError as error:

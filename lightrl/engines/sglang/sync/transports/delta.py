@@ -1,4 +1,4 @@
-"""DeltaTransport: only what changed, to a receiver beside the servers, which load it from there."""
+"""DeltaTransport: only what changed, to a receiver next to the servers, which load it from there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from urllib.parse import urlencode
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.addresses import RECEIVER_HELP
-from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
+from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync.receiver import PROTOCOL
-from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.sync.report import SyncServers
 from lightrl.engines.sglang.sync.transports.transport import WeightTransport
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
 from lightrl.weights import Bucket, ServerForm
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _IN_FLIGHT = 4  # parts: hides the round trip, and bounds the memory
-_LOOK_S = 0.2  # between two questions to a receiver that is starting
+_POLL_S = 0.2  # between two questions to a receiver that is starting
 
-Answers = dict[str, dict[str, Any]]  # by address; with `error` from a receiver that failed
+Answers = dict[str, dict[str, Any]]  # address to answer; with `error` from a receiver that failed
 
 
 class DeltaTransport(WeightTransport):
@@ -62,26 +62,25 @@ class DeltaTransport(WeightTransport):
     ) -> None:
         self.form = form
         self.copy = DeltaCopy(form)
-        self.num_bytes = 0  # that this process sent for the last version
+        self.num_bytes = 0  # bytes that this process sent for the last version
         self._config = served_config(config, form)
         self._connect = connect
         self._receiver_of = receiver_of
         self._wait_s = wait_s
         self._run = secrets.token_hex(8)
-        self._version = NOTHING  # of the copy
-        self._previous = NOTHING  # which the receivers can restore
-        self._folders: dict[str, str] = {}  # of receivers that have the version to load
+        self._version = NOTHING  # version of the copy
+        self._previous = NOTHING  # version that the receivers can restore
+        self._folders: dict[str, str] = {}  # receiver to folder, if it has the version to load
 
-    async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+    async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
         base, self._version, self._previous = self._version, NOTHING, NOTHING
         self._folders, self.num_bytes = {}, 0
         self.copy.begin(weight_version)
-        async with _Receivers(self._connect, fleet.timeout_s) as receivers:
-            beginning = asyncio.ensure_future(self._begun(receivers, self._urls(fleet), base))
+        async with _Receivers(self._connect, servers.timeout_s) as receivers:
+            beginning = asyncio.ensure_future(self._begin_sending(receivers, self._urls(servers), base))
             try:
                 async for bucket in buckets:
                     parts, copied = await in_thread(self.copy.take_delta, bucket, bool(base.digest))
-                    del bucket  # else it stays alive while the next is gathered
                     delta, full = await beginning
                     await delta.send(parts)
                     await full.send(full_parts(copied))
@@ -97,10 +96,12 @@ class DeltaTransport(WeightTransport):
             self.num_bytes = delta.num_bytes + full.num_bytes
             for url, error in delta.errors.items():
                 log.warning("The weight receiver %s did not take a delta and gets the whole version: %s", url, error)
-            await self._bring(fleet, receivers, self._version)
+            await self._bring(servers, receivers, self._version)
 
-    async def _begun(self, receivers: _Receivers, urls: Sequence[str], base: Version) -> tuple[_Sending, _Sending]:
-        """To the receivers that have the base, and to those that need the whole version."""
+    async def _begin_sending(
+        self, receivers: _Receivers, urls: Sequence[str], base: Version
+    ) -> tuple[_Sending, _Sending]:
+        """Begins with the receivers that have the base, and with those that need the whole version."""
         states = await self._states(receivers, urls)
         reached = [url for url, state in states.items() if "error" not in state]
         has_base = [url for url in reached if base.digest and states[url]["digest"] == base.digest]
@@ -109,31 +110,34 @@ class DeltaTransport(WeightTransport):
         await asyncio.gather(delta.begin(), full.begin())
         return delta, full
 
-    async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        await fleet.ask(lambda client: self._load(client, fleet.timeout_s, weight_version))
+    async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        await servers.ask(lambda server: self._load(server, servers.timeout_s, weight_version))
         return self.num_bytes
 
-    async def load_held(self, fleet: Fleet, weight_version: int) -> int:
+    async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         version = self._version if self._version.weight_version == weight_version else self._previous
         self._folders, self.num_bytes = {}, 0
-        async with _Receivers(self._connect, fleet.timeout_s) as receivers:
-            await self._bring(fleet, receivers, version)
-        await fleet.ask(lambda client: self._load(client, fleet.timeout_s, weight_version))
+        async with _Receivers(self._connect, servers.timeout_s) as receivers:
+            await self._bring(servers, receivers, version)
+        await servers.ask(lambda server: self._load(server, servers.timeout_s, weight_version))
         return self.num_bytes
 
     def holds(self, weight_version: int) -> bool:
         return weight_version in (self._version.weight_version, self._previous.weight_version) and weight_version >= 0
 
-    def _urls(self, fleet: Fleet) -> list[str]:
-        return sorted({self._receiver_of(client.url) for client in fleet.clients})
+    async def close(self) -> None:
+        self.copy.close()
 
-    async def _load(self, client: SGLangClient, timeout_s: float, weight_version: int) -> None:
-        folder = self._folders[self._receiver_of(client.url)]
-        await client.update_weights_from_disk(folder, weight_version=str(weight_version), timeout_s=timeout_s)
+    def _urls(self, servers: SyncServers) -> list[str]:
+        return sorted({self._receiver_of(server.url) for server in servers.left})
 
-    async def _bring(self, fleet: Fleet, receivers: _Receivers, version: Version) -> None:
-        """Gives the version to the receivers that lack it; servers of those that do not take it leave the fleet."""
-        urls = [url for url in self._urls(fleet) if url not in self._folders]
+    async def _load(self, server: Server, timeout_s: float, weight_version: int) -> None:
+        folder = self._folders[self._receiver_of(server.url)]
+        await server.client.update_weights_from_disk(folder, weight_version=str(weight_version), timeout_s=timeout_s)
+
+    async def _bring(self, servers: SyncServers, receivers: _Receivers, version: Version) -> None:
+        """Gives the version to the receivers that lack it; servers of those that do not take it are lost."""
+        urls = [url for url in self._urls(servers) if url not in self._folders]
         states = await self._states(receivers, urls)
         errors = {url: state["error"] for url, state in states.items() if "error" in state}
         for url, state in states.items():
@@ -154,13 +158,13 @@ class DeltaTransport(WeightTransport):
         reasons = {url: f"the weight receiver {url}: {errors.get(url, 'it lacks the version')}" for url in urls}
         if not self._folders:  # the servers are not to blame, and keep what they have
             raise WeightSyncError("; ".join(reasons.values()))
-        for client in list(fleet.clients):
-            url = self._receiver_of(client.url)
+        for server in list(servers.left):
+            url = self._receiver_of(server.url)
             if url not in self._folders:
-                fleet.lose(client.url, reasons[url])
+                servers.lose(server, reasons[url])
 
     async def _states(self, receivers: _Receivers, urls: Sequence[str]) -> Answers:
-        """What each receiver has; waits for those that do not answer."""
+        """Asks each receiver what it has; waits for those that do not answer."""
         deadline = time.monotonic() + self._wait_s
 
         async def ask(url: str) -> dict[str, Any]:
@@ -168,7 +172,7 @@ class DeltaTransport(WeightTransport):
                 state = await receivers.state(url)
                 if not state.get("is_silent") or time.monotonic() > deadline:
                     return state
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
 
         return dict(zip(urls, await asyncio.gather(*(ask(url) for url in urls)), strict=True))
 
@@ -192,7 +196,7 @@ class _Receivers:
         self, urls: Sequence[str], path: str, body: dict[str, Any] | bytes, fields: dict[str, Any] | None = None
     ) -> Answers:
         """Sends one request to each of these receivers, to all at the same time."""
-        asked = list(urls)  # the caller may remove some meanwhile
+        receivers = list(urls)  # the caller may remove some meanwhile
         query = f"?{urlencode(fields)}" if fields else ""
 
         async def ask(url: str) -> dict[str, Any]:
@@ -204,10 +208,10 @@ class _Receivers:
                 return {"error": str(error)}
             return answer
 
-        return dict(zip(asked, await asyncio.gather(*map(ask, asked)), strict=True))
+        return dict(zip(receivers, await asyncio.gather(*map(ask, receivers)), strict=True))
 
     async def state(self, url: str) -> dict[str, Any]:
-        """With `error` if there is none, and `is_silent` if nothing answered."""
+        """Returns a receiver's state, with `error` if there is none, and `is_silent` if nothing answered."""
         connection = self._connect(url)
         try:
             state: dict[str, Any] = await connection.request("POST", "/state", {}, num_retries=0)
@@ -230,10 +234,10 @@ class _Sending:
     """One version, a delta if it has a base, on its way to some receivers, part by part."""
 
     def __init__(self, receivers: _Receivers, urls: Sequence[str], base: str) -> None:
-        self.urls = list(urls)  # those that have not failed
+        self.urls = list(urls)  # receivers that have not failed
         self.errors: dict[str, str] = {}
         self.folders: dict[str, str] = {}  # once it is finished
-        self.num_bytes = 0  # that left this process
+        self.num_bytes = 0  # bytes that left this process
         self._receivers = receivers
         self._base = base
         self._session = secrets.token_hex(8)

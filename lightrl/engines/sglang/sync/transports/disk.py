@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.sync.report import SyncServers
 from lightrl.engines.sglang.sync.transports.transport import WeightTransport
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, WeightFolder
@@ -25,41 +25,40 @@ class DiskTransport(WeightTransport):
     def __init__(self, folder: WeightFolder) -> None:
         self.folder = folder
 
-    async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        writer = await self._on_disk(fleet, self.folder.begin, weight_version)
+    async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+        writer = await self._on_disk(servers, self.folder.begin, weight_version)
         try:
             async for bucket in buckets:
-                await self._on_disk(fleet, writer.add, bucket)
-                del bucket  # else it stays alive while the next is gathered
-            await self._on_disk(fleet, writer.finish)
+                await self._on_disk(servers, writer.add, bucket)
+            await self._on_disk(servers, writer.finish)
         finally:
             with contextlib.suppress(WeightSyncError):
-                await self._on_disk(fleet, writer.discard)
+                await self._on_disk(servers, writer.discard)
 
-    async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        return await self.load_held(fleet, weight_version)
+    async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        return await self.load_held(servers, weight_version)
 
-    async def load_held(self, fleet: Fleet, weight_version: int) -> int:
+    async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         place = self.folder.path_of(weight_version)
         if not await self._on_disk(
-            fleet, is_whole, place
+            servers, is_whole, place
         ):  # SGLang's own rollback reads the same folder again, and dies
             raise WeightSyncError(f"The folder {str(place)!r} is incomplete: a file is missing or truncated.")
-        await fleet.ask(
-            lambda client: client.update_weights_from_disk(
-                str(place), weight_version=str(weight_version), timeout_s=fleet.timeout_s
+        await servers.ask(
+            lambda server: server.client.update_weights_from_disk(
+                str(place), weight_version=str(weight_version), timeout_s=servers.timeout_s
             )
         )
         return sum(file.stat().st_size for file in place.glob("*.safetensors"))
 
-    async def _on_disk(self, fleet: Fleet, step: Callable[..., _T], *arguments: Any) -> _T:
+    async def _on_disk(self, servers: SyncServers, step: Callable[..., _T], *arguments: Any) -> _T:
         """A network folder may hang for ever; its thread is then abandoned."""
         try:
-            return await asyncio.wait_for(in_thread(step, *arguments), fleet.timeout_s)
+            return await asyncio.wait_for(in_thread(step, *arguments), servers.timeout_s)
         except asyncio.TimeoutError as error:
             raise WeightSyncError(
                 f"the disk of {str(self.folder.root)!r} did not finish a step within engine.timeouts.sync_s="
-                f"{fleet.timeout_s:g}. It may be a network folder that hangs. Check it, or set another weight_folder."
+                f"{servers.timeout_s:g}. It may be a network folder that hangs. Check it, or set another weight_folder."
             ) from error
 
     def holds(self, weight_version: int) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.sglang.sync.report import Fleet
-from lightrl.engines.sglang.sync.transports.streaming import Streaming, num_ranks
+from lightrl.engines.sglang.server import Server
+from lightrl.engines.sglang.sync.report import SyncServers
+from lightrl.engines.sglang.sync.transports.transport import Streaming, num_ranks
 from lightrl.weights import Bucket, ServerForm, SharedBucket, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
 
-GPU_PART_BYTES = 2**29  # of a block in GPU memory
+GPU_PART_BYTES = 2**29  # size of a block in GPU memory
 
 
 class SharedMemoryTransport(Streaming):
@@ -23,28 +24,28 @@ class SharedMemoryTransport(Streaming):
         super().__init__(form)
         self.part_bytes = part_bytes
         self._shared = SharedBucket(self.form)
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[Server, int] = {}  # ranks
 
-    async def _connect(self, fleet: Fleet) -> None:
-        self._sizes = await fleet.ask(num_ranks)
+    async def _connect(self, servers: SyncServers) -> None:
+        self._sizes = await servers.ask(num_ranks)
 
-    async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+    async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
         for part in bucketed(bucket.tensors.items(), self.part_bytes):
             await in_thread(self._shared.fill, part)
-            await self._send_part(fleet, version if part.is_last else None)
+            await self._send_part(servers, version if part.is_last else None)
 
-    async def _send_part(self, fleet: Fleet, version: str | None) -> None:
-        await fleet.ask(
-            lambda client: client.update_weights_from_tensor(
-                [self._shared.payload() for _ in range(self._sizes[client.url])],  # one for each rank
+    async def _send_part(self, servers: SyncServers, version: str | None) -> None:
+        await servers.ask(
+            lambda server: server.client.update_weights_from_tensor(
+                [self._shared.payload() for _ in range(self._sizes[server])],  # one for each rank
                 version,
-                timeout_s=fleet.timeout_s,
+                timeout_s=servers.timeout_s,
             )
         )
 
 
 class CudaIpcTransport(SharedMemoryTransport):
-    """As through shared memory, with the block in the memory of rank 0's GPU: no byte passes the host.
+    """Sends as through shared memory, with the block in the memory of rank 0's GPU: no byte passes the host.
 
     Every tp rank of a server gets a handle of its own to the block. A rank on another GPU reads it over NVLink or PCIe,
     which needs peer access between the two. **SGLang demands a pickle**, see weights/shared_memory.py.

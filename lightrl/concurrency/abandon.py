@@ -1,0 +1,71 @@
+"""Tasks and futures that are waited for together, and abandoned when nobody needs them any more."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from typing import Any, TypeVar
+
+_Key = TypeVar("_Key")
+_T = TypeVar("_T")
+_abandoned: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
+
+
+def abandon(futures: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancels these futures, each once, so that it can clean up, and ignores their outcomes."""
+    for future in futures:
+        if future.done():
+            _ignore(future)
+        elif future not in _abandoned:
+            _abandoned.add(future)
+            future.cancel()
+            future.add_done_callback(_ignore)
+
+
+def _ignore(future: asyncio.Future[Any]) -> None:
+    _ = future.cancelled() or future.exception()
+
+
+def _put(done: asyncio.Queue[_Key], key: _Key, future: asyncio.Future[Any]) -> None:
+    done.put_nowait(key)
+
+
+def is_abandoned(future: asyncio.Future[Any] | None) -> bool:
+    """Whether this task or future was abandoned, so that its cancellation is not its own."""
+    return future in _abandoned
+
+
+async def each_when_done(
+    futures: Mapping[_Key, asyncio.Future[_T]],
+) -> AsyncGenerator[tuple[_Key, asyncio.Future[_T]], None]:
+    """Yields each future with its key when it is done, and abandons those that are left at the end.
+
+    A cancellation also waits for their end; a caller that leaves early does not.
+    """
+    done: asyncio.Queue[_Key] = asyncio.Queue()
+    for key, future in futures.items():
+        future.add_done_callback(functools.partial(_put, done, key))
+    try:
+        for _ in range(len(futures)):
+            key = await done.get()
+            yield key, futures[key]
+    except asyncio.CancelledError:
+        if running := [future for future in futures.values() if not future.done()]:
+            abandon(running)
+            await asyncio.wait(running)
+        raise
+    finally:
+        abandon(futures.values())
+
+
+async def wait_or_abandon(
+    task: asyncio.Future[Any], *others: asyncio.Future[Any], within_s: float | None = None
+) -> None:
+    """Waits for a task or the first of `others`; abandons a task that is not done then."""
+    try:
+        await asyncio.wait({task, *others}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            abandon([task])

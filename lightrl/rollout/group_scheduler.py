@@ -1,0 +1,657 @@
+"""GroupScheduler: which groups may start and which a batch takes. Plain decisions: no asyncio, threads, clocks or I/O.
+
+Letters: v the weight version (now), η `max_staleness`, P `groups_per_iteration`, s any version. A group's version is
+that of its oldest token; for a running one it is the version that served when it started, a lower bound.
+
+Windowed order, the default: a group may start once it is among the next (η + 1)·P groups of the stream, and only the
+trainer moves this window, by P groups in each iteration. A batch is the first P groups that were kept, however long one
+of them takes. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions later,
+and which groups a batch has does not depend on how long they took: fast ones are not preferred.
+
+A run that over-samples or resamples stragglers passes over slow groups instead: `find_late` finds those of them for
+which no later batch would come in time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from lightrl.checks.bounds import check_bounds
+from lightrl.checks.printable import count_text
+from lightrl.checks.user_code import named_user_code
+from lightrl.errors import RewardError, RolloutError
+from lightrl.rollout.prompts import Curriculum
+from lightrl.trajectory import Group, Prompt, Trajectory
+
+MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
+MAX_RESAMPLES = 3  # then a group that lost a trajectory is dropped
+
+# Reason of a drop -> how to fix a run in which too many groups are dropped for it.
+ADVICE = {
+    "filtered_zero_variance": "increase group_size or the temperature, or use prompts of medium difficulty",
+    "filtered_too_hard": "lower min_success, or use easier prompts",
+    "filtered_too_easy": "increase max_success, or use harder prompts",
+    "filtered_too_long": "increase max_group_tokens, or lower max_new_tokens",
+    "incomplete": "fix what makes trajectories fail, or train on incomplete groups",
+    "failed": "fix what makes trajectories fail",
+}
+OTHER_ADVICE = "loosen the rule"
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Called with each group that has its rewards; returns why to drop it, as (reason, message), or None to keep it.
+
+    A group teaches by the differences between its trajectories. One whose rewards are all equal has no advantages: it
+    takes up a place in the iteration and gives no gradient. DAPO's dynamic sampling drops such groups and samples new
+    prompts.
+
+    Source: DAPO, https://arxiv.org/abs/2503.14476.
+
+    Dropping changes what is learned. Without groups that always succeed or always fail, the mean training reward no
+    longer shows how good the policy is (validation does), and a bound on tokens favors short completions.
+    """
+
+    drop_zero_variance: bool = True  # all trajectories of the group have the same reward
+    min_success: float = 0.0  # bounds on the group's success rate, 0 to 1
+    max_success: float = 1.0
+    max_group_tokens: int | None = None  # the longest trajectory, prompt not counted
+    rule: Callable[[Group], Any] | None = None  # a word or True drops the group; None, False or "" keeps it
+
+    def __post_init__(self) -> None:
+        check_bounds(1, max_group_tokens=self.max_group_tokens)
+        if not 0 <= self.min_success <= self.max_success <= 1:
+            bounds = f"min_success={self.min_success} and max_success={self.max_success}"
+            raise ValueError(f"0 <= min_success <= max_success <= 1 must hold, got {bounds}.")
+
+    def __call__(self, group: Group) -> tuple[str, str] | None:
+        """The reason and message of the first rule that drops the group; None if no rule does."""
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        success = success_rate(group)
+        longest = max(trajectory.num_loss_tokens for trajectory in group.trajectories)
+        name = f"Group {group.id} of prompt {group.prompt.id!r}"
+        if success < self.min_success:
+            return "filtered_too_hard", f"{name} has success rate {success:.2f}, below min_success={self.min_success}."
+        if success > self.max_success:
+            return "filtered_too_easy", f"{name} has success rate {success:.2f}, above max_success={self.max_success}."
+        if self.drop_zero_variance and rewards.count(rewards[0]) == len(rewards):
+            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in all {len(rewards)} trajectories."
+        if self.max_group_tokens is not None and longest > self.max_group_tokens:
+            bound = f"max_group_tokens={self.max_group_tokens}"
+            return "filtered_too_long", f"{name} has a trajectory of {longest} tokens, above {bound}."
+        reason = self.rule(group) if self.rule is not None else None
+        if not reason:
+            return None
+        return f"filtered_{reason if isinstance(reason, str) else 'rule'}", f"{name} is dropped by the rule."
+
+
+def success_rate(group: Group) -> float:
+    """Mean accuracy of the group's trajectories, 0 to 1; there must be at least one."""
+    return sum(trajectory.accuracy for trajectory in group.trajectories) / len(group.trajectories)
+
+
+class DropsGroups(Protocol):
+    """Returns why to drop a group with rewards, as (reason, message), or None to keep it. `GroupFilter` is one."""
+
+    def __call__(self, group: Group) -> tuple[str, str] | None: ...
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """The controller's settings.
+
+    Args:
+        group_size: G, trajectories per prompt.
+        groups_per_iteration: P.
+        total_groups: what the whole run needs; None if it has no known end.
+        max_staleness: η, in versions; 0 is on-policy.
+        max_concurrent: bound on groups in flight; None leaves it to the staleness bound.
+        redraw_stragglers: start a group again, instead of waiting for it, when it would exceed the staleness bound.
+            Faster with a heavy tail, but it over-represents short completions.
+        rollout_timeout_s: the run ends if no trajectory that a batch waits for finishes for this long.
+        loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for this long.
+        max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fails.
+        curriculum: chooses among the prompts by past success; None runs all of them.
+        group_filter: decides from the rewards which groups are dropped, and why; each is replaced by a new prompt.
+        max_dropped_groups: the run ends if more than this many groups are dropped per P that are kept, by the filter,
+            as incomplete, or because every trajectory failed; 10·P if None.
+        incomplete_groups: if some trajectories of a group fail, `train` on the others, `redraw` the whole group with
+            new seeds (at most three times), or `drop` it for a new prompt.
+        oversample_fraction: start this fraction of P more groups than needed. The run gives up those in flight that
+            would hold a batch back and carries the others over; on-policy it gives up all of them.
+        workflow_workers: processes that run the workflow; 0 runs it on the controller's event loop.
+        defers_rewards: on-policy, `take` returns groups without rewards, and `wait_for_rewards` waits for them; neither
+            `curriculum` nor `group_filter` can read them.
+    """
+
+    group_size: int = 1
+    groups_per_iteration: int = 1
+    total_groups: int | None = None
+    max_staleness: int = 0
+    max_concurrent: int | None = None
+    redraw_stragglers: bool = False
+    rollout_timeout_s: float = 1800.0
+    loop_timeout_s: float = 60.0
+    max_failed_fraction: float = 0.5
+    curriculum: Curriculum | None = None
+    group_filter: DropsGroups | None = None
+    max_dropped_groups: int | None = None
+    incomplete_groups: Literal["train", "redraw", "drop"] = "train"
+    oversample_fraction: float = 0.0
+    workflow_workers: int = 0
+    defers_rewards: bool = False
+
+    def __post_init__(self) -> None:
+        check_bounds(1, group_size=self.group_size, groups_per_iteration=self.groups_per_iteration)
+        check_bounds(1, max_concurrent=self.max_concurrent)
+        check_bounds(0, max_staleness=self.max_staleness, max_dropped_groups=self.max_dropped_groups)
+        check_bounds(0, workflow_workers=self.workflow_workers)
+        check_bounds(0, 1, max_failed_fraction=self.max_failed_fraction)
+        check_bounds(0, 10, oversample_fraction=self.oversample_fraction)
+        timeouts = {"rollout_timeout_s": self.rollout_timeout_s, "loop_timeout_s": self.loop_timeout_s}
+        check_bounds(1e-3, threading.TIMEOUT_MAX, **timeouts)
+        if self.defers_rewards and (self.max_staleness or self.reads_rewards):
+            raise ValueError(
+                "defers_rewards cannot be combined with max_staleness, curriculum, group_filter, incomplete_groups or "
+                "oversample_fraction: they need rewards before a group is taken."
+            )
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether rewards decide which groups are taken, so that they must be known before."""
+        return bool(
+            self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
+        )
+
+    @property
+    def passes_over_stragglers(self) -> bool:
+        """Whether a batch takes later groups before slow ones; else it takes the stream's order."""
+        return self.redraw_stragglers or self.num_oversampled > 0
+
+    @property
+    def num_oversampled(self) -> int:
+        """Groups started beyond the P that an iteration needs."""
+        return math.ceil(self.oversample_fraction * self.groups_per_iteration)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A trajectory that was dropped, and why."""
+
+    reason: str  # one word, for counting
+    message: str
+    prompt_id: str
+
+
+class DropCounter:
+    """Counts since the last batch was taken, against the bounds of the settings; keeps drops until they are drained."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
+        self.last = Drop("none", "nothing was dropped", "")
+        self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
+        self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
+        self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
+        self._num_done = 0  # trajectories, since the last batch was taken
+        self._num_failed = 0  # trajectories that failed, since then
+        self._num_kept = 0  # groups, since then
+        self._num_dropped: collections.Counter[str] = collections.Counter()  # groups, since then
+
+    def begin_iteration(self) -> None:
+        """A batch was taken: the counts start again."""
+        self._num_done = self._num_failed = self._num_kept = 0
+        self._num_dropped.clear()
+
+    def drop(self, reason: str, message: str, prompt: Prompt) -> None:
+        """A trajectory is dropped."""
+        self.last = Drop(reason, message, prompt.id)
+        self._drops.append(self.last)
+
+    def count_thrown_away(self, trajectories: Iterable[Trajectory]) -> None:
+        """Add the finished trajectories of a dropped group to the sums since the start."""
+        for trajectory in trajectories:
+            self.thrown_away["thrown_away_trajectories"] += 1
+            self.thrown_away["thrown_away_tokens"] += trajectory.num_loss_tokens
+            self.thrown_away["thrown_away_correct"] += trajectory.accuracy
+
+    def drop_failed(self, error: RewardError | RolloutError, prompt: Prompt) -> None:
+        """A trajectory is dropped because its workflow or its reward raised this."""
+        self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
+
+    def count_trajectory(self, *, is_failed: bool) -> None:
+        """A trajectory is done.
+
+        Raises:
+            RolloutError: if too many have failed.
+        """
+        self._num_done += 1
+        self._num_failed += is_failed
+        num_expected = self.settings.group_size * self.settings.groups_per_iteration
+        if is_failed:
+            total = max(self._num_done, num_expected)  # async: up to η + 1 iterations' worth
+            self._check_failed(self._num_failed, total, "trajectories failed since the last batch was taken")
+
+    def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
+        """Raises RolloutError if too many of a validation batch failed: a mean over the rest would flatter."""
+        self._check_failed(num_requested - num_rewarded, num_requested, "validation trajectories failed")
+
+    def _check_failed(self, num_failed: int, total: int, what: str) -> None:
+        max_fraction = self.settings.max_failed_fraction
+        if num_failed > max_fraction * total:
+            raise RolloutError(
+                f"Aborting: {num_failed} of {total} {what} (max_failed_fraction={max_fraction:g}). "
+                f"Last failure: {self.last.reason}: {self.last.message}"
+            )
+
+    def count_kept(self) -> None:
+        """A group is kept."""
+        self._num_kept += 1
+
+    def count_given_up(self, reason: str) -> None:
+        """An over-sampled group is dropped; that does not count as a failure."""
+        self._group_drops[reason] += 1
+
+    def count_dropped(self, reason: str, message: str) -> None:
+        """A group is dropped and another prompt takes its place.
+
+        Raises:
+            RolloutError: if too many were dropped.
+        """
+        self._group_drops[reason] += 1
+        self._num_dropped[reason] += 1
+        size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
+        if max_dropped is None:
+            max_dropped = MAX_DROPPED_ITERATIONS * size
+        if self._num_dropped.total() > max_dropped * max(1.0, self._num_kept / size):
+            advice = dict.fromkeys(ADVICE.get(reason, OTHER_ADVICE) for reason, _ in self._num_dropped.most_common())
+            raise RolloutError(
+                f"Aborting: {count_text(self._num_dropped.total(), 'dropped group')} ({dict(self._num_dropped)}) and "
+                f"{self._num_kept} kept since the last batch was taken; max_dropped_groups_per_iteration={max_dropped} "
+                f"per {size} kept. To fix this, {'; or '.join(advice)}. Last drop: {message}"
+            )
+
+    def drain(self) -> list[Drop]:
+        """The trajectories dropped since the last call; from any thread."""
+        return [self._drops.popleft() for _ in range(len(self._drops))]
+
+    def drain_groups(self) -> dict[str, int]:
+        """How many groups were dropped since the last call, by reason."""
+        drops, self._group_drops = dict(self._group_drops), collections.Counter()
+        return drops
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The decision of `take`: the groups to train on, or the running groups to wait for."""
+
+    group_ids: list[int] | None  # P group ids, or None: wait
+    waits_for: list[int]  # running groups that hold the batch back
+    gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would hold this batch back
+
+    def describe_wait(self) -> str:  # the first five groups, for messages
+        more = f" and {len(self.waits_for) - 5} more" if len(self.waits_for) > 5 else ""
+        return f"groups {', '.join(map(str, self.waits_for[:5]))}{more}" if self.waits_for else "more finished groups"
+
+
+@dataclass(eq=False)
+class RunningGroup:
+    """A group that is being sampled; if it is sampled again, that is another object."""
+
+    group: Group
+    started_version: int  # the weights that served when it started: no token is older
+    seed_name: str  # the seeds of its generations follow from this
+    results: dict[int, Trajectory | None] = field(default_factory=dict)  # sample -> trajectory; None was dropped
+
+
+class GroupScheduler:
+    """Knows where each group is. The controller reports what happens and does what the scheduler decides.
+
+        queue ──start──► running ─record, settle─► finished ──take──► taken ──commit──► trained on
+          ▲                 │ resampled                │ overdue          │ not committed: finished again
+          └─────────────────┴──────────────────────────┘
+
+    A position of the prompt stream, once queued, is in one of these places until it is trained on, dropped or given up.
+    """
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
+        self.counter = DropCounter(settings)
+        self.num_consumed = 0  # groups that an iteration was trained on
+        self.num_resampled = 0  # stragglers, since this object was made
+        self.running: dict[int, RunningGroup] = {}
+        self.finished: dict[int, tuple[Group, int]] = {}  # with the version of its oldest token
+        self.taken: list[Group] = []
+        self._queued: list[int] = []  # positions to start next, in order
+        self._again: list[int] = []  # on-policy, positions to sample again in the next admission batch
+        # What a checkpoint has of the groups that were running, by position: version at the start, done samples.
+        self.started: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}
+        self._num_resamples: dict[int, int] = {}  # position in flight -> how often it got new seeds
+
+    @property
+    def num_done_trajectories(self) -> int:
+        """Number of finished trajectories of the groups that the next batch may have, for progress."""
+        ids = [*self.running, *self.finished]
+        if not self.settings.passes_over_stragglers:
+            ids = self._stream()[: self.settings.groups_per_iteration]
+        sizes = {group_id: len(item.results) for group_id, item in self.running.items()}
+        sizes |= dict.fromkeys(self.finished, self.settings.group_size)
+        return sum(sizes.get(group_id, 0) for group_id in ids)
+
+    def _stream(self) -> list[int]:
+        """All that is in flight or finished, in the order of the prompt stream."""
+        return sorted([*self.running, *self.finished, *self._queued, *self._again])
+
+    def may_start(self, weight_version: int) -> bool:
+        """Whether a group may start now.
+
+        On-policy, replacements of dropped groups wait until the whole admission batch before them is done: which groups
+        are sampled, and which are decoded together, then depends on the seed, not on which one finished first.
+        """
+        if self.settings.max_staleness == 0 and self.running and not self._queued:
+            return False
+        if self._num_admissible(weight_version, self.settings.max_concurrent) > 0:
+            return True
+        return bool(self.startable(weight_version))  # after a resume: more is finished than the window holds
+
+    def plan(self, weight_version: int) -> int:
+        """How many new positions to `queue` before groups start; on-policy those of a whole admission batch."""
+        max_concurrent = self.settings.max_concurrent
+        if self.settings.max_staleness == 0:
+            if self.running or self._queued:
+                return 0
+            self._queued, self._again, max_concurrent = sorted(self._again), [], None
+        return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued))
+
+    def room(self, weight_version: int) -> int:
+        """Return the most new positions that `plan` asks for."""
+        max_concurrent = None if self.settings.max_staleness == 0 else self.settings.max_concurrent
+        return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
+
+    def queue(self, position: int) -> None:
+        """Add a position of the prompt stream to those that wait for their start, in the stream's order."""
+        bisect.insort(self._queued, position)
+
+    def startable(self, weight_version: int) -> list[int]:
+        """The queued positions that may start now, in order: those in the window."""
+        if not self._queued:
+            return []
+        accepted = self.num_consumed + len(self.taken)
+        window = set(self._stream()[: num_admissible(self.settings, weight_version, 0, accepted, None)])
+        startable = [position for position in self._queued if position in window]
+        max_concurrent = self.settings.max_concurrent
+        return startable if max_concurrent is None else startable[: max(0, max_concurrent - len(self.running))]
+
+    def start(self, position: int, prompt: Prompt, weight_version: int) -> RunningGroup:
+        """A queued position starts, under these weights."""
+        (self._queued if position in self._queued else self._again).remove(position)
+        num_resamples = self._num_resamples.get(position)
+        seed_name = f"{position}:{prompt.id}" + (f":{num_resamples}" if num_resamples else "")
+        started_version, results = self.started.pop(position, (weight_version, {}))
+        self.running[position] = RunningGroup(Group(position, prompt), started_version, seed_name, results)
+        return self.running[position]
+
+    def _num_admissible(self, weight_version: int, max_concurrent: int | None) -> int:
+        accepted = self.num_consumed + len(self.taken) + len(self.finished)
+        return num_admissible(self.settings, weight_version, len(self.running), accepted, max_concurrent)
+
+    def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> bool:
+        """A trajectory of a running group is done; None if it was dropped. Raises RolloutError if too many failed.
+
+        Returns:
+            True once all trajectories are done, then call `settle`; False before, and if the group is sampled again.
+        """
+        running.results[sample] = trajectory
+        self.counter.count_trajectory(is_failed=trajectory is None)
+        if len(running.results) < self.settings.group_size:
+            return False
+        group = running.group
+        group.trajectories = [item for _, item in sorted(running.results.items()) if item is not None]
+        is_incomplete = len(group.trajectories) < self.settings.group_size
+        num_resamples = self._num_resamples.get(group.id, 0)
+        if is_incomplete and self.settings.incomplete_groups == "redraw" and num_resamples < MAX_RESAMPLES:
+            self._drop(group.id, "incomplete", f"Group {group.id} lost a trajectory and is sampled again.")
+            self._num_resamples[group.id] = num_resamples + 1
+            if self.settings.max_staleness == 0:
+                self._again.append(group.id)
+            else:
+                self.queue(group.id)
+            return False
+        return True
+
+    def settle(self, group: Group) -> None:
+        """Keeps or drops a group whose trajectories are all done. Raises RolloutError if too many were dropped.
+
+        It also raises if the group filter does; the group stays in flight, and a run with a fixed filter resamples it.
+        """
+        self._num_resamples.pop(group.id, None)
+        reason = self._reason_to_drop(group)
+        if reason is None:
+            del self.running[group.id]
+            self._keep(group)
+            self.counter.count_kept()
+        else:
+            self._drop(group.id, *reason)
+            self.counter.count_dropped(*reason)
+
+    def _reason_to_drop(self, group: Group) -> tuple[str, str] | None:
+        num, size = len(group.trajectories), self.settings.group_size
+        if num == 0:
+            return "failed", f"Every trajectory of group {group.id} failed: {self.counter.last.message}"
+        if num < size and self.settings.incomplete_groups != "train":
+            return "incomplete", f"Group {group.id} has {num} of its {size} trajectories."
+        if self.settings.group_filter is None:
+            return None
+        with named_user_code("The group filter", on=f"group {group.id}"):
+            return self.settings.group_filter(group)
+
+    def _keep(self, group: Group) -> None:
+        self.finished[group.id] = (group, group.oldest_version)
+
+    def unrewarded(self) -> list[Group]:
+        """Finished groups without rewards: a checkpoint's, of a run that took groups before their rewards came."""
+        return [group for group, _ in self.finished.values() if any(item.reward is None for item in group.trajectories)]
+
+    def on_rewards(self, groups: Sequence[Group]) -> None:
+        """The groups of `unrewarded` now have their rewards; where all of them failed, the group is sampled again."""
+        for group in groups:
+            if group.trajectories:
+                self._keep(group)
+            else:
+                del self.finished[group.id]
+                self.queue(group.id)
+
+    def begin_take(self, weight_version: int) -> None:
+        """The last batch, unless committed, is finished again; finished groups too old for any batch are resampled."""
+        for group in self.taken:
+            self._keep(group)
+        self.taken = []
+        for group_id in find_late(self.settings, weight_version, _versions(self.finished, weight_version)):
+            bound = f"max_staleness={self.settings.max_staleness}"
+            self._drop(group_id, "stale", f"Group {group_id} is too old for {bound} and is sampled again.")
+            self.queue(group_id)
+
+    def take(self, weight_version: int) -> Batch:
+        """Takes a batch if one can be taken, and leaves out the over-sampled groups that it gives up."""
+        if self.settings.passes_over_stragglers:
+            running = {group_id: item.started_version for group_id, item in self.running.items()}
+            batch = pass_over(self.settings, weight_version, _versions(self.finished, weight_version), running)
+        else:
+            first = self._stream()[: self.settings.groups_per_iteration]
+            waits_for = [group_id for group_id in first if group_id not in self.finished]
+            is_full = not waits_for and len(first) == self.settings.groups_per_iteration
+            batch = Batch(first if is_full else None, [group_id for group_id in waits_for if group_id in self.running])
+        if batch.group_ids is None:
+            return batch
+        self.taken = [self.finished.pop(group_id)[0] for group_id in batch.group_ids]
+        for group_id in batch.gives_up:
+            self._drop(group_id, "oversampled", f"Group {group_id} was over-sampled and the iteration did not need it.")
+            self._num_resamples.pop(group_id, None)
+            self.counter.count_given_up("oversampled")
+        self.counter.begin_iteration()
+        return batch
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether enough groups for a batch are finished, so that it waits for slow ones alone."""
+        return len(self.finished) >= self.settings.groups_per_iteration
+
+    def stragglers(self, batch: Batch, weight_version: int) -> list[int]:
+        """The groups a batch waits for that `resample` should start again: all that then get newer weights."""
+        if not self.settings.redraw_stragglers or not self.is_held_back:
+            return []
+        return [group_id for group_id in batch.waits_for if self.running[group_id].started_version < weight_version]
+
+    def resample(self, group_id: int) -> Prompt:
+        """Puts a running group back into the queue, to `start` with new seeds and this prompt."""
+        running = self.running[group_id]
+        message = f"Group {group_id} of version {running.started_version} held a batch back and is sampled again."
+        self._drop(group_id, "straggler", message)
+        self._num_resamples[group_id] = self._num_resamples.get(group_id, 0) + 1
+        self.num_resampled += 1
+        self.queue(group_id)
+        return running.group.prompt
+
+    def commit(self) -> None:
+        """The groups of the last `take` have been trained on."""
+        self.num_consumed += len(self.taken)
+        self.taken = []
+
+    def _drop(self, group_id: int, reason: str, message: str) -> None:
+        """Removes a running or finished group and drops those of its trajectories that were not dropped before."""
+        if group_id in self.running:
+            running = self.running.pop(group_id)
+            num_failed = sum(trajectory is None for trajectory in running.results.values())
+            prompt, num = running.group.prompt, self.settings.group_size - num_failed
+            self.counter.count_thrown_away(item for item in running.results.values() if item is not None)
+        else:
+            group, _ = self.finished.pop(group_id)
+            prompt, num = group.prompt, len(group.trajectories)
+            self.counter.count_thrown_away(group.trajectories)
+        for _ in range(num):
+            self.counter.drop(reason, message, prompt)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Positions in flight and groups not yet trained on; plain Python."""
+        in_flight = sorted([*self.running, *self._queued, *self._again])
+        started = self.started | {key: (item.started_version, item.results) for key, item in self.running.items()}
+        return {
+            "groups_per_iteration": self.settings.groups_per_iteration,
+            "num_consumed": self.num_consumed,
+            "in_flight": in_flight,
+            "max_staleness": self.settings.max_staleness,
+            "group_size": self.settings.group_size,
+            "begun": [
+                [position, version, [_state_of(*result) for result in sorted(results.items())]]
+                for position, (version, results) in sorted(started.items())
+            ],
+            "redraws": [
+                [position, self._num_resamples[position]] for position in in_flight if position in self._num_resamples
+            ],
+            "finished": [
+                group.state_dict() for group in [*self.taken, *(group for group, _ in self.finished.values())]
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first `take`: restores finished groups; what was in flight starts again first."""
+        num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
+        self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
+        self._queued = sorted(state["in_flight"])
+        self._num_resamples, self.finished = dict(state["redraws"]), {}
+        for record in state["finished"]:
+            self._keep(Group.from_json(record))
+        # With a smaller bound what was running might be too old when it is done, so it starts again.
+        is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
+        goes_on = is_in_time and state.get("group_size") == self.settings.group_size
+        for position, version, results in state["begun"] if goes_on else []:
+            done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
+            self.started[position] = (version, done)
+
+
+def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:
+    return [sample, None if trajectory is None else trajectory.state_dict()]
+
+
+def num_admissible(
+    settings: RolloutSettings, weight_version: int, running: int, accepted: int, max_concurrent: int | None
+) -> int:
+    """Return how many groups may start now.
+
+    A group may start while `accepted + running < (η + v + 1)·P`: then it is trained on by version v + η. With
+    over-sampling a few more may start; `pass_over` gives up those that would hold a batch back.
+
+    Args:
+        weight_version: v, the version that all routable engines have acknowledged.
+        running: groups in flight, at most `max_concurrent` if that is not None.
+        accepted: groups finished and kept since the run began, trained on or waiting; dropped ones do not count.
+    """
+    room = (settings.max_staleness + weight_version + 1) * settings.groups_per_iteration + settings.num_oversampled
+    if settings.total_groups is not None:
+        room = min(room, settings.total_groups)
+    room -= accepted + running
+    if max_concurrent is not None:
+        room = min(room, max_concurrent - running)
+    return max(0, room)
+
+
+def pass_over(
+    settings: RolloutSettings, weight_version: int, finished: Mapping[int, int], running: Mapping[int, int]
+) -> Batch:
+    """The P finished groups of the oldest versions, unless too much that they leave over would come too late.
+
+    An over-sampled group that would be late is given up. Giving up as many as admission lets in beyond the window
+    always suffices.
+
+    Args:
+        weight_version: v, of the trainer.
+        finished, running: group id → version of its oldest token, or of the weights that served when it started.
+    """
+    size = settings.groups_per_iteration
+    taken = set(_oldest_first(finished)[:size])
+    if len(taken) < size:
+        return Batch(None, sorted(running))
+    left_over = {**finished, **running}
+    for group_id in taken:
+        del left_over[group_id]
+    late = find_late(settings, weight_version + 1, left_over, running)
+    if len(late) > settings.num_oversampled:
+        return Batch(None, [group_id for group_id in late if group_id in running])
+    return Batch(sorted(taken), [], late)
+
+
+def find_late(
+    settings: RolloutSettings, weight_version: int, versions: Mapping[int, int], running: Collection[int] = ()
+) -> list[int]:
+    """Return as few of these groups as possible, so that the others can be trained on in time, running ones first.
+
+    Without over-sampling and resampling there are none, except after a resume with a smaller η or P.
+
+    Args:
+        weight_version: of the next batch, which takes the P groups of the oldest versions; later ones follow.
+        versions: group id → version.
+        running: those of the groups that are not finished.
+    """
+    late: list[int] = []
+    kept: list[int] = []
+    for group_id in _oldest_first(versions):
+        kept.append(group_id)
+        trained_at = weight_version + (len(kept) - 1) // settings.groups_per_iteration
+        if trained_at > versions[group_id] + settings.max_staleness:
+            late.append(next((one for one in kept if one in running), group_id))
+            kept.remove(late[-1])
+    return sorted(late)
+
+
+def _oldest_first(versions: Mapping[int, int]) -> list[int]:
+    return sorted(versions, key=lambda group_id: (versions[group_id], group_id))
+
+
+def _versions(finished: Mapping[int, tuple[Group, int]], weight_version: int) -> dict[int, int]:
+    # A group in which the policy generated nothing has version -1 and cannot be stale.
+    return {key: version if version >= 0 else weight_version for key, (_, version) in finished.items()}

@@ -1,0 +1,283 @@
+"""PromptCursor: which position of the prompt stream comes next; with a Curriculum, which ones are skipped.
+
+PromptsAhead makes prompts that take time in a thread, before their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from lightrl.checks.user_code import named_user_code
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.errors import RolloutError
+from lightrl.rollout.tasks import Tasks
+from lightrl.trace import span
+from lightrl.trajectory import Prompt, sampling_seed
+
+MAX_SKIPPED = 100_000  # positions in a row
+AHEAD = 256  # prompts that are made at once, ahead of need
+
+
+class Prompts(Protocol):
+    """Endless prompts, by position; None where there is none to run."""
+
+    def __getitem__(self, position: int) -> Prompt | None: ...
+
+
+@runtime_checkable
+class PreparesPrompts(Prompts, Protocol):
+    """Prompts that may take time to make: then a thread makes them before they are read."""
+
+    @property
+    def is_made_on_reading(self) -> bool: ...
+
+    def is_prepared(self, position: int) -> bool:
+        """Whether reading this position takes no time."""
+        ...
+
+    def prepare(self, first: int, num: int) -> None:
+        """Makes the prompts of these positions; called in a thread."""
+        ...
+
+    def state_dict(self, position: int) -> dict[str, Any] | None:
+        """Return what helps a resumed run to read from this position on; None if nothing does."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Curriculum(Protocol):
+    """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast."""
+
+    def weight(self, prompt_id: str) -> float:
+        """The probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
+        ...
+
+    def observe(self, prompt_id: str, success_rate: float) -> None:
+        """A group of this prompt got its rewards, with this mean accuracy, 0 to 1; also called for dropped groups."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all that `weight` depends on, in plain Python."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class ShowsSuccess(Protocol):
+    """A Curriculum that can say what it prefers."""
+
+    def success_rate(self, prompt_id: str) -> float | None:
+        """The past success on a prompt, 0 to 1; None for a new one."""
+        ...
+
+
+class PromptCursor:
+    """Walks through the stream, position by position, and never back.
+
+    With a curriculum, a prompt is run with probability `weight` when its turn comes, or else skipped until its turn in
+    the next epoch. The choice depends on (run seed, position) alone, so a position still identifies a group for seeds
+    and resume.
+
+    Observations take effect at the next choice, in the order of positions, whatever finished first.
+
+    Args:
+        prompts: the stream; None if there is nothing to choose.
+        curriculum: None runs every position.
+    """
+
+    def __init__(self, prompts: Prompts | None, curriculum: Curriculum | None = None) -> None:
+        self.prompts = prompts
+        self.curriculum = curriculum
+        self.next_position = 0
+        self.num_skipped = 0  # positions, since this object was made
+        self.past_success: dict[str, float] = defaultdict(float)  # sums over prompts that came again
+        self._observations: dict[int, tuple[str, float]] = {}  # position -> what the curriculum does not have yet
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A text that differs between the prompts of two runs; None if the stream has none."""
+        return getattr(self.prompts, "fingerprint", None)
+
+    def read(self, position: int) -> Prompt:
+        """The prompt at a position that was chosen.
+
+        Raises:
+            RolloutError: if the stream raises.
+        """
+        prompt = self._at(position)
+        assert prompt is not None
+        return prompt
+
+    def choose(self, run_seed: int) -> int:
+        """The next position to run; moves the cursor past it.
+
+        Raises:
+            RolloutError: if the stream or the curriculum raises, or if the curriculum skips too many prompts in a row.
+        """
+        self._pass_on_observations()
+        for position in range(self.next_position, self.next_position + MAX_SKIPPED):
+            prompt = self._at(position)
+            is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
+            self._count_success(prompt, "played" if is_chosen else "skipped")
+            self.next_position = position + 1
+            if is_chosen:
+                return position
+            self.num_skipped += 1
+        if self.curriculum is None:
+            raise RolloutError(
+                f"No prompt is left among {MAX_SKIPPED} rows in a row: row_filter or the limits of their length drop "
+                "them. Loosen these, or fix the data."
+            )
+        raise RolloutError(
+            f"{type(self.curriculum).__name__} skipped {MAX_SKIPPED} prompts in a row. If all of them are solved, end "
+            "the run, use harder prompts, or reset the curriculum."
+        )
+
+    def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
+        """The first of these positions, or of those of the next `num` choices, that is not prepared; None if all are.
+
+        Raises:
+            RolloutError: as `choose`.
+        """
+        prompts = self._on_reading
+        if prompts is None:
+            return None
+        missing = next((position for position in positions if not prompts.is_prepared(position)), None)
+        if missing is not None:
+            return missing
+        for position in range(self.next_position, self.next_position + MAX_SKIPPED):
+            if num <= 0:
+                return None
+            if not prompts.is_prepared(position):
+                return position
+            prompt = self._at(position)
+            num -= prompt is not None and self._is_chosen(run_seed, position, prompt)
+        return None
+
+    @property
+    def may_prepare(self) -> bool:
+        """Whether fewer prompts than half of `AHEAD` are prepared."""
+        prompts = self._on_reading
+        return prompts is not None and not prompts.is_prepared(self.next_position + AHEAD // 2)
+
+    def prepare(self, first: int) -> None:
+        """Makes the prompts from this position on; called in a thread.
+
+        Raises:
+            RolloutError: if the stream raises.
+        """
+        if self._on_reading is not None:
+            with named_user_code(f"Making the prompts from position {first} on"):
+                self._on_reading.prepare(first, AHEAD)
+
+    def stream_state(self, position: int) -> dict[str, Any] | None:
+        """Return what helps a resumed run to read from this position on, if anything does."""
+        return None if self._on_reading is None else self._on_reading.state_dict(position)
+
+    def load_stream_state(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None and self._on_reading is not None:
+            self._on_reading.load_state_dict(state)
+
+    @property
+    def _on_reading(self) -> PreparesPrompts | None:
+        prompts = self.prompts
+        return prompts if isinstance(prompts, PreparesPrompts) and prompts.is_made_on_reading else None
+
+    def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
+        """Keeps the success rate of a group for the curriculum, if there is one."""
+        if self.curriculum is not None:
+            self._observations[position] = (prompt_id, success_rate)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The curriculum's state and pending observations; None without one. The caller saves `next_position`."""
+        if self.curriculum is None:
+            return None
+        observations = [[position, *item] for position, item in sorted(self._observations.items())]
+        return {"state": self.curriculum.state_dict(), "observations": observations}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Ignores the state if there is no curriculum now; without a state, the curriculum stays as it is."""
+        if self.curriculum is None or state is None:
+            return
+        self.curriculum.load_state_dict(state["state"])
+        self._observations = {position: (name, rate) for position, name, rate in state["observations"]}
+
+    def _at(self, position: int) -> Prompt | None:
+        assert self.prompts is not None
+        with named_user_code(f"Prompt {position} of the stream"):
+            return self.prompts[position]
+
+    def _is_chosen(self, run_seed: int, position: int, prompt: Prompt) -> bool:
+        if self.curriculum is None:
+            return True
+        with named_user_code(f"{type(self.curriculum).__name__}.weight"):
+            weight = float(self.curriculum.weight(prompt.id))
+        if not 0 <= weight <= 1:
+            name = f"{type(self.curriculum).__name__}.weight({prompt.id!r})"
+            raise RolloutError(f"{name} must be a probability from 0 to 1, got {weight}.")
+        return sampling_seed(run_seed, "curriculum", position) / 2**63 < weight
+
+    def _count_success(self, prompt: Prompt | None, what: str) -> None:
+        curriculum: object = self.curriculum
+        if prompt is None or not isinstance(curriculum, ShowsSuccess):
+            return
+        rate = curriculum.success_rate(prompt.id)
+        if rate is not None:
+            self.past_success[f"{what}_again"] += 1
+            self.past_success[f"{what}_again_success"] += rate
+
+    def _pass_on_observations(self) -> None:
+        while self._observations and self.curriculum is not None:
+            prompt_id, success_rate = self._observations.pop(min(self._observations))
+            with named_user_code(f"{type(self.curriculum).__name__}.observe"):
+                self.curriculum.observe(prompt_id, success_rate)
+
+
+class PromptsAhead:
+    """Makes the prompts that come next; belongs to the controller's event loop.
+
+    Args:
+        cursor: says which prompts come next.
+        tasks: an error of the stream ends the run there.
+        then: starts what may start, once prompts have been made.
+    """
+
+    def __init__(self, cursor: PromptCursor, tasks: Tasks, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._cursor = cursor
+        self._tasks = tasks
+        self._then = then
+        self._making: asyncio.Task[None] | None = None
+
+    def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
+        """Whether a prompt of these positions, or of the next `num` choices, is not made yet; if so, starts to make it.
+
+        After an error of the stream the answer is False, for nothing will start.
+        """
+        try:
+            missing = self._cursor.unprepared(positions, num, run_seed)
+        except RolloutError as error:
+            self._tasks.fail(error)
+            return False
+        if missing is not None:
+            self._begin(missing)
+        return missing is not None
+
+    def refill(self) -> None:
+        """Makes more prompts, if few are left."""
+        if self._cursor.may_prepare:
+            self._begin(self._cursor.next_position)
+
+    def _begin(self, first: int) -> None:
+        if self._making is None or self._making.done():
+            self._making = self._tasks.spawn(self._make(first))
+
+    async def _make(self, first: int) -> None:
+        with span("make prompts", "data", "prompts", first=first):
+            await in_thread(self._cursor.prepare, first)
+        self._making = None
+        await self._then()

@@ -1,0 +1,193 @@
+"""SavedState: what a checkpoint has of the rollouts, taken at a token boundary of the engine.
+
+InFlightCompletions: what running groups have generated and were answered so far, so that a resumed run continues from
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrl.engines.abilities import ContinuesCompletions
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.errors import EngineError
+from lightrl.rollout.group_scheduler import GroupScheduler
+from lightrl.rollout.prompts import PromptCursor
+from lightrl.rollout.tasks import ADMISSION_TICKS, AdmissionBatch
+from lightrl.trajectory import sampling_seed
+from lightrl.workflows.turn_log import Journal, TurnLog, turn_log_of
+from lightrl.workflows.workflow import Workflow
+
+if TYPE_CHECKING:
+    from lightrl.rollout.runner import TrajectoryRunner
+    from lightrl.rollout.workflow_pool import WorkflowPool
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class InFlightCompletions:
+    """The completions of running groups, by seed name of the group. Belongs to one event loop."""
+
+    workflow: Workflow
+    started: dict[int, Completion] = field(default_factory=dict)  # seed -> what a checkpoint has, whole or in part
+    journal: Journal | None = None  # for workflows with side effects
+    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # seeds; None: in progress
+    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session -> what a checkpoint has
+    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # session -> log
+
+    def open_journal(self, folder: Path) -> None:
+        """Starts the journal of a new run; `load_state_dict` continues that of an earlier one."""
+        self.journal = Journal(folder / f"journal-{secrets.token_hex(4)}.jsonl")
+
+    def open(self, seed_name: str) -> None:
+        """A training group starts: a checkpoint has it from now on."""
+        self._completions.setdefault(seed_name, {})
+
+    def close(self, seed_name: str) -> None:
+        """The group is done or given up."""
+        self._completions.pop(seed_name, None)
+        self._logs.pop(seed_name, None)
+
+    def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> dict[str, Any] | None:
+        """Give away what a checkpoint has of these samples, for `take_over` in a worker; None in a validation."""
+        if seed_name not in self._completions:
+            return None
+        started: dict[int, Completion] = {}
+        for sample in samples:
+            seeds = (sampling_seed(run_seed, seed_name, sample, turn) for turn in itertools.count())
+            started |= {seed: self.started.pop(seed) for seed in itertools.takewhile(self.started.__contains__, seeds)}
+        sessions = {f"{seed_name}/{sample}" for sample in samples} & self._answers.keys()
+        return {"started": started, "answers": {session: self._answers.pop(session) for session in sessions}}
+
+    def take_over(self, seed_name: str, parts: Mapping[str, Any]) -> None:
+        """A training group starts here, with what the controller had of it."""
+        self.open(seed_name)
+        self.started |= parts["started"]
+        self._answers |= parts["answers"]
+
+    def completions(self, seed_name: str) -> dict[int, Completion | None]:
+        """The completions of a running group, to be set; of validation, which nothing resumes, an empty dict."""
+        return self._completions.get(seed_name, {})
+
+    def turn_log(self, seed_name: str, session: str) -> TurnLog | None:
+        """The log of a training rollout that a resumed run can continue; None for others."""
+        if seed_name not in self._completions or not self.workflow.continues:
+            return None
+        journal = self.journal if self.workflow.has_side_effects else None
+        log = self._logs.setdefault(seed_name, {})[session] = turn_log_of(journal, session, self._answers)
+        return log
+
+    def state_dict(
+        self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """
+        Args:
+            unfinished: by seed, what the engine has of the completions in progress.
+            states_of_workers: what workflow workers have, as this method gives it.
+        """
+        logs = [item for logs in self._logs.values() for item in logs.items()]
+        completions = self._state_by_seed(unfinished) if self.workflow.continues else {}
+        answers = self._answers | {session: log.state_dict() for session, log in logs if log.answers}
+        for state in states_of_workers:
+            completions |= dict(state["written"])
+            answers |= state["answers"]
+        return {
+            "written": [[seed, item] for seed, item in completions.items()],
+            "answers": answers,
+            "journal": None if self.journal is None else str(self.journal.path.absolute()),
+        }
+
+    def _state_by_seed(self, unfinished: Mapping[int, Completion]) -> dict[int, Any]:
+        generated = {seed: item for group in self._completions.values() for seed, item in group.items()}
+        whole = {**self.started, **{seed: item or unfinished.get(seed) for seed, item in generated.items()}}
+        return {seed: item.state_dict() for seed, item in whole.items() if item is not None and len(item.token_ids)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, continues: bool, first: int) -> None:
+        """
+        Args:
+            continues: False starts all groups again; what a journal has is not repeated even so.
+            first: position of the prompt stream from which on groups may run.
+        """
+        if continues:
+            self.started = {seed: Completion.from_state(item) for seed, item in state["written"]}
+            self._answers = dict(state["answers"])
+        if self.journal is not None and state.get("journal"):
+            self.journal = Journal(Path(state["journal"]), first=first)
+
+
+@dataclass(eq=False)
+class SavedState:
+    """Belongs to the controller's event loop."""
+
+    engine: RolloutEngine
+    scheduler: GroupScheduler
+    cursor: PromptCursor
+    runner: TrajectoryRunner | WorkflowPool
+    admission: AdmissionBatch
+
+    async def take(self, run_seed: int, *, timeout_s: float) -> dict[str, Any]:
+        """The state, in plain Python. If the engine does not stop in time, its unfinished completions start again."""
+        if not (self.scheduler.running and self.runner.in_flight.workflow.continues):
+            return self._state(run_seed, {})
+        taking = asyncio.ensure_future(self._at_boundary(run_seed))
+        await asyncio.wait({taking}, timeout=timeout_s)
+        if taking.done() and taking.exception() is None:
+            return taking.result()
+        error = taking.exception() if taking.done() else "it did not answer in time"
+        taking.cancel()
+        if isinstance(error, BaseException) and not isinstance(error, EngineError):
+            raise error
+        log.warning("The engine's unfinished completions are not in the checkpoint and will start again: %s", error)
+        return self._state(run_seed, {})
+
+    async def _at_boundary(self, run_seed: int) -> dict[str, Any]:
+        engine = self.engine
+        async with self.admission.batch():
+            for _ in range(ADMISSION_TICKS):  # what has ended is reported
+                await asyncio.sleep(0)
+            unfinished = await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {}
+            return self._state(run_seed, unfinished, await self.runner.states_of_workers())
+
+    def _state(
+        self,
+        run_seed: int,
+        unfinished: Mapping[int, Completion],
+        states_of_workers: Sequence[Mapping[str, Any]] = (),
+    ) -> dict[str, Any]:
+        cursor = self.cursor
+        groups = self.scheduler.state_dict()
+        return {
+            "run_seed": run_seed,
+            "next_position": cursor.next_position,
+            "prompts": cursor.fingerprint,
+            "stream": cursor.stream_state(min([cursor.next_position, *groups["in_flight"]])),
+            "curriculum": cursor.state_dict(),
+            **groups,
+            **self.runner.in_flight.state_dict(unfinished, states_of_workers),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Before anything starts."""
+        self.scheduler.load_state_dict(state)
+        # Finished groups may be sampled again.
+        first = min([int(state["next_position"]), *state["in_flight"], *self.scheduler.finished])
+        self.runner.in_flight.load_state_dict(state, continues=bool(self.scheduler.started), first=first)
+        before, now = state["prompts"], self.cursor.fingerprint
+        if before is not None and now is not None and before != now:
+            log.warning(
+                "The checkpoint was written with prompts %s, but this run has %s: some prompts will come twice, some "
+                "never. Restore the files, seed and shuffle of the data module, or start a new run.",
+                before,
+                now,
+            )
+        self.cursor.next_position = int(state["next_position"])
+        self.cursor.load_stream_state(state.get("stream"))
+        self.cursor.load_state_dict(state["curriculum"])

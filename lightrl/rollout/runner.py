@@ -1,0 +1,317 @@
+"""TrajectoryRunner: runs a workflow for the trajectories of a group, in rank 0's process or in a workflow worker.
+
+Rewards: computes their rewards, in rank 0's process alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightrl.checks.user_code import named_user_code
+from lightrl.concurrency.abandon import abandon, each_when_done, is_abandoned
+from lightrl.engines.abilities import ContinuesCompletions
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.errors import EngineError, RewardError, RolloutError
+from lightrl.rewards import JudgesGroups, Judgment
+from lightrl.rollout.group_scheduler import DropCounter
+from lightrl.rollout.resume import InFlightCompletions
+from lightrl.rollout.tasks import Tasks
+from lightrl.trace import record, span
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
+from lightrl.workflows.turn_log import TurnLog
+from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workflow, check_trajectory, own_cancellation
+
+
+@dataclass(eq=False)
+class TrajectoryRunner:
+    """Runs the workflow for groups, with an engine of this process. Belongs to one event loop."""
+
+    engine: RolloutEngine  # has been started
+    workflow: Workflow
+
+    def __post_init__(self) -> None:
+        self.in_flight = InFlightCompletions(self.workflow)
+        # Ours check what they yield, or make it by themselves.
+        self._checks = type(self.workflow).run_group not in (Workflow.run_group, SingleTurn.run_group)
+
+    async def run_group(
+        self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
+    ) -> AsyncGenerator[GroupResult, None]:
+        """Yields each sample's trajectory, or the error that drops it, when it is done; without a deadline of its own.
+
+        Args:
+            sampling: of every turn; the seed is set here.
+            run_seed, seed_name: with sample and turn they fix all that is sampled.
+
+        Raises:
+            EngineError: from the engine.
+        """
+        generate = _GroupGenerate(self.engine, self.in_flight, prompt, samples, sampling, run_seed, seed_name)
+        missing = dict.fromkeys(samples)
+        name = f"{type(self.workflow).__name__}.run_group"
+        error: RolloutError | RewardError
+        try:
+            with named_user_code(name, on=f"prompt {prompt.id!r}"):
+                async with contextlib.aclosing(self.workflow.run_group(prompt, generate)) as results:
+                    async for sample, result in results:
+                        if sample not in missing:
+                            raise RolloutError(f"{name} yielded sample {sample!r} of prompt {prompt.id!r} unasked.")
+                        del missing[sample]
+                        yield sample, self._check(result, prompt) if self._checks else result
+                error = RolloutError(f"{name} ended without a trajectory of prompt {prompt.id!r}.")
+        except (RolloutError, RewardError) as raised:
+            error = raised
+        except asyncio.CancelledError:
+            if is_abandoned(asyncio.current_task()):
+                raise
+            error = own_cancellation(name, prompt)
+        for sample in missing:
+            yield sample, error
+
+    def _check(self, result: object, prompt: Prompt) -> RunResult:
+        if isinstance(result, RolloutError | RewardError):
+            return result
+        try:
+            return check_trajectory(result, self.workflow, prompt)
+        except RolloutError as error:
+            return error
+
+    def end_group(self, seed_name: str) -> None:
+        """The group is done or given up."""
+        self.in_flight.close(seed_name)
+
+    async def states_of_workers(self) -> list[dict[str, Any]]:
+        """Nothing: all that is in flight is here."""
+        return []
+
+
+@dataclass(eq=False)
+class _GroupGenerate:
+    """Calls the policy in the trajectories of one group; see `GroupGenerate`."""
+
+    engine: RolloutEngine
+    in_flight: InFlightCompletions
+    prompt: Prompt
+    samples: Sequence[int]
+    sampling: Sampling
+    run_seed: int
+    seed_name: str
+
+    def for_sample(self, sample: int) -> _TurnGenerate:
+        return _TurnGenerate(self, sample, f"{self.seed_name}/{sample}")
+
+    async def for_all(self, token_ids: list[int]) -> AsyncGenerator[tuple[int, Completion | RolloutError], None]:
+        seeds = {sample: sampling_seed(self.run_seed, self.seed_name, sample, 0) for sample in self.samples}
+        in_flight = self.in_flight.completions(self.seed_name)
+        in_flight.update(dict.fromkeys(seeds.values()))
+        start_ns = time.perf_counter_ns()
+        async with contextlib.aclosing(each_when_done(self._start(token_ids, seeds))) as done:
+            async for sample, generated in done:
+                record("generate", "generate", "generations", start_ns, session=f"{self.seed_name}/{sample}")
+                completion = in_flight[seeds[sample]] = generated.result()
+                try:
+                    yield sample, checked(completion, self.sampling, 0, self.prompt)
+                except RolloutError as error:
+                    yield sample, error
+
+    def _start(self, token_ids: list[int], seeds: dict[int, int]) -> dict[int, asyncio.Future[Completion]]:
+        """Return by sample the completion that the engine generates or that a checkpoint has."""
+        started = {sample: self.in_flight.started.pop(seed, None) for sample, seed in seeds.items()}
+        futures: dict[int, asyncio.Future[Completion]] = {}
+        for sample, completion in started.items():
+            if completion is not None and completion.finish_reason != "abort":
+                futures[sample] = asyncio.get_running_loop().create_future()
+                futures[sample].set_result(completion)
+        rest = [sample for sample in seeds if sample not in futures]
+        if rest:
+            request: dict[str, Any] = {"images": self.prompt.images} if self.prompt.images else {}
+            if isinstance(self.engine, ContinuesCompletions) and any(started[sample] is not None for sample in rest):
+                request["started"] = [started[sample] for sample in rest]
+            samplings = [self.sampling.with_seed(seeds[sample]) for sample in rest]
+            generating = self.engine.generate_group(token_ids, samplings, session=self.seed_name, **request)
+            futures |= zip(rest, generating, strict=True)
+        return futures
+
+
+@dataclass(eq=False)
+class _TurnGenerate:
+    """Calls the policy in one trajectory, turn by turn."""
+
+    group: _GroupGenerate
+    sample: int
+    session: str
+
+    def __post_init__(self) -> None:
+        self.num_turns = 0
+        self.turn_log: TurnLog | None = self.group.in_flight.turn_log(self.group.seed_name, self.session)
+
+    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+        group, log, turn = self.group, self.turn_log, self.num_turns
+        self.num_turns += 1
+        seed = sampling_seed(group.run_seed, group.seed_name, self.sample, turn)
+        sampling = limited(group.sampling, seed, max_new_tokens)
+        in_flight = group.in_flight.completions(group.seed_name)
+        in_flight[seed] = None
+        if log is not None and turn < len(log.completions):
+            completion = log.completions[turn]
+        else:
+            with span("generate", "generate", "generations", session=self.session, prompt=len(token_ids)):
+                completion = await self._generate(token_ids, sampling)
+            if log is not None and log.journal is not None:
+                await log.journal.add(self.session, completion=completion.state_dict())
+        in_flight[seed] = completion
+        return checked(completion, sampling, turn, group.prompt)
+
+    async def _generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
+        """The engine's completion, or the rest of one that a checkpoint has started."""
+        engine, images = self.group.engine, self.group.prompt.images
+        request: dict[str, Any] = {"images": images} if images else {}
+        started = self.group.in_flight.started.pop(sampling.seed, None)
+        if started is not None and started.finish_reason != "abort":
+            return started
+        if started is not None and isinstance(engine, ContinuesCompletions):
+            request["written"] = started
+        (completion,) = await engine.generate(token_ids, sampling, session=self.session, **request)
+        return completion
+
+
+def limited(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:
+    """The sampling of one turn."""
+    longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
+    shortest = min(sampling.min_new_tokens, longest)
+    return replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
+
+
+def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
+    """The completion, unless the engine returned something else or aborted it.
+
+    Raises:
+        EngineError: if the engine does not keep the protocol.
+        RolloutError: if it was aborted.
+    """
+    lengths = [len(values) for values in (completion.token_ids, completion.logprobs, completion.weight_versions)]
+    if len(set(lengths)) > 1:
+        raise EngineError(
+            f"The engine returned {lengths[0]} token ids, {lengths[1]} logprobs and {lengths[2]} weight versions for "
+            f"turn {turn} of prompt {prompt.id!r}. Each token needs one of each."
+        )
+    if sampling.is_truncated and completion.supports is None:
+        raise EngineError(
+            f"The engine returned no supports, but top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its "
+            "draws: the trainer's logprobs would be wrong. Set top_p to 1 and top_k to -1, or return "
+            "Completion.supports (functional.encode_supports)."
+        )
+    if completion.finish_reason == "abort":
+        raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")
+    return completion
+
+
+@dataclass(eq=False)
+class Rewards:
+    """Computes rewards, those of trajectories that finish together in one request. Belongs to the controller's loop."""
+
+    reward_worker: JudgesGroups  # has been started
+    drops: DropCounter  # counts the trajectories whose reward failed
+    tasks: Tasks  # an error of the worker ends the run there
+    _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
+    _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # ids
+    _judgments: dict[asyncio.Future[bool], asyncio.Future[Judgment]] = field(default_factory=dict, init=False)
+
+    def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:
+        """Sets the reward when it is there; the result is False if it failed and the trajectory is dropped.
+
+        The worker keeps its own deadline.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._unsent:
+            loop.call_soon(self._send)  # after all that arrived together
+        is_kept: asyncio.Future[bool] = loop.create_future()
+        self._unsent.append((trajectory, is_kept))
+        return is_kept
+
+    def defer(self, trajectory: Trajectory) -> None:
+        """Starts to compute a reward that `wait_for` waits for."""
+        self._deferred[id(trajectory)] = (trajectory, self.compute(trajectory))
+
+    async def wait_for(self, groups: Sequence[Group], on_reward: Callable[[], None]) -> None:
+        """Waits until all rewards of these groups are set, or for the first error; computes those that nobody started.
+
+        A trajectory whose reward failed is removed from its group.
+
+        Args:
+            on_reward: called for each trajectory.
+
+        Raises:
+            RolloutError: if too many failed.
+        """
+        waiting: dict[int, asyncio.Future[bool]] = {}
+        for item in (item for group in groups for item in group.trajectories):
+            if item.reward is not None:
+                self._deferred.pop(id(item), None)
+                on_reward()
+                continue
+            if id(item) not in self._deferred:
+                self.defer(item)
+            waiting[id(item)] = self._deferred[id(item)][1]
+            waiting[id(item)].add_done_callback(lambda _: on_reward())
+        if not waiting:
+            return
+        done, _ = await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for is_kept in done:
+            is_kept.result()  # raises what it raised
+        for key, is_kept in waiting.items():
+            del self._deferred[key]
+            self.drops.count_trajectory(is_failed=not is_kept.result())
+        self.drops.begin_iteration()
+        for group in groups:
+            group.trajectories = [item for item in group.trajectories if item.reward is not None]
+
+    def cancel(self, rewards: Iterable[asyncio.Future[bool]]) -> None:
+        """Cancels those of these computations that are not done."""
+        for is_kept in rewards:
+            if (judgment := self._judgments.pop(is_kept, None)) is not None:
+                judgment.cancel()
+            abandon([is_kept])
+
+    def close(self) -> None:
+        """Cancels what is left."""
+        self.cancel(is_kept for _, is_kept in [*self._unsent, *self._deferred.values()])
+
+    def _send(self) -> None:
+        unsent = [(trajectory, is_kept) for trajectory, is_kept in self._unsent if not is_kept.done()]
+        self._unsent = []
+        start_ns = time.perf_counter_ns()
+        try:
+            computing = self.reward_worker.score_group([trajectory for trajectory, _ in unsent])
+        except Exception as error:  # noqa: BLE001  # those who wait raise it
+            self.tasks.fail(error)
+            for _, is_kept in unsent:
+                is_kept.set_exception(error)
+            return
+        for (trajectory, is_kept), judgment in zip(unsent, computing, strict=True):
+            self._judgments[is_kept] = judgment
+            judgment.add_done_callback(functools.partial(self._set, trajectory, is_kept, start_ns))
+
+    def _set(
+        self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, judgment: asyncio.Future[Judgment]
+    ) -> None:
+        if self._judgments.pop(is_kept, None) is None or judgment.cancelled():
+            is_kept.cancel()
+            return
+        record("reward", "reward", "rewards", start_ns)
+        error = judgment.exception()
+        if error is None:
+            judgment.result().apply_to(trajectory)
+        elif isinstance(error, RewardError | RolloutError):
+            self.drops.drop_failed(error, trajectory.prompt)
+        else:
+            self.tasks.fail(error)
+            is_kept.set_exception(error)
+            return
+        is_kept.set_result(error is None)

@@ -1,0 +1,102 @@
+"""Rows on their way: from the rank that rolled out, and between the ranks that work on the same ones.
+
+    row          0  1  2  3      rank 0 rolled out and has all rows; ranks 1 to 3 need two each
+    needed by    1  1  2  2      round 1    rank 0 sends rows 0, 1 to rank 1 and rows 2, 3 to rank 2
+                       3  3      round 2    rank 2 sends rows 2, 3 to rank 3: rank 0 sends no row twice
+
+Every rank computes the same plan, so nobody asks anybody what to send. Nothing is received twice and nobody receives
+what it has, so every plan reaches the lower bound of bytes. Shapes: W ranks of the run, B rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrl.strategies.ranks import Send
+from lightrl.strategies.sharded_experience.experience import ShardedExperience
+from lightrl.strategies.sharded_experience.token_rows import TokenRows
+from lightrl.trace import span
+
+
+def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Send]]:
+    """Plan the sends of each round, after which every rank has the rows that it needs; rounds follow one another.
+
+    A row that is on one rank alone leaves it once; its receivers pass it on. Of several ranks that have a row, the one
+    that has sent the fewest bytes sends it. Pure; no process group.
+
+    Args:
+        has: bool [W, B], who has which rows.
+        needs: bool [W, B].
+        sizes: bytes of each row, [B].
+
+    Raises:
+        ValueError: if a row is needed that no rank has.
+    """
+    lost = (needs.any(0) & ~has.any(0)).nonzero()[:, 0].tolist()
+    if lost:
+        raise ValueError(
+            f"Row {lost[0]} is needed, but no rank has it: `has` and `needs` must be of the same rows on every rank."
+        )
+    has = has.clone()
+    sent: Counter[int] = Counter()
+    rounds: list[list[Send]] = []
+    while True:
+        missing = needs & ~has
+        rows: dict[tuple[int, int], list[int]] = {}
+        for row in missing.any(0).nonzero()[:, 0].tolist():
+            sources = has[:, row].nonzero()[:, 0].tolist()
+            targets = missing[:, row].nonzero()[:, 0].tolist()
+            for target in targets[:1] if len(sources) == 1 and not rounds else targets:
+                source = min(sources, key=lambda rank: (sent[rank], rank))
+                sent[source] += sizes[row]
+                rows.setdefault((source, target), []).append(row)
+        if not rows:
+            return rounds
+        for (_, target), moved in rows.items():
+            has[target, moved] = True
+        rounds.append([Send(*ends, tuple(moved)) for ends, moved in sorted(rows.items())])
+
+
+def exchange(
+    experience: ShardedExperience, tokens: Mapping[str, TokenRows], has: Tensor, needs: Tensor
+) -> dict[str, TokenRows]:
+    """Return these fields of the rows that this rank needs, and of no others. Collective over the run.
+
+    Args:
+        experience: of these rows; their lengths are read.
+        tokens: the fields, the same on every rank, of no row perhaps.
+        has: bool [W, B], the rows of these fields on each rank.
+        needs: bool [W, B].
+    """
+    ranks, lengths = experience.ranks, experience.lengths
+    # Widest numbers first: received bytes are read in place, where each field must start at a multiple of its width.
+    held = {name: tokens[name] for name in sorted(tokens, key=lambda name: (-tokens[name].empty.itemsize, name))}
+    lengths_of = {name: experience.rows["_support_bytes"] if name == "supports" else lengths for name in held}
+    row_bytes = torch.zeros_like(lengths)
+    for name, values in held.items():
+        row_bytes = row_bytes + lengths_of[name] * values.token_bytes
+    sizes = row_bytes.tolist()
+
+    def pack(send: Send) -> Tensor:
+        return torch.from_numpy(
+            np.concatenate([values.flat(send.rows).reshape(-1).view(np.uint8) for values in held.values()])
+        )
+
+    for sends in plan_sends(has, needs, sizes) if held else []:
+        with span("exchange of rows", "collective", sends=len(sends)):
+            received = ranks.exchange(sends, pack, lambda send: sum(sizes[row] for row in send.rows))
+        for send, data in received:
+            start = 0
+            for name, values in held.items():
+                num = int(lengths_of[name][list(send.rows)].sum())
+                end = start + num * values.token_bytes
+                flat = data.numpy()[start:end].view(values.empty.dtype).reshape(num, *values.empty.shape[1:])
+                held[name] = values.with_flat(flat, lengths_of[name], send.rows)
+                start = end
+    needed = set(needs[ranks.rank].nonzero()[:, 0].tolist())
+    return {name: values.only(needed) for name, values in held.items()}

@@ -1,0 +1,364 @@
+"""ShardedExperience: an iteration's trajectories on the host, each one's tokens on the ranks that work on it.
+
+Shapes: B trajectories, T tokens of the longest, N tokens of the rows that are here, W ranks of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrl.experience import (
+    FIELDS,
+    ON_HOST,
+    Experience,
+    LossUnit,
+    Reduction,
+    check_shape,
+    explain_missing,
+    row_codes,
+    units_of,
+)
+from lightrl.functional import EVERY_TOKEN, to_device
+from lightrl.functional.device_copy import remember
+from lightrl.functional.rows import (
+    check_trajectories,
+    reward_fields,
+    row_fields,
+    support_codes,
+    support_fields,
+)
+from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.sharded_experience.token_rows import TokenRows
+from lightrl.trajectory import Trajectory, token_array
+
+_CPU = torch.device("cpu")
+_NO_CODES = np.zeros(0, np.uint8)
+
+ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
+# The fields per token that the rollout fills in, as they are kept and sent.
+TOKEN_DTYPES = {
+    "token_ids": torch.int32,
+    "loss_mask": torch.bool,
+    "behavior_logprobs": torch.float32,
+    "weight_versions": torch.int32,
+}
+# Numbers of each row that follow from its tokens; all ranks know them.
+COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_version")
+
+
+@dataclass(frozen=True)
+class OnLossTokens:
+    """One value of each trajectory, [B], for a field per token: the same on all its loss tokens, 0 elsewhere."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class ShardedExperience:
+    """All trajectories of an iteration, of which this rank has the tokens of some.
+
+    It reads as an Experience does: `sharded.rewards` is [B] of all rows. A field per token can be read if the tokens of
+    all rows are here, as on one rank; `local` has those of the rows that this rank answers for.
+
+    Args:
+        rows: numbers of all rows, [B, ...], by name. A name with a leading _ is no field: the counts of tokens, the
+            minibatch and the rank of each row (placement.py).
+        tokens: fields per token.
+        ranks: all of the run.
+    """
+
+    rows: Mapping[str, Tensor]
+    tokens: Mapping[str, TokenRows]
+    ranks: Ranks = field(default_factory=Ranks)
+
+    @classmethod
+    def of(cls, experience: Experience) -> ShardedExperience:
+        """Return the same rows, all here, on the host."""
+        tensors: dict[str, Any] = experience.tensors()
+        if experience.supports is not None:
+            tensors = {name: value for name, value in tensors.items() if name not in ON_HOST}
+            codes = TokenRows([item.numpy() for item in row_codes(experience)], _NO_CODES)
+            tensors |= {"supports": codes, "_support_bytes": _row_sizes(codes)}
+        return cls({"lengths": experience.lengths.cpu()}, {}).with_tensors(tensors)
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> ShardedExperience:
+        """Make one on the host, without padding; arrays of the trajectories are not copied.
+
+        Args:
+            trajectories: the rows, in order.
+            has_rewards: False if rewards may still be awaited; all are NaN until `with_rewards` sets them.
+        """
+        check_trajectories(trajectories, has_rewards=has_rewards)
+        rows = row_fields(trajectories)
+        tokens = {
+            name: TokenRows(
+                [token_array(name, getattr(item, name)).numpy() for item in trajectories],
+                torch.empty(0, dtype=dtype).numpy(),
+            )
+            for name, dtype in TOKEN_DTYPES.items()
+        }
+        if any(item.supports is not None for item in trajectories):
+            tokens["supports"] = TokenRows([support_codes(item).numpy() for item in trajectories], _NO_CODES)
+            rows["_support_bytes"] = _row_sizes(tokens["supports"])
+        made = cls({**rows, **_counts(tokens)}, tokens)
+        return made.with_rewards(trajectories) if has_rewards else made
+
+    @classmethod
+    def elsewhere(cls, table: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> ShardedExperience:
+        """Make one whose tokens are all on other ranks, from the `table` and the `token_dtypes` of theirs."""
+        num = len(table["lengths"])
+        return cls(dict(table), {name: TokenRows([None] * num, np.empty(0, dtype)) for name, dtype in dtypes.items()})
+
+    def with_rewards(self, trajectories: Sequence[Trajectory]) -> ShardedExperience:
+        """Set the rewards of these trajectories, which are the rows."""
+        values, per_token = reward_fields(trajectories)
+        tensors: dict[str, Any] = {"rewards": values}
+        if per_token is not None:
+            tensors["token_rewards"] = TokenRows(per_token, np.empty(0, np.float32))
+        return self.with_tensors(tensors)
+
+    def __len__(self) -> int:
+        return len(self.rows["lengths"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in FIELDS:
+            return self.read(name)
+        raise AttributeError(explain_missing(type(self).__name__, name))
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.read(name)
+        if value is None:
+            raise KeyError(f"Experience has no {name!r}; it has {self.names()}. Add a model call for it.")
+        return value
+
+    def names(self) -> list[str]:
+        """Return the names of the fields and extras that are set."""
+        return sorted(name for name in (*self.rows, *self.tokens) if not name.startswith("_"))
+
+    def read(self, name: str) -> Tensor | None:
+        """Return a field or an extra of all rows, padded; None if it is not set.
+
+        Raises:
+            ValueError: if some of its rows are on other ranks.
+        """
+        if name in ON_HOST:
+            return self._support_tensors().get(name)
+        if name not in self.tokens:
+            return self.rows.get(name)
+        self._check_here([name])
+        return self._padded([name], _CPU)[name]
+
+    @property
+    def extras(self) -> dict[str, Tensor]:
+        """The extras of all rows; without those per token of which some rows are on other ranks."""
+        names = (name for name in self.names() if name not in FIELDS)
+        return {name: self[name] for name in names if name not in self.tokens or self.tokens[name].is_whole}
+
+    @property
+    def loss_token_counts(self) -> Tensor:
+        return self.rows["_loss_tokens"]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_token_counts.sum())
+
+    @property
+    def generated_token_counts(self) -> Tensor:
+        return self.rows["_generated_tokens"]
+
+    @property
+    def version_bounds(self) -> tuple[Tensor, Tensor]:
+        return self.rows["_oldest_version"], self.rows["_newest_version"]
+
+    @property
+    def local(self) -> Experience:
+        """The rows that this rank answers for, each on one rank, padded; with one rank all."""
+        return self.dense() if self.ranks.size == 1 else self.dense(self.local_rows)
+
+    @property
+    def shown(self) -> Any:
+        """The object that hooks get: `local` with one rank; with several this, which reads as an Experience."""
+        return self.local if self.ranks.size == 1 else self
+
+    @property
+    def local_rows(self) -> Tensor:
+        """The index of each row of `local`, int64 [b]."""
+        if self.ranks.size == 1:
+            return torch.arange(len(self))
+        return (self.rows["_owner"] == self.ranks.rank).nonzero()[:, 0]
+
+    @property
+    def rows_here(self) -> list[int]:
+        """The rows whose tokens are on this rank."""
+        return self.tokens["loss_mask"].here
+
+    @property
+    def width(self) -> int:
+        """T."""
+        return int(self.lengths.max()) if len(self) else 0
+
+    def units(self, unit: LossUnit) -> list[list[int]]:
+        """Return the rows of each unit that the loss reads as a whole; see `Experience.units`."""
+        return units_of(self.group_ids.tolist(), unit)
+
+    def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
+        """Sum, or take the maximum of, what each rank computed from its `local`."""
+        return self.ranks.total(values, operation)
+
+    def with_tensors(self, tensors: Mapping[str, Any]) -> ShardedExperience:
+        """Set these fields: [B], [B, T, ...] of all rows, TokenRows or OnLossTokens."""
+        rows = {name: value for name, value in self.rows.items() if name not in tensors}
+        tokens = {name: value for name, value in self.tokens.items() if name not in tensors}
+        for name, value in tensors.items():
+            if isinstance(value, OnLossTokens):
+                value = self.tokens["loss_mask"].times(value.values)
+            if isinstance(value, TokenRows):
+                tokens[name] = value
+                continue
+            is_field = not name.startswith("_")
+            if is_field:
+                check_shape(name, value, len(self), self.width)
+            if is_field and value.dim() >= 2 and name not in ("pixel_values", "image_rows"):
+                tokens[name] = TokenRows.of_padded(value, self.lengths, dtype=TOKEN_DTYPES.get(name))
+            else:
+                rows[name] = value.detach().cpu()
+        if any(isinstance(tensors.get(name), Tensor) for name in ("loss_mask", "weight_versions")):
+            rows.update(_counts(tokens))
+        return replace(self, rows=rows, tokens=tokens)
+
+    def select(self, index: Tensor | Sequence[int]) -> ShardedExperience:
+        """Return the trajectories at these rows, in this order; their tokens stay where they are."""
+        index = torch.as_tensor(index, dtype=torch.int64)
+        tokens = {name: values.select(index.tolist()) for name, values in self.tokens.items()}
+        rows = {name: value if name == "pixel_values" else value[index] for name, value in self.rows.items()}
+        return replace(self, rows=rows, tokens=tokens)
+
+    def rollout_part(self, has_end: Tensor | None = None) -> ShardedExperience:
+        """Keep what the rollout gave and nothing else: all that a model infers from.
+
+        Args:
+            has_end: bool [B], rows that get one more token, a loss token: the state before it is that after the
+                trajectory.
+        """
+        names = (*ROW_FIELDS, "pixel_values", "image_rows")
+        rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
+        tokens = {name: self.tokens[name] for name in (*TOKEN_DTYPES, "supports") if name in self.tokens}
+        if has_end is not None:
+            rows["lengths"] = self.lengths + has_end
+            ends = {"loss_mask": True, "weight_versions": -1, "supports": EVERY_TOKEN[0]}
+            longer = set(has_end.nonzero()[:, 0].tolist())
+            tokens = {name: values.with_end(longer, ends.get(name, 0)) for name, values in tokens.items()}
+        return replace(self, rows=rows, tokens=tokens)
+
+    def dense(self, rows: Tensor | Sequence[int] | None = None, device: torch.device = _CPU) -> Experience:
+        """Return these rows, whose tokens must be here, as an Experience of tensors on the device.
+
+        Tokens go there without their padding, from pinned memory, while the device works on something else; `on_host`
+        finds what the host must know of them.
+        """
+        part = self if rows is None else self.select(rows)
+        part._check_here(part.tokens)
+        names = [name for name in part.tokens if name != "supports"]
+        tensors = {**part._padded(names, device), **part._support_tensors()}
+        if device != _CPU:
+            for name, value in part._padded(["token_ids", "loss_mask"], _CPU).items():
+                remember(tensors[name], value)
+        for name, value in _with_shown_images(part.rows).items():
+            if name not in tensors and not name.startswith("_"):
+                tensors[name] = to_device(value, device)
+        return Experience.of_tensors(tensors)
+
+    def blank_row(self, device: torch.device) -> Experience:
+        """Return one row of two tokens without loss tokens, for a rank that takes part in a forward and has no row."""
+        rows = {name: value.new_zeros(1, *value.shape[1:]) for name, value in self.rows.items()}
+        rows["lengths"] = torch.tensor([2])
+        if "pixel_values" in rows:
+            rows["pixel_values"], rows["image_rows"] = self.rows["pixel_values"][:0], rows["image_rows"] - 1
+        tokens = {
+            name: TokenRows([np.zeros((2, *values.empty.shape[1:]), values.empty.dtype)], values.empty)
+            for name, values in self.tokens.items()
+        }
+        return replace(self, rows=rows, tokens=tokens).dense(device=device)
+
+    def _padded(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """Return fields as tensors [B, T, ...] on the device."""
+        is_token = torch.arange(max(1, self.width), device=device) < to_device(self.lengths, device)[:, None]
+        padded: dict[str, Tensor] = {}
+        for name in names:
+            flat = to_device(torch.from_numpy(self.tokens[name].flat()), device)
+            flat = flat.long() if TOKEN_DTYPES.get(name) == torch.int32 else flat
+            fill = flat.new_full((*is_token.shape, *flat.shape[1:]), -1 if name == "weight_versions" else 0)
+            padded[name] = fill.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
+        return padded
+
+    def _support_tensors(self) -> dict[str, Tensor]:
+        """Return the three fields of the supports."""
+        if "supports" not in self.tokens:
+            return {}
+        self._check_here(["supports"])
+        return support_fields([torch.from_numpy(codes) for codes in self.tokens["supports"].rows])
+
+    def _check_here(self, names: Collection[str]) -> None:
+        for name in names:
+            tokens = self.tokens[name]
+            if tokens.is_whole:
+                continue
+            raise ValueError(
+                f"{name!r} is per token, and this rank has the tokens of {len(tokens.here)} of these {len(self)} "
+                f"trajectories. Read experience.local[{name!r}], of the trajectories that this rank answers for, and "
+                f"sum with experience.total. Or have it gathered: for `advantages` add {name!r} to the module's "
+                "advantage_inputs, for a model call to its inputs."
+            )
+
+    @property
+    def table(self) -> dict[str, Tensor]:
+        """Numbers of each row that all ranks need, [B]: the fields without tokens, and counts of its tokens."""
+        return {name: self.rows[name] for name in (*ROW_FIELDS, *COUNTS, "_support_bytes") if name in self.rows}
+
+    @property
+    def token_dtypes(self) -> dict[str, str]:
+        """The dtype of each field per token."""
+        return {name: values.empty.dtype.str for name, values in self.tokens.items()}
+
+
+def _row_sizes(codes: TokenRows) -> Tensor:
+    return torch.tensor([len(values) for values in codes.rows])
+
+
+def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
+    """Return COUNTS of rows that are all here."""
+    mask, versions = tokens["loss_mask"], tokens["weight_versions"]
+    filled = [row for row, values in enumerate(mask.rows) if len(values)]
+    ends = np.cumsum([len(mask.rows[row]) for row in filled])
+    version = versions.flat()
+    is_generated = version >= 0
+    highest = np.iinfo(version.dtype).max
+
+    def of_rows(reduce: Any, values: Any, without: int) -> Tensor:
+        result = torch.full((len(mask),), without)
+        if filled:
+            result[filled] = torch.from_numpy(reduce.reduceat(values, np.append(0, ends[:-1]), dtype=np.int64))
+        return result
+
+    oldest = of_rows(np.minimum, np.where(is_generated, version, highest), highest)
+    counts = of_rows(np.add, mask.flat(), 0), of_rows(np.add, is_generated, 0)
+    bounds = torch.where(oldest == highest, -1, oldest), of_rows(np.maximum, version, -1)
+    return dict(zip(COUNTS, (*counts, *bounds), strict=True))
+
+
+def _with_shown_images(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Keep of the images those that these rows show, each once."""
+    if "pixel_values" not in rows:
+        return dict(rows)
+    image_rows = rows["image_rows"]
+    used = torch.unique(image_rows[image_rows >= 0])
+    index = torch.searchsorted(used, image_rows.clamp(min=0)).clamp(max=max(0, len(used) - 1))
+    image_rows = torch.where(image_rows >= 0, index, -1)
+    return {**rows, "pixel_values": rows["pixel_values"][used], "image_rows": image_rows}

@@ -1,0 +1,72 @@
+"""Microbatches: parts of a ShardedExperience as tensors on the device, each made when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import torch
+
+from lightrl.experience import Experience
+from lightrl.strategies.sharded_experience.experience import ShardedExperience
+
+
+class Microbatches(Sequence[Experience]):
+    """Parts of an experience; while one is computed on, the next is copied to the device on a stream of its own.
+
+    Args:
+        experience: on the host; this rank has the tokens of the rows.
+        rows: of each microbatch; one without rows is a blank row.
+        device: where they are computed on.
+    """
+
+    def __init__(self, experience: ShardedExperience, rows: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.experience = experience
+        self.rows = rows
+        self.device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Experience: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Experience]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Microbatches(self.experience, self.rows[index], self.device)
+        rows = self.rows[index]
+        return self.experience.dense(rows, self.device) if rows else self.experience.blank_row(self.device)
+
+    def __iter__(self) -> Iterator[Experience]:
+        ahead = self._copied(0) if self.rows else None
+        for index in range(len(self)):
+            part = ahead
+            assert part is not None
+            if self._stream is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_stream(self._stream)
+                for value in part.tensors().values():
+                    if value.device == self.device:
+                        value.record_stream(current)
+            ahead = self._copied(index + 1) if index + 1 < len(self) else None
+            yield part
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the tokens of the rows of one microbatch, without bringing it to the device."""
+        rows = self.rows[index]
+        return self.experience.lengths[rows].tolist() if rows else [2]
+
+    def _copied(self, index: int) -> Experience:
+        if self._stream is None:
+            return self[index]
+        with torch.cuda.stream(self._stream):
+            return self[index]
+
+
+def lengths_of(microbatches: Sequence[Experience]) -> list[list[int]]:
+    """Return the tokens of the rows of each microbatch."""
+    if isinstance(microbatches, Microbatches):
+        return [microbatches.lengths(index) for index in range(len(microbatches))]
+    return [microbatch.lengths.tolist() for microbatch in microbatches]

@@ -1,0 +1,150 @@
+"""The place in which each row trains: one minibatch, and for each role one data-parallel rank, for the iteration.
+
+Every rank computes the same placement from the lengths and groups of all rows. Rows that drop out later leave the
+others where they are. Shapes: B trajectories, W ranks of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightrl.experience import LossUnit, cut_minibatches, minibatch_order
+from lightrl.functional.packing import microbatch_bins
+from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.sharded_experience.experience import ShardedExperience
+
+
+def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
+    """Divide rows over `num` ranks so that the largest sum of lengths is small; every row is in exactly one share.
+
+    Largest differencing: combine the two partial partitions that differ most, the largest parts of one with the
+    smallest of the other, until one is left. Equal lengths give the same result in every process.
+
+    Source: Karmarkar and Karp, https://www2.eecs.berkeley.edu/Pubs/TechRpts/1983/6353.html; for more than two parts
+    Michiels et al., https://doi.org/10.1007/978-3-540-39763-2_31.
+
+    Args:
+        lengths: tokens of each trajectory.
+        num: data-parallel ranks.
+
+    Returns:
+        Rows in ascending order within a share; shares are empty if there are fewer rows than ranks.
+
+    Raises:
+        ValueError: if `num` is not positive.
+    """
+    if num < 1:
+        raise ValueError(f"num must be at least 1, got {num}.")
+    if num == 1:
+        return [list(range(len(lengths)))]
+    # Partial partitions: minus the parts' difference, a tie breaker, the parts as (tokens, rows), largest first.
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    for row, length in enumerate(lengths):
+        parts: list[tuple[int, list[int]]] = [(length, [row])]
+        parts += [(0, []) for _ in range(num - 1)]
+        heap.append((-length, row, parts))
+    if not heap:
+        return [[] for _ in range(num)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, first_row, first = heapq.heappop(heap)
+        _, second_row, second = heapq.heappop(heap)
+        pairs = zip(first, reversed(second), strict=True)
+        merged = sorted(((a + b, rows + more) for (a, rows), (b, more) in pairs), key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(first_row, second_row), merged))
+    return [sorted(rows) for _, rows in heap[0][2]]
+
+
+def token_imbalance(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> float:
+    """Return the largest share's tokens over the mean: 1 is perfect balance, 2 takes twice the time."""
+    tokens = [sum(lengths[row] for row in share) for share in shares]
+    return max(tokens) * len(tokens) / max(1, sum(tokens))
+
+
+def place_rows(
+    experience: ShardedExperience,
+    *,
+    num_minibatches: int,
+    seed: int,
+    unit: LossUnit,
+    roles: Sequence[Ranks],
+    ranks: Ranks,
+) -> ShardedExperience:
+    """Assign each row to a minibatch and to ranks; tokens stay where they are.
+
+    Args:
+        experience: all rows, on each rank; only lengths and groups are read.
+        num_minibatches: at most; each is balanced over the dp ranks of each role.
+        seed: of the cut into minibatches.
+        unit: rows that stay together.
+        roles: the ranks of each role; the dp ranks of the first answer for the rows.
+        ranks: all of the run.
+    """
+    num, lengths = len(experience), experience.lengths.tolist()
+    minibatch = torch.zeros(num, dtype=torch.int64)
+    dp_ranks = {role.dp_size: torch.zeros(num, dtype=torch.int64) for role in roles}
+    for index, units in enumerate(cut_minibatches(experience.units(unit), num_minibatches, seed)):
+        minibatch[[row for rows in units for row in rows]] = index
+        sizes = [sum(lengths[row] for row in rows) for rows in units]
+        for dp_size, dp_rank in dp_ranks.items():
+            for place, share in enumerate(balanced_shares(sizes, dp_size)):
+                dp_rank[[row for item in share for row in units[item]]] = place
+    columns = {"_minibatch": minibatch, **{f"_dp_rank_{dp_size}": value for dp_size, value in dp_ranks.items()}}
+    placed = experience.with_tensors(columns)
+    work = functools.reduce(torch.logical_or, [rows_by_rank(placed, role, ranks.size) for role in roles])
+    first = torch.tensor([members[0] for members in roles[0].dp_members])
+    return placed.with_tensors({"_work": work.T, "_owner": first[dp_ranks[roles[0].dp_size]]})
+
+
+def rows_by_rank(experience: ShardedExperience, role: Ranks, num_ranks: int) -> Tensor:
+    """Return which rows each rank works on for a role, bool [W, B]."""
+    has = torch.zeros(num_ranks, len(experience), dtype=torch.bool)
+    dp_rank = experience.rows[f"_dp_rank_{role.dp_size}"]
+    for place, members in enumerate(role.dp_members):
+        has[list(members)] = dp_rank == place
+    return has
+
+
+def shares(experience: ShardedExperience, ranks: Ranks) -> list[list[int]]:
+    """Return the rows of each dp rank."""
+    if ranks.dp_size == 1:
+        return [list(range(len(experience)))]
+    dp_rank = experience.rows[f"_dp_rank_{ranks.dp_size}"]
+    return [(dp_rank == place).nonzero()[:, 0].tolist() for place in range(ranks.dp_size)]
+
+
+def minibatches(experience: ShardedExperience, *, epochs: int, seed: int) -> list[list[int]]:
+    """Return the rows of each minibatch of each epoch, without minibatches whose rows have all dropped out."""
+    rows: dict[int, list[int]] = {}
+    for row, index in enumerate(experience.rows["_minibatch"].tolist()):
+        rows.setdefault(index, []).append(row)
+    return [rows[index] for index in minibatch_order(max(rows) + 1, epochs, seed) if index in rows]
+
+
+def microbatch_rows(
+    experience: ShardedExperience, ranks: Ranks, max_tokens: int, *, unit: LossUnit = "trajectory"
+) -> list[list[int]]:
+    """Return the rows of each of this rank's microbatches.
+
+    Every rank gets the same number, since a model that is spread over ranks runs on all at once: the last ones may have
+    no rows.
+
+    Args:
+        experience: all rows, on each rank; only lengths, groups and places are read.
+        ranks: of the role.
+        max_tokens: in one microbatch, or one unit.
+        unit: rows that stay together.
+    """
+    lengths, units = experience.lengths.tolist(), experience.units(unit)
+    parts = []
+    for share in shares(experience, ranks):
+        here = set(share)
+        local = [rows for rows in units if rows[0] in here]
+        parts.append(microbatch_bins(lengths, local, max_tokens) if local else [])
+    mine, most = parts[ranks.dp_rank], max(map(len, parts))
+    return [*mine, *([] for _ in range(most - len(mine)))]
