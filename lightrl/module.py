@@ -26,11 +26,11 @@ from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.models import LONGROPE_LENGTH, ModelSpec, Outputs, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models import Metric as LossMetric
-from lightrl.models.load_role import load_role, trainable_policy
+from lightrl.models.chat_template import stop_token_ids
+from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import parameter_groups, with_schedule
-from lightrl.models.pictures import Pictures
-from lightrl.models.stop_tokens import stop_token_ids
+from lightrl.models.role import load_role, trainable_policy
 from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
 from lightrl.rewards.hook import REWARD_THREAD
@@ -381,9 +381,9 @@ class RLModule(L.LightningModule):
         return tokenizer
 
     @functools.cached_property
-    def pictures(self) -> Pictures | None:
-        """How the policy reads pictures; None if it is a model of text alone."""
-        return Pictures.of(self.policy_spec.load_config())
+    def image_reader(self) -> ImageReader | None:
+        """How the policy reads images; None if it is a model of text alone."""
+        return ImageReader.of(self.policy_spec.load_config())
 
     def stop_token_ids(self) -> dict[str, list[int]]:
         """Source of stop tokens → their ids."""

@@ -35,8 +35,8 @@ from lightrl.callbacks import (
     StalenessControl,
     WeightSync,
 )
-from lightrl.callbacks.model_lines import ModelLines
-from lightrl.callbacks.monitors import warn_of_monitors
+from lightrl.callbacks.progress import ModelLines
+from lightrl.callbacks.rollout_metrics import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 from lightrl.checks.disk_errors import check_local, nearest_folder
 from lightrl.engines import RolloutEngine, SGLangEngine

@@ -46,7 +46,7 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint", "_every_n_train_steps"): {
         "commands/doctor/run.py"
     },
-    ("lightning.pytorch.callbacks.model_summary:ModelSummary", "_summarize_kwargs"): {"callbacks/model_lines.py"},
+    ("lightning.pytorch.callbacks.model_summary:ModelSummary", "_summarize_kwargs"): {"callbacks/progress.py"},
     ("lightning.pytorch.loggers.wandb:WandbLogger", "_log_model"): {"callbacks/loggers.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_data_parallel_size"): {"strategies/fsdp2.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_process_group_backend"): {"strategies/fsdp2.py"},

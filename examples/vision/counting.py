@@ -1,4 +1,4 @@
-"""Counting in the style of CLEVR: generated pictures of red and blue shapes; the answer is the number of one color."""
+"""Counting in the style of CLEVR: generated images of red and blue shapes; the answer is the number of one color."""
 
 import random
 
@@ -6,7 +6,7 @@ from PIL import Image, ImageDraw
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightrl.models.pictures import data_url
+from lightrl.models.images import data_url
 from lightrl.trajectory import Trajectory
 
 
@@ -21,14 +21,14 @@ def rows(split: str = "train", num_rows: int = 2000) -> list[dict[str, str]]:
     draw = random.Random(split)
     made: list[dict[str, str]] = []
     while len(made) < num_rows:
-        pen = ImageDraw.Draw(picture := Image.new("RGB", (32, 32), "gray"))
+        pen = ImageDraw.Draw(image := Image.new("RGB", (32, 32), "gray"))
         counts = {"red": draw.randint(1, 3), "blue": draw.randint(1, 3)}
         cells = draw.sample(range(16), sum(counts.values()))
         for color in [name for name, count in counts.items() for _ in range(count)]:
             x, y = (8 * part + draw.randint(0, 2) for part in divmod(cells.pop(), 4))
             draw.choice([pen.ellipse, pen.rectangle])((x, y, x + 5, y + 5), fill=color)
         color, count = draw.choice(list(counts.items()))
-        made.append({"image": data_url(picture), "color": color, "answer": str(count)})
+        made.append({"image": data_url(image), "color": color, "answer": str(count)})
     return made
 
 

@@ -3,8 +3,8 @@
 Reading order:
     grpo.py       GRPO and the settings that its relatives differ in
     reference.py  ReferenceKL: the KL term, its reference policy, its adaptive weight
-    relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO with some settings fixed
-    off_policy.py OAPL, TOPR, DPPO: losses for stale trajectories
+    relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO with some settings fixed;
+                  OAPL, TOPR, DPPO for stale trajectories
     ppo.py        PPO: a critic instead of groups
     distillation.py  a teacher judges each token that the policy writes
     supervised.py what the plain LightningModules that train on given data share:
@@ -19,16 +19,18 @@ name its paper as Source, and add it to the parametrized invariances in tests/al
 from lightrl.algorithms.distillation import Distillation
 from lightrl.algorithms.dpo import DPO, IPO
 from lightrl.algorithms.grpo import GRPO
-from lightrl.algorithms.off_policy import DPPO, OAPL, TOPR
 from lightrl.algorithms.ppo import PPO, EarlyStop
 from lightrl.algorithms.reference import AdaptiveKL, ReferenceKL
 from lightrl.algorithms.relatives import (
     CISPO,
     DAPO,
+    DPPO,
     GSPO,
     M2PO,
+    OAPL,
     RLOO,
     SAPO,
+    TOPR,
     DrGRPO,
     LitePPO,
     ReinforceBaseline,
@@ -37,28 +39,7 @@ from lightrl.algorithms.relatives import (
 from lightrl.algorithms.reward_model import RewardModel
 from lightrl.algorithms.sft import SFT
 
-__all__ = [
-    "AdaptiveKL",
-    "CISPO",
-    "DAPO",
-    "DPO",
-    "DPPO",
-    "GRPO",
-    "GSPO",
-    "IPO",
-    "M2PO",
-    "OAPL",
-    "PPO",
-    "RLOO",
-    "SAPO",
-    "SFT",
-    "TOPR",
-    "Distillation",
-    "DrGRPO",
-    "EarlyStop",
-    "LitePPO",
-    "ReferenceKL",
-    "ReinforceBaseline",
-    "ReinforcePlusPlus",
-    "RewardModel",
-]
+__all__ = ["Distillation", "DPO", "IPO", "GRPO", "PPO", "EarlyStop", "DPPO", "OAPL", "TOPR"]
+__all__ += ["AdaptiveKL", "ReferenceKL"]
+__all__ += ["CISPO", "DAPO", "GSPO", "M2PO", "RLOO", "SAPO", "DrGRPO", "LitePPO", "ReinforceBaseline"]
+__all__ += ["ReinforcePlusPlus", "RewardModel", "SFT"]

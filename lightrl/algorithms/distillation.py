@@ -24,8 +24,7 @@ class Distillation(GRPO):
     """On-policy distillation: moves the policy towards a teacher on the policy's own completions.
 
     Without `teacher_topk` it minimizes the reverse KL, KL(policy ‖ teacher), by policy gradient: a token's advantage is
-    the teacher's logprob minus the behavior policy's, which is the negated k1 estimate of the divergence at that token.
-    Every token gets a signal, where a reward is one number per trajectory, and no reward is needed.
+    the teacher's logprob minus the behavior policy's. Every token gets a signal, and no reward is needed.
 
     With `teacher_topk=K` the loss of a token is a divergence between both distributions at its position, over the
     teacher's K likeliest tokens and one outcome for all others (`functional.topk_divergence`): far less noise, for

@@ -14,10 +14,9 @@ from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.data import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
-from lightrl.functional.preference import PreferenceLoss
+from lightrl.functional.losses import PreferenceLoss
 from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.models.lora import adapters_off
-from lightrl.strategies import LogprobSettings, parallel_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,16 +100,13 @@ class DPO(SupervisedModule):
 
     def _completion_logprobs(self, role: str, experience: Experience) -> Tensor:
         """Sum of the logprobs of each trajectory's loss tokens, [2B]; the policy's with gradient."""
-        if role not in self.parallel_models:
-            settings = LogprobSettings(entropy_needs_gradient=False)
-            self.parallel_models[role] = parallel_model(self.trainer.strategy, getattr(self, role), settings)
         results: list[Tensor] = []
 
         def sums(part: Experience, outputs: Outputs) -> Tensor:
             return torch.where(part.loss_mask, outputs.logprobs, 0.0).sum(1)
 
         # One microbatch keeps the graph for Lightning, which runs the backward of the value of `training_step`.
-        self.parallel_models[role].forward_backward([experience], sums, results.append)
+        self.parallel(role).forward_backward([experience], sums, results.append)
         return results[0]
 
 

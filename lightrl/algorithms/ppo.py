@@ -146,8 +146,6 @@ class PPO(GRPO):
         gae(one, one, one.bool(), gamma, lam)
         value_loss(one, one, one, value_clip=value_clip, huber_delta=huber_delta)
 
-    # ------------------------------------------------------------------ models and calls
-
     def models(self) -> dict[str, Role]:
         models = super().models()
         if not self.shares_body:
@@ -191,8 +189,6 @@ class PPO(GRPO):
     def _moving_kl(self) -> AdaptiveKL | None:
         """The KL term, if its reference policy moves."""
         return None if self.reference_kl is None or self.reference_kl.decay is None else self.reference_kl
-
-    # ------------------------------------------------------------------ once for the whole iteration
 
     def advantages(self, experience: Experience) -> dict[str, Tensor]:  # type: ignore[override]
         local, total = experience.local, experience.total
@@ -240,8 +236,6 @@ class PPO(GRPO):
         if self.is_attached:
             self.log(name, value)
 
-    # ------------------------------------------------------------------ the losses
-
     def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Any]:
         old = experience["values"]
         returns = experience["returns"]
@@ -261,8 +255,6 @@ class PPO(GRPO):
         if self.is_warming_up:
             return False
         return self.early_stop is not None and self.early_stop(metrics)
-
-    # ------------------------------------------------------------------ after the update
 
     def on_policy_updated(self, weight_version: int) -> None:
         models: Any = self

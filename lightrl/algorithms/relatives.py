@@ -1,4 +1,5 @@
-"""GRPO's relatives: each fixes a few settings of GRPO under the name of its paper."""
+"""GRPO's relatives: each fixes a few settings of GRPO, or its loss, under the name of its paper; the last three are for
+stale trajectories, and need no importance weight above 1."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ from torch import Tensor
 from lightrl.algorithms.grpo import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
-from lightrl.functional import batch_normalized, cispo_loss, group_advantages, sapo_loss, second_moment_mask
+from lightrl.functional import (
+    batch_normalized,
+    cispo_loss,
+    group_advantages,
+    leaves_trust_region,
+    optimal_advantages,
+    regression_loss,
+    sapo_loss,
+    second_moment_mask,
+    tapered_weights,
+)
+from lightrl.functional.reduction import LossReduction
 from lightrl.models import ModelSpec, Outputs, Role
 
 
@@ -22,11 +34,7 @@ class DrGRPO(GRPO):
     """
 
     def __init__(
-        self,
-        policy: str | ModelSpec | Role,
-        *,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "fixed",
-        **kwargs: Any,
+        self, policy: str | ModelSpec | Role, *, loss_reduction: LossReduction = "fixed", **kwargs: Any
     ) -> None:
         super().__init__(policy, advantage_std=None, loss_reduction=loss_reduction, **kwargs)
 
@@ -44,7 +52,7 @@ class DAPO(GRPO):
         policy: str | ModelSpec | Role,
         *,
         clip_high: float = 0.28,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "token",
+        loss_reduction: LossReduction = "token",
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, clip_high=clip_high, loss_reduction=loss_reduction, **kwargs)
@@ -60,11 +68,7 @@ class RLOO(GRPO):
     """
 
     def __init__(
-        self,
-        policy: str | ModelSpec | Role,
-        *,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "fixed",
-        **kwargs: Any,
+        self, policy: str | ModelSpec | Role, *, loss_reduction: LossReduction = "fixed", **kwargs: Any
     ) -> None:
         super().__init__(
             policy,
@@ -98,7 +102,7 @@ class GSPO(GRPO):
         *,
         clip_low: float = 3e-4,
         clip_high: float = 4e-4,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "sequence",
+        loss_reduction: LossReduction = "sequence",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -156,7 +160,7 @@ class SAPO(GRPO):
         *,
         temperature_positive: float = 1.0,
         temperature_negative: float = 1.05,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "sequence",
+        loss_reduction: LossReduction = "sequence",
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -189,11 +193,7 @@ class LitePPO(GRPO):
     """
 
     def __init__(
-        self,
-        policy: str | ModelSpec | Role,
-        *,
-        loss_reduction: Literal["token", "sequence", "fixed"] = "token",
-        **kwargs: Any,
+        self, policy: str | ModelSpec | Role, *, loss_reduction: LossReduction = "token", **kwargs: Any
     ) -> None:
         super().__init__(policy, advantage_mean="group", advantage_std="batch", loss_reduction=loss_reduction, **kwargs)
 
@@ -259,13 +259,7 @@ class M2PO(GRPO):
 
     advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # it sorts all tokens of the iteration
 
-    def __init__(
-        self,
-        policy: str | ModelSpec | Role,
-        *,
-        second_moment_threshold: float = 0.04,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, policy: str | ModelSpec | Role, *, second_moment_threshold: float = 0.04, **kwargs: Any) -> None:
         super().__init__(policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, **kwargs)
         if self.importance_weights is not None and self.importance_weights.approximate_proximal:
             raise ValueError("M2PO's mask needs the exact proximal logprobs: leave out decoupled.approximate_proximal.")
@@ -291,3 +285,104 @@ class M2PO(GRPO):
             threshold=self.second_moment_threshold,
         )
         return torch.where(is_inside, super().advantages(experience)[:, None], 0.0)
+
+
+class OAPL(GRPO):
+    """Regresses the log-ratio to the behavior policy on an optimal advantage, so staleness needs no correction.
+
+    The loss is that of a trajectory, summed over its tokens; `fixed` divides it by a constant. The sum also holds the
+    engine's rounding of every token: with long completions look at `policy/kl_behavior_nats` on-policy first.
+
+    Source: https://arxiv.org/abs/2602.19362, with its two temperatures as one.
+
+    Args:
+        beta: how far a trajectory may move the policy: log-ratios of up to (reward - V) / β nats. In units of the
+            reward; 0.25 for rewards of 0 and 1.
+        kwargs: those of GRPO, less its clip, advantages and importance weights.
+    """
+
+    def __init__(
+        self,
+        policy: str | ModelSpec | Role,
+        *,
+        beta: float = 0.25,
+        loss_reduction: LossReduction = "fixed",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            policy,
+            clip_low=1.0,
+            clip_high=math.inf,
+            dual_clip=None,
+            advantage_mean="group",
+            advantage_std=None,
+            leave_one_out=False,
+            decoupled=False,
+            loss_reduction=loss_reduction,
+            **kwargs,
+        )
+        if not 0 < beta < math.inf:
+            raise ValueError(f"beta must be above 0 (0.25 for rewards of 0 and 1), got {beta}.")
+        self.beta = beta
+
+    def advantages(self, experience: Experience) -> Tensor:
+        return optimal_advantages(self.shaped_rewards(experience), experience.group_ids, self.beta)
+
+    def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        assert experience.advantages is not None
+        return regression_loss(
+            outputs.logprobs, experience.behavior_logprobs, experience.advantages, experience.loss_mask, beta=self.beta
+        )
+
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        return torch.ones_like(ratio)  # it regresses the log-ratio, and multiplies by no ratio
+
+
+class TOPR(GRPO):
+    """Imitates what was better than expected; what was worse loses weight as the policy leaves it.
+
+    Source: https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's, and GRPO's baseline.
+    """
+
+    def __init__(self, policy: str | ModelSpec | Role, **kwargs: Any) -> None:
+        super().__init__(
+            policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, ratio_level="token", decoupled=False, **kwargs
+        )
+
+    def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        assert experience.advantages is not None
+        return -self.gradient_weights(ratio, experience, outputs) * experience.advantages * outputs.logprobs
+
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        assert experience.advantages is not None
+        return tapered_weights(outputs.logprobs, experience.behavior_logprobs, experience.advantages)
+
+
+class DPPO(GRPO):
+    """A token stops learning where the policy has left the behavior policy by a divergence, not by a ratio.
+
+    Source: https://arxiv.org/abs/2602.04879, its binary KL.
+
+    Args:
+        max_nats: bound on the divergence of one token, over two outcomes: this token, or any other.
+        kwargs: those of GRPO, less its clip.
+    """
+
+    def __init__(self, policy: str | ModelSpec | Role, *, max_nats: float = 0.05, **kwargs: Any) -> None:
+        super().__init__(
+            policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, ratio_level="token", decoupled=False, **kwargs
+        )
+        if not max_nats > 0:
+            raise ValueError(f"max_nats must be above 0 (0.05 is usual), got {max_nats}.")
+        self.max_nats = max_nats
+
+    def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        assert experience.advantages is not None
+        loss = super().policy_loss(ratio, experience, outputs)
+        return loss.where(self.is_clipped(ratio, experience, outputs) == 0, 0.0)
+
+    def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        assert experience.advantages is not None
+        return leaves_trust_region(
+            outputs.logprobs, experience.behavior_logprobs, experience.advantages, max_nats=self.max_nats
+        ).to(ratio.dtype)

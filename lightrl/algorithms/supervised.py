@@ -1,9 +1,7 @@
 """The base of SFT, DPO and reward models: a model trained on given data, by Lightning's own loop.
 
-A subclass computes losses and metrics of a batch in `measure`; checkpoints, logging and export are as usual.
-
-Under FSDP2Strategy all ranks read the same batches and each measures its share of the rows. Losses and metrics are sums
-over the share, divided by the whole batch's count: the update is that of one process.
+A subclass computes losses and metrics of a batch in `measure`. Under FSDP2Strategy all ranks read the same batches and
+each measures its share of the rows, so that the update is that of one process.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.choices import check_choice
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models.model_folder import fill_in, keep_trained
@@ -64,8 +63,7 @@ class SupervisedModule(L.LightningModule):
     ) -> None:
         super().__init__()
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
-        if lr_decay not in ("constant", "linear", "cosine"):
-            raise ValueError(f"lr_decay must be constant, linear or cosine, got {lr_decay!r}.")
+        check_choice(("constant", "linear", "cosine"), lr_decay=lr_decay)
         check_bounds(0, warmup_steps=warmup_steps)
         self.policy_role = Role.of(policy)
         self.check_role("policy", self.policy_role)
@@ -121,10 +119,15 @@ class SupervisedModule(L.LightningModule):
         return run_inside(getattr(self, self.trained_role), function, *args)
 
     def on_fit_start(self) -> None:
-        role = self.trained_role
-        if ranks_of(self.trainer.strategy).size > 1 and role not in self.parallel_models:
+        if ranks_of(self.trainer.strategy).size > 1:
+            self.parallel(self.trained_role)
+
+    def parallel(self, role: str) -> ParallelModel:
+        """Returns the role's model under the strategy; made once."""
+        if role not in self.parallel_models:
             settings = LogprobSettings(entropy_needs_gradient=False)
             self.parallel_models[role] = parallel_model(self.trainer.strategy, getattr(self, role), settings)
+        return self.parallel_models[role]
 
     def configure_optimizers(self) -> Any:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]

@@ -2,19 +2,18 @@
 
 Reading order:
     rl_callback.py      the hooks, and when each is called
-    weight_sync.py      the trainer's weights to the engine, with a version; rank_shares.py  which ranks write them
+    weight_sync.py      the trainer's weights to the engine, with a version; which ranks write them
       probe.py          a few sequences that both score after a load: within a bound?
       lag_probe.py      how far the policy moves in η versions
     staleness.py        how far behind a trajectory may be
-    dynamic_sampling.py which groups are dropped and replaced, and how many are started
-    curriculum.py       which prompts are played, by past success
-    rollout_metrics.py  what is logged of each iteration; monitors.py  who waits for a metric that nobody logs
-    progress.py         the two-line progress bar, and a line per iteration; model_lines.py  what is trained
-    status_file.py      what the run does now, for `lightrl status`; problems.py  warnings, errors and drops
+    dynamic_sampling.py which groups are dropped and replaced; which prompts are run, by past success
+    rollout_metrics.py  what is logged of each iteration; who waits for a metric that nobody logs
+    progress.py         the two-line progress bar, and a line per iteration; what is trained
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
-    learning_curve.py   the run's curve as a picture; run_files.py  what the files of a run are
-    loggers.py          tables, pictures and models for Weights & Biases, MLflow and TensorBoard
+    learning_curve.py   the run's curve as an image
+    run_files.py        the run's README, log lines, state for `lightrl status`, and problems
+    loggers.py          tables, images and models for Weights & Biases, MLflow and TensorBoard
     timed_checkpoint.py a checkpoint every ten minutes
     export.py           the policy as a Hugging Face folder
 
@@ -22,8 +21,7 @@ May import: everything up to module and data; not loops, not trainer. To add one
 need; a test runs it in a real Trainer with FakeEngine.
 """
 
-from lightrl.callbacks.curriculum import PromptCurriculum
-from lightrl.callbacks.dynamic_sampling import DynamicSampling
+from lightrl.callbacks.dynamic_sampling import DynamicSampling, PromptCurriculum
 from lightrl.callbacks.export import HuggingFaceExport
 from lightrl.callbacks.learning_curve import LearningCurve
 from lightrl.callbacks.progress import RolloutProgressBar
@@ -34,16 +32,5 @@ from lightrl.callbacks.trace import Trace
 from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.callbacks.weight_sync import WeightSync
 
-__all__ = [
-    "DynamicSampling",
-    "HuggingFaceExport",
-    "LearningCurve",
-    "PromptCurriculum",
-    "RLCallback",
-    "RolloutMetrics",
-    "RolloutProgressBar",
-    "StalenessControl",
-    "Trace",
-    "TrajectoryLog",
-    "WeightSync",
-]
+__all__ = ["DynamicSampling", "PromptCurriculum", "HuggingFaceExport", "LearningCurve", "RolloutProgressBar"]
+__all__ += ["RLCallback", "RolloutMetrics", "StalenessControl", "Trace", "TrajectoryLog", "WeightSync"]

@@ -1,4 +1,4 @@
-"""DynamicSampling: full iterations of groups that teach; the others are dropped and replaced by new prompts."""
+"""Choice of what is trained on: DynamicSampling, by the groups' rewards; PromptCurriculum, by past success."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.callbacks.rollout_metrics import MeansSince
+from lightrl.checks.bounds import check_bounds
+from lightrl.checks.choices import check_choice
 from lightrl.checks.dotted_path import function_of
+from lightrl.data import SuccessRateCurriculum
 from lightrl.module import RLModule
-from lightrl.rollout import GroupFilter, RolloutSettings
+from lightrl.rollout import Curriculum, GroupFilter, RolloutSettings
 from lightrl.trajectory import Group
 
 if TYPE_CHECKING:
@@ -27,17 +31,14 @@ class DynamicSampling(RLCallback):
     more rollouts, and an epoch of the data lasts fewer iterations.
 
     Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits for the fastest P
-    and not for the slowest. It is biased: completions that take long, which are the long ones, are left out more often,
-    and the policy can learn to be short from that alone; watch `rollout/length_tokens`. On-policy, whatever is still in
-    flight when P groups are done is given up, and which groups those are depends on timing: such a run is not
-    repeatable to the bit. With `max_staleness` > 0, stragglers stay in flight within the staleness bound and only those
-    that would hold a batch back are given up; their prompts come again in the next epoch.
+    and not for the slowest. It is biased: long completions are left out more often, and the policy can learn to be
+    short from that alone; watch `rollout/length_tokens`. On-policy, the groups in flight when P are done are given up:
+    such a run is not repeatable to the bit. With `max_staleness` > 0 only those that would hold a batch back are given
+    up; their prompts come again in the next epoch.
 
     It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, since the last iteration, and with
-    over-sampling `rollout/given_up_fraction`, of the groups drawn: it bounds the Kolmogorov-Smirnov distance between
-    sampled and trained durations. What the rules prefer is seen by comparing RolloutMetrics' `rollout/dropped_*` with
-    the metrics of what is trained on: `rollout/dropped_length_tokens` with `rollout/length_tokens`,
-    `rollout/dropped_accuracy_fraction` with `rollout/accuracy_fraction`.
+    over-sampling `rollout/given_up_fraction`, of the groups sampled. RolloutMetrics' `rollout/dropped_length_tokens`
+    and `rollout/dropped_accuracy_fraction` show what the rules prefer.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
@@ -67,13 +68,9 @@ class DynamicSampling(RLCallback):
         oversample_fraction: float = 0.0,
         max_dropped_groups_per_iteration: int | None = None,
     ) -> None:
-        if incomplete_groups not in ("train", "redraw", "drop"):
-            raise ValueError(f"incomplete_groups must be train, redraw or drop, got {incomplete_groups!r}.")
-        if not 0 <= oversample_fraction <= 10:
-            raise ValueError(f"oversample_fraction must be from 0 to 10, got {oversample_fraction}.")
-        bound = max_dropped_groups_per_iteration
-        if bound is not None and bound < 0:
-            raise ValueError(f"max_dropped_groups_per_iteration must be at least 0 or None, got {bound}.")
+        check_choice(("train", "redraw", "drop"), incomplete_groups=incomplete_groups)
+        check_bounds(0, 10, oversample_fraction=oversample_fraction)
+        check_bounds(0, max_dropped_groups_per_iteration=max_dropped_groups_per_iteration)
         self.group_filter = GroupFilter(
             drop_zero_variance=drop_zero_variance,
             min_success=min_success,
@@ -83,7 +80,7 @@ class DynamicSampling(RLCallback):
         )
         self.incomplete_groups = incomplete_groups
         self.oversample_fraction = oversample_fraction
-        self.max_dropped_groups_per_iteration = bound
+        self.max_dropped_groups_per_iteration = max_dropped_groups_per_iteration
         self._reasons: set[str] = set()  # those that have occurred are logged from then on
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -114,7 +111,7 @@ class DynamicSampling(RLCallback):
         drops = trainer.rollout.drain_group_drops()
         self._reasons |= set(drops)
         values: dict[str, float] = {
-            f"rollout/dropped_groups_{reason}": drops.get(reason, 0) for reason in sorted(self._reasons)
+            f"rollout/dropped_groups_{name}": drops.get(name, 0) for name in sorted(self._reasons)
         }
         values["rollout/dropped_groups"] = sum(drops.values())
         if self.oversample_fraction:
@@ -122,3 +119,35 @@ class DynamicSampling(RLCallback):
             values["rollout/given_up_fraction"] = num_given_up / (num_given_up + len(groups))
         for name, value in values.items():
             module.log(name, float(value), on_step=True, on_epoch=False)
+
+
+class PromptCurriculum(RLCallback):
+    """Skips prompts by their past success, so that iterations consist of prompts that teach.
+
+    When a prompt's turn comes in an epoch, it is run with the probability that the curriculum gives it: prompts keep
+    the stream's order, and an epoch lasts fewer iterations than the loader says. The curriculum's state is part of the
+    checkpoint, so that a resumed run takes the same prompts.
+
+    RolloutMetrics logs how many are skipped as `rollout/skipped_prompts`. The mean past success of the prompts that ran
+    again and of those skipped is logged as `rollout/played_success_fraction` and `rollout/skipped_success_fraction`, if
+    the curriculum has a method `success_rate`, as SuccessRateCurriculum has.
+
+    Args:
+        curriculum: any object with the methods of `lightrl.rollout.Curriculum`; SuccessRateCurriculum() if None.
+    """
+
+    def __init__(self, curriculum: Curriculum | None = None) -> None:
+        self.curriculum = SuccessRateCurriculum() if curriculum is None else curriculum
+        self._success = MeansSince()
+
+    def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
+        return replace(settings, curriculum=self.curriculum)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._success = MeansSince()
+
+    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
+        for what in ("played", "skipped"):
+            names = {f"{what}_again_success": f"rollout/{what}_success_fraction"}
+            for name, value in self._success.means(trainer.rollout.progress(), f"{what}_again", names).items():
+                module.log(name, value, on_step=True, on_epoch=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightrl.callbacks.loggers import log_model, takers_of_models
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import check_local
-from lightrl.models import ParallelModel, Role
+from lightrl.models.images import save_processor
 from lightrl.models.lora import has_adapters
 from lightrl.models.model_folder import (
     HEAD_STAYS_BEHIND,
@@ -18,29 +19,18 @@ from lightrl.models.model_folder import (
     replaced_folder,
     save_model,
 )
-from lightrl.models.pictures import save_processor
 from lightrl.strategies import LogprobSettings, Ranks, SplitsModels, parallel_model, ranks_of, whole
 
 if TYPE_CHECKING:
     import lightning as L
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from lightrl.rollout.rl_trainer import RLTrainer
 
 log = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 2**28  # parameters gathered at once
-
-
-class _Module(Protocol):
-    """The attributes that an export needs besides the model; RLModules and the supervised ones have it."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-    policy_role: Role
-    parallel_models: dict[str, ParallelModel]
-
-    def models(self) -> dict[str, Role]: ...
 
 
 class HuggingFaceExport(RLCallback):
@@ -52,13 +42,8 @@ class HuggingFaceExport(RLCallback):
     With LoRA the folder has peft's form, adapters only (`PeftModel.from_pretrained`), or with `merged` the whole model.
 
     The policy's folder leaves out a critic that is a head on the policy's body; `role="critic"` writes body and head as
-    a separate model, for a later run's `critic` or `reward_model`.
-
-    Weights & Biases and MLflow get the folder as an artifact if they take models: the last with `log_model: true`, each
-    with `all`.
-
-    The folder is always complete: an export replaces it when it is written (model_folder.py). Ctrl-C, an exception and
-    `fast_dev_run` leave the earlier export as it is.
+    a separate model. Weights & Biases and MLflow get the folder as an artifact if they take models: the last with
+    `log_model: true`, each with `all`. Ctrl-C, an exception and `fast_dev_run` leave the earlier export as it is.
 
     Args:
         to: the folder; its parents are made. An earlier export in it is replaced, anything else is refused.
@@ -73,10 +58,7 @@ class HuggingFaceExport(RLCallback):
     def __init__(
         self, to: str, every_n_iterations: int | None = None, role: str | None = None, *, merged: bool = False
     ) -> None:
-        if every_n_iterations is not None and every_n_iterations < 1:
-            raise ValueError(
-                f"every_n_iterations must be at least 1, or None for the end only, got {every_n_iterations}."
-            )
+        check_bounds(1, every_n_iterations=every_n_iterations)
         check_local(to=to)
         self.to = Path(to)
         self.every_n_iterations = every_n_iterations
@@ -128,7 +110,6 @@ class HuggingFaceExport(RLCallback):
         head = self._whole_head(module, holders) if self._is_head(module) and holders.is_here else None
         if not holders.is_main:
             return
-        tokenizer = cast("_Module", module).tokenizer
         with replaced_folder(self.to) as folder:
             if head is not None:
                 description = ModelDescription.of_critic(model, module.policy_role)
@@ -137,10 +118,10 @@ class HuggingFaceExport(RLCallback):
             elif tensors is None:
                 save_model(model, folder)
             else:
-                described = _described_by(cast("_Module", module), role)
+                described = module.models()[role] if hasattr(module, "models") else module.policy_role
                 ModelDescription.of(model, described).save(tensors, folder, merged=self.merged)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+            if module.tokenizer is not None:
+                module.tokenizer.save_pretrained(folder)
             save_processor(model.config, folder)
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
 
@@ -183,8 +164,3 @@ class HuggingFaceExport(RLCallback):
     def _body_of(self, module: Any) -> str:
         """The role whose model holds the weights."""
         return "policy" if self._is_head(module) else self._role_of(module)
-
-
-def _described_by(module: _Module, role: str) -> Role:
-    """The role of that name; supervised modules have one."""
-    return module.models()[role] if hasattr(module, "models") else module.policy_role

@@ -1,9 +1,7 @@
 """LagProbe: how far the policy moves in one version and in η versions, by the trainer's numbers alone.
 
-A token that version b sampled and version v trains on has two logprobs: log π_v - log b = (log π_v - log π_b), the
-policy's lag, + (log π_b - log b), the engine's mismatch. To compute π_b on trained tokens would need its weights. So
-the trainer keeps a few of the trajectories instead: it scores them under version b, again under b + 1, and some of them
-under b + η.
+For a token that version b sampled and version v trains on, log π_v - log b is the policy's lag, log π_v - log π_b, plus
+the engine's mismatch. The trainer computes logprobs of a few trajectories under version b, again under b + 1 and b + η.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""LearningCurve: the run as one picture, and at its end a list of the files in the run's folder."""
+"""LearningCurve: the run as one image, and at its end a list of the files in the run's folder."""
 
 from __future__ import annotations
 
 import csv
 import logging
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightrl.callbacks.loggers import log_picture
+from lightrl.callbacks.loggers import log_image
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import write_problem
 
 if TYPE_CHECKING:
@@ -82,17 +83,16 @@ class LearningCurve(RLCallback):
 
     When `fit` ends, by itself or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
     keeps the metrics, the plotted numbers to `learning_curve.csv`; Weights & Biases, MLflow and TensorBoard get the
-    picture. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run draws
+    image. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run draws
     the whole curve: of more than 1,000 iterations the means over 2, 4, 8, … of them, so that checkpoints stop growing.
 
     Iteration i on the axis means: sampled by the weights after i iterations. With `num_sanity_val_steps=-1` there is a
-    held-out accuracy of iteration 0. It draws what `RolloutMetrics` and validation log; a run without these has no
-    picture.
+    held-out accuracy of iteration 0. A run without the metrics of `RolloutMetrics` and validation has no image.
 
     Args:
         constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
         constant_label: its name in the legend.
-        title: of the picture; the module's class name if None.
+        title: of the image; the module's class name if None.
         held_out: the validation metric to draw; SFT's is `val/token_accuracy_fraction`.
         held_out_label: its name in the legend; DPO and RewardModel count pairs.
     """
@@ -106,10 +106,7 @@ class LearningCurve(RLCallback):
         held_out: str = HELD_OUT_ACCURACY,
         held_out_label: str = "held-out prompts",
     ) -> None:
-        if constant_baseline is not None and not 0 <= constant_baseline <= 1:
-            raise ValueError(
-                f"constant_baseline must be a fraction from 0 to 1, got {constant_baseline}. Divide percent by 100."
-            )
+        check_bounds(0, 1, constant_baseline=constant_baseline)
         self.constant_baseline = constant_baseline
         self.constant_label = constant_label
         self.title = title
@@ -168,7 +165,7 @@ class LearningCurve(RLCallback):
                     constant_label=self.constant_label,
                     held_out_label=self.held_out_label,
                 )
-                log_picture(trainer.loggers, run_folder / "learning_curve.png", trainer.global_step)
+                log_image(trainer.loggers, run_folder / "learning_curve.png", trainer.global_step)
             except ImportError as error:
                 log.warning("No learning curve was drawn: matplotlib cannot be imported (%s). Install it.", error)
             except OSError as error:
@@ -250,7 +247,7 @@ def draw_learning_curve(
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Centered mean over at most `window` values, fewer at both ends; as many as there are values."""
     half = window // 2
-    return [_mean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
+    return [statistics.fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
 
 def _plot_held_out(panel: Axes, curve: Curve, label: str) -> None:
@@ -265,7 +262,3 @@ def _plot_running_mean(panel: Axes, curve: Curve, *, color: str, label: str) -> 
     if window > 1:
         panel.plot(iterations, values, color=color, lw=0.8, alpha=0.3)
     panel.plot(iterations, running_mean(values, window), color=color, lw=2.0, label=label, zorder=3)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -35,7 +35,7 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
                 logger.experiment.add_text(name, _html_table(columns, rows), step)
 
 
-def log_picture(loggers: Iterable[Logger], path: Path, step: int) -> None:
+def log_image(loggers: Iterable[Logger], path: Path, step: int) -> None:
     """A PNG file, under its name."""
     for logger in loggers:
         with _warned_of(logger, path.name):

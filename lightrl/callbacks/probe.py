@@ -90,7 +90,7 @@ class Probe:
         return trainer_scores(trainer, module, self._sequences(module))
 
     def compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
-        """After the load: the metrics of this sync.
+        """Compares the logprobs after the load; returns the metrics of this sync.
 
         Raises:
             WeightSyncError: on every rank, if a replica has other weights, or scores cannot be had.

@@ -1,4 +1,4 @@
-"""RolloutProgressBar: a bar for the run, one for its present phase, and above them lines that stay."""
+"""RolloutProgressBar: a bar for the run, one for its phase, and lines that stay; ModelLines: what is trained."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import TQDMProgressBar
+import lightning as L
+from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import duration_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import lightning as L
 
     from lightrl.experience import Experience
     from lightrl.module import RLModule
@@ -55,16 +57,13 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         Training:  40%|████      | 80/200 [00:09<00:14, reward=0.531, accuracy=0.410, held-out=0.430]
           rollout:  58%|█████▊    | 300/512, tokens/s=12.3k, sync_s=0.004
 
-    The second line says what the run waits for: `rollout, waits for 2 slow` groups, `rewards`, `scores`, `update`,
-    `weight sync`. Above the two stays a line of at most 100 characters for every `print_every_n_iterations`, and for
-    each iteration that ends ten seconds after the last line or later, and for each validation; what does not fit is in
-    the metrics. The accuracy is left out where it is the reward or the reward gives none: `held-out` then is the
-    reward. Staleness and waits are left out where they are 0. If standard output is no terminal (a log file, a pipe),
-    there are only these lines, with the time left, and one a minute of the phase in which a long iteration is. Color
-    is for terminals, unless NO_COLOR is set.
+    The second line says what the run waits for. Above the two stays a line of at most 100 characters for every
+    `print_every_n_iterations`, for each iteration that ends ten seconds after the last line or later, and for each
+    validation. The accuracy is left out where it is the reward or the reward gives none: `held-out` then is the reward.
+    If standard output is no terminal (a log file, a pipe), there are only these lines, with the time left, and one a
+    minute of the phase in which a long iteration is. Color is for terminals, unless NO_COLOR is set.
 
-    The first line counts the run's batches, of which an RL run has one per iteration: up to `max_steps` or the end of
-    `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
+    The first line counts the run's batches over all epochs, of which an RL run has one per iteration. A plain
     LightningModule has the first line only, with whatever it logs with `prog_bar=True`.
 
     Args:
@@ -82,11 +81,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         print_every_n_iterations: int = 10,
     ) -> None:
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
-        if print_every_n_iterations < 1:
-            raise ValueError(
-                f"print_every_n_iterations must be at least 1, got {print_every_n_iterations}. Set "
-                "enable_progress_bar=False to print nothing."
-            )
+        check_bounds(1, print_every_n_iterations=print_every_n_iterations)
         self.print_every_n_iterations = print_every_n_iterations
         self._is_training = False  # there is a first line
         self._phase_bar: Tqdm | None = None
@@ -101,8 +96,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def is_disabled(self) -> bool:
         """True if no bar is drawn; lines may still be printed."""
         return not self.is_enabled or not _is_terminal()
-
-    # ------------------------------------------------------------------ the run
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.train_progress_bar = self.init_train_tqdm()
@@ -147,8 +140,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._close_bars()
 
-    # ------------------------------------------------------------------ the phase
-
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._show_phase("rollout", 0, self._num_trajectories)
 
@@ -180,8 +171,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         self._show_phase("weight sync")
 
-    # ------------------------------------------------------------------ validation
-
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._close_phase_bar()  # Lightning's validation bar takes its line
         super().on_validation_start(trainer, pl_module)
@@ -200,8 +189,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             names = sorted(values, key=lambda name: (name not in first, name))
             shown = {name.removeprefix("val/"): values[name] for name in names}
             self._print_line(f"validation after iteration {_num_batches_done(trainer)}", _telling(shown))
-
-    # ------------------------------------------------------------------ drawing
 
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
@@ -262,15 +249,9 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             return
         if self._phase_bar is None:
             self._phase = ""
-            self._phase_bar = Tqdm(
-                total=total,
-                position=2 * self.process_position + 1,
-                leave=False,
-                dynamic_ncols=True,
-                file=sys.stdout,
-                bar_format=_PHASE_FORMAT,
-                colour=_colour("cyan"),
-            )
+            settings = {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "bar_format": _PHASE_FORMAT}
+            place = 2 * self.process_position + 1
+            self._phase_bar = Tqdm(total=total, position=place, colour=_colour("cyan"), **settings)
         phase = name.partition(",")[0]
         is_new_phase, self._phase = phase != self._phase, phase
         self._phase_bar.desc = f"  {name}" if done is None else f"  {name}: "
@@ -314,7 +295,7 @@ def num_batches_of_run(trainer: L.Trainer) -> int | None:
 
 
 def _telling(values: Mapping[str, object]) -> dict[str, object]:
-    """Without zeros that are expected, and without an accuracy or a held-out reward that is the other."""
+    """Drops zeros that are expected, and an accuracy or a held-out reward that equals the other."""
     telling = {name: value for name, value in values.items() if name not in _OFTEN_ZERO or float(str(value))}
     for name, other in (("accuracy", "reward"), ("reward", "accuracy_fraction")):
         if other in telling and telling.get(name) == telling[other]:
@@ -350,5 +331,36 @@ def _styled(text: str, style: str) -> str:
 
 
 def _colour(name: str) -> str | None:
-    """Formats seconds as tqdm does."""
     return name if _has_color() else None
+
+
+class ModelLines(ModelSummary):
+    """Takes the place of Lightning's default summary, whose FLOPs are 0 and whose modes are those that we set.
+
+    policy: Qwen3ForCausalLM, 789 K parameters
+    789 K of 789 K parameters are trained, 3.2 MB
+    """
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pp = getattr(trainer.strategy, "pp", 1)
+        self._summarize_kwargs["of"] = f" in rank 0's of {pp} pipeline stages" if pp > 1 else ""
+        super().on_fit_start(trainer, pl_module)
+
+    @staticmethod
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        *_: Any,
+        of: str = "",
+        **__: Any,
+    ) -> None:
+        columns = dict(summary_data)
+        rows = zip(columns["Name"], columns["Type"], columns["Params"], strict=True)
+        # FSDP2 gives a model a class of its own
+        lines = [f"{name}: {kind.removeprefix('FSDP')}, {num.strip()} parameters{of}" for name, kind, num in rows]
+        trained, total = (
+            " ".join(get_human_readable_count(num).split()) for num in (trainable_parameters, total_parameters)
+        )
+        rank_zero_info("\n".join([*lines, f"{trained} of {total} parameters{of} are trained, {model_size:.1f} MB"]))

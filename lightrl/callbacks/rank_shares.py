@@ -20,7 +20,7 @@ from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.strategies.shared_folder import ranks_without
 from lightrl.weights import Bucket, SharedFolder
-from lightrl.weights.rank_share import ShareWriter, files_of
+from lightrl.weights.disk import ShareWriter, files_of
 
 log = logging.getLogger(__name__)
 

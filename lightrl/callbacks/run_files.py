@@ -1,15 +1,24 @@
-"""Descriptions of the files in a run's folder: in its README.txt, and in a list at the end of a run."""
+"""Files of a run's folder that every run of the command line writes: README.txt, logs, status.json, problems."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import logging
+import os
+import socket
+import time
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.printable import count_text
+from lightrl.checks.status_files import STATUS_FILE
+from lightrl.engines import SGLangEngine
 from lightrl.strategies.atomic_write import write_whole
 
 if TYPE_CHECKING:
@@ -21,7 +30,7 @@ log = logging.getLogger(__name__)
 KINDS = {
     "config.yaml": "all settings; fit --config config.yaml repeats the run",
     "learning_curve.png": "reward and accuracy over the iterations",
-    "learning_curve.csv": "the numbers of the picture",
+    "learning_curve.csv": "the numbers of the image",
     "metrics.csv": "every metric, a row per iteration",
     "events.out.tfevents*": "the same for tensorboard --logdir .",
     "trajectories": "what the policy wrote, a line each; lightrl inspect",
@@ -44,6 +53,12 @@ def contents(folder: Path) -> list[str]:
     return [f"  {name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items() if any(folder.glob(name))]
 
 
+def _written_folder(trainer: L.Trainer) -> Path | None:
+    """The run's folder; None without a logger or with `fast_dev_run`. A collective: it comes from rank 0."""
+    folder = trainer.log_dir
+    return Path(folder) if folder and trainer.loggers and not getattr(trainer, "fast_dev_run", False) else None
+
+
 class RunFiles(RLCallback):
     """Writes the README.txt when a stage is set up, logs the folder's path, and keeps lightrl's log lines of each rank.
 
@@ -54,16 +69,17 @@ class RunFiles(RLCallback):
         self._log_file: logging.FileHandler | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        folder = trainer.log_dir  # on all ranks: it comes from rank 0
-        for saves in trainer.checkpoint_callbacks if folder else []:
+        log_dir = trainer.log_dir  # on all ranks: it comes from rank 0
+        for saves in trainer.checkpoint_callbacks if log_dir else []:
             if isinstance(saves, ModelCheckpoint) and saves.dirpath is None:
                 # Where Lightning's are too, unless CSVLogger is not the first.
-                saves.dirpath = str(Path(str(folder)) / "checkpoints")
-        if not (folder and trainer.loggers) or getattr(trainer, "fast_dev_run", False):
+                saves.dirpath = str(Path(str(log_dir)) / "checkpoints")
+        folder = _written_folder(trainer)
+        if folder is None:
             return
         self._close_log()
         with contextlib.suppress(OSError):
-            path = Path(folder) / "logs" / f"rank-{trainer.global_rank}.log"
+            path = folder / "logs" / f"rank-{trainer.global_rank}.log"
             path.parent.mkdir(parents=True, exist_ok=True)
             self._log_file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
             self._log_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -78,8 +94,8 @@ class RunFiles(RLCallback):
             *(f"{name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items()),
         ]
         with contextlib.suppress(OSError):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_whole(Path(folder) / "README.txt", "\n".join(lines) + "\n")
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / "README.txt", "\n".join(lines) + "\n")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._close_log()
@@ -92,3 +108,172 @@ class RunFiles(RLCallback):
             logging.getLogger("lightrl").removeHandler(self._log_file)
             self._log_file.close()
             self._log_file = None
+
+
+_EVERY_S = 1.0  # within a phase
+
+
+class StatusFile(RLCallback):
+    """Writes `status.json` into the run's folder at each change of phase, and each second within one.
+
+    A full disk leaves the file as it was: what the run does next fails with a better message.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._content: dict[str, Any] = {}
+        self._written_at = 0.0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        folder = _written_folder(trainer)
+        self._path = folder / STATUS_FILE if folder is not None and trainer.is_global_zero else None
+        self._content = {"stage": stage, "pid": os.getpid(), "host": socket.gethostname()}
+        self._enter(trainer, "starting")
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._enter(trainer, "validation")
+
+    on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
+
+    def on_rollout_start(self, trainer: Any, module: Any) -> None:
+        self._enter(trainer, "rollout")
+
+    def on_rollout_progress(self, trainer: Any, module: Any, done: int, total: int) -> None:
+        self._progress(trainer, f"{done} of {total} trajectories")
+
+    def on_rollout_end(self, trainer: Any, module: Any, groups: Any) -> None:
+        self._enter(trainer, "scores and rewards")
+
+    def on_rewards_progress(self, trainer: Any, module: Any, done: int, total: int) -> None:
+        self._progress(trainer, f"{done} of {total} rewards")
+
+    def on_experience_ready(self, trainer: Any, module: Any, experience: Any) -> None:
+        self._enter(trainer, "update")
+
+    def on_minibatch_end(self, trainer: Any, module: Any, metrics: Any, index: int, total: int) -> None:
+        self._progress(trainer, f"{index + 1} of {total} minibatches")
+
+    def on_policy_updated(self, trainer: Any, module: Any, weight_version: int) -> None:
+        self._enter(trainer, "sync")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._enter(trainer, "end of the iteration")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):
+            self._enter(trainer, "interrupted")
+            return
+        self._content["error"] = f"{type(exception).__name__}: {exception}"
+        self._enter(trainer, "failed")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self._content.get("phase") not in ("failed", "interrupted"):
+            self._enter(trainer, "done")
+
+    def _enter(self, trainer: L.Trainer, phase: str) -> None:
+        self._content |= {"phase": phase, "since": time.time(), "progress": ""}
+        self._write(trainer)
+
+    def _progress(self, trainer: L.Trainer, progress: str) -> None:
+        self._content["progress"] = progress
+        if time.monotonic() - self._written_at >= _EVERY_S:
+            self._write(trainer)
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if self._path is None:
+            return
+        self._written_at = time.monotonic()
+        engine = getattr(trainer, "engine", None)
+        fleet = engine.fleet.in_state() if isinstance(engine, SGLangEngine) else []
+        servers = [dataclasses.asdict(server.status()) for server in fleet]
+        now = {"at": time.time(), "iteration": trainer.global_step, "max_steps": trainer.max_steps, "servers": servers}
+        now["weight_version"] = getattr(engine, "weight_version", None)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, json.dumps(self._content | now, indent=1))
+        except OSError:
+            return
+
+
+MAX_LINES = 10_000  # the most lines of a process
+_MAX_DROPS = 50  # the most in an iteration; the others are counted
+_MAX_CHARS = 4_000  # the most of a message
+
+
+class ProblemLog(RLCallback):
+    """Writes `<run folder>/problems/rank-00000.jsonl`: what lightrl's loggers warn of, drops, and the final error.
+
+        {"at": 1763851234.5, "iteration": 12, "rank": 0, "source": "server", "kind": "warning", "message": "..."}
+
+    `source` is server, reward, rollout or trainer. After `MAX_LINES` it is silent. A disk that is full ends it and not
+    the run.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._num_lines = 0
+        self._num_dropped: Counter[str] = Counter()  # reason → number in this iteration
+        self._handler: _Handler | None = None
+        self._trainer: L.Trainer | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        folder = _written_folder(trainer)
+        self._trainer = trainer
+        self._path = None if folder is None else folder / "problems" / f"rank-{trainer.global_rank:05d}.jsonl"
+        if self._path is not None and self._handler is None:
+            self._handler = _Handler(self)
+            logging.getLogger("lightrl").addHandler(self._handler)
+
+    def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
+        if trainer.is_global_zero:  # every rank hears of it
+            self._num_dropped[reason] += 1
+            if self._num_dropped.total() <= _MAX_DROPS:
+                self.add("reward" if reason.startswith("reward") else "rollout", f"dropped: {reason}", message)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self._num_dropped.total() > _MAX_DROPS:
+            counts = ", ".join(f"{num} {reason}" for reason, num in self._num_dropped.most_common())
+            self.add("rollout", "dropped", f"{count_text(self._num_dropped.total(), 'trajectory')} in all: {counts}")
+        self._num_dropped.clear()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.add("trainer", "error", f"{type(exception).__name__}: {exception}")
+        self._close()  # Lightning calls no teardown after an error
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._handler is not None:
+            logging.getLogger("lightrl").removeHandler(self._handler)
+        self._handler = self._trainer = None
+
+    def add(self, source: str, kind: str, message: str) -> None:
+        """Appends a line; called from any thread."""
+        trainer, path = self._trainer, self._path
+        if path is None or trainer is None or self._num_lines >= MAX_LINES:
+            return
+        self._num_lines += 1
+        stamp = {"at": round(time.time(), 3), "iteration": trainer.global_step, "rank": trainer.global_rank}
+        line = json.dumps({**stamp, "source": source, "kind": kind, "message": message[:_MAX_CHARS]})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError:
+            self._path = None
+
+
+_SOURCES = {"engines": "server", "rewards": "reward", "rollout": "rollout", "workflows": "rollout"}
+
+
+class _Handler(logging.Handler):
+    """Gives the warnings and errors of lightrl's loggers to the log."""
+
+    def __init__(self, target: ProblemLog) -> None:
+        super().__init__(logging.WARNING)
+        self._target = target
+
+    def emit(self, record: logging.LogRecord) -> None:
+        package = record.name.split(".")[1] if "." in record.name else ""
+        self._target.add(_SOURCES.get(package, "trainer"), record.levelname.lower(), record.getMessage())

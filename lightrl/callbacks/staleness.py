@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.rollout import RolloutSettings
 
 if TYPE_CHECKING:
@@ -41,11 +42,10 @@ FIRST_ITERATIONS = 20  # their steps are large in healthy runs too
 class LagWatch:
     """Tells when the policy is too far from its trajectories, or soon will be, by means over the last iterations.
 
-    A few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or, where a loss bounds
-    its weights and they stay even, the policy has left what it learns from: KL(behavior ‖ policy) is above
-    `HIGH_KL_NATS`. Or its steps are larger than its gradients explain: KL(before ‖ after) of an iteration, in a
-    geometric mean, since a single one may be very large, is above `LARGE_STEP_NATS` · √(mean gradient norm). AdamW's
-    step does not shrink with the gradient. The numbers are from `benchmarks.lag`: docs/algorithms.md.
+    A few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or the policy has left
+    what it learns from: KL(behavior ‖ policy) is above `HIGH_KL_NATS`. Or its steps are larger than its gradients
+    explain, as AdamW's can be: the geometric mean of an iteration's KL(before ‖ after) is above `LARGE_STEP_NATS` ·
+    √(mean gradient norm). The numbers are from `benchmarks.lag`: docs/algorithms.md.
     """
 
     def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:
@@ -91,8 +91,7 @@ class StalenessControl(RLCallback):
 
     With 0 the loop is on-policy: it collects an iteration, learns, syncs, collects the next. With η > 0 rollouts
     continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
-    continues under the new weights. It is one loop in both cases: rollout/group_book.py decides what starts and what is
-    taken.
+    continues under the new weights.
 
     Groups are trained on in the order of the prompt stream, none is thrown away, and where the next one is slow the
     trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
@@ -122,13 +121,9 @@ class StalenessControl(RLCallback):
         rollout_timeout_s: float = 1800.0,
         loop_timeout_s: float = 60.0,
     ) -> None:
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness must be 0 (on-policy) or more, got {max_staleness}.")
-        if max_concurrent is not None and max_concurrent < 1:
-            raise ValueError(f"max_concurrent must be at least 1 or None, got {max_concurrent}.")
-        for name, seconds in (("rollout_timeout_s", rollout_timeout_s), ("loop_timeout_s", loop_timeout_s)):
-            if seconds <= 0:
-                raise ValueError(f"{name} must be above 0, got {seconds}.")
+        check_bounds(0, max_staleness=max_staleness)
+        check_bounds(1, max_concurrent=max_concurrent)
+        check_positive(rollout_timeout_s=rollout_timeout_s, loop_timeout_s=loop_timeout_s)
         self.max_staleness = max_staleness
         self.max_concurrent = max_concurrent
         self.redraw_stragglers = redraw_stragglers

@@ -12,8 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 if TYPE_CHECKING:
     import lightning as L
 
-NAME = "last-timed"  # `last` finds it
-
 
 class TimedCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` and an iteration old; written in the background.
@@ -24,7 +22,7 @@ class TimedCheckpoint(ModelCheckpoint):
         every_s: between two checkpoints.
     """
 
-    CHECKPOINT_NAME_LAST = NAME
+    CHECKPOINT_NAME_LAST = "last-timed"  # `last` finds it
 
     def __init__(self, *, every_s: float = 600.0) -> None:
         super().__init__(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import write_problem
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.trace import Event, MemoryPeaks, Summary, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
@@ -35,14 +36,10 @@ _MIB = 2**20
 class Trace(RLCallback):
     """Writes `<run folder>/trace/`: one file per process, and at the end `trace.json` of all together on one clock.
 
-    Open it at https://ui.perfetto.dev, which sends nothing anywhere, or in `lightrl inspect`. It has the phases, each
-    generation and request with its server, rewards, forwards and backwards of microbatches, collectives, the parts of a
-    weight sync, what the rollout waits for, callbacks above 1 ms, and memory. While a fit runs the files are readable
-    too. At its end `summary.json` is written and printed: the mean time by area, the area to look at first, what an
-    iteration without it would gain, the largest memory of each phase, and what each role's model takes.
-
-    It measures its own time, and leaves out as many iterations as it must to stay within `max_cost`: long iterations
-    are all there, of short ones some, over the whole run.
+    Open it at https://ui.perfetto.dev, which sends nothing anywhere, or in `lightrl inspect`, also while a fit runs. At
+    its end `summary.json` is written and printed: the mean time by area, the area to look at first, what an iteration
+    without it would gain, the largest memory of each phase, and what each role's model takes. The callback leaves out
+    as many short iterations as it must to stay within `max_cost`.
 
     Times are the host's. On a GPU a forward only starts there; what it waits for is in the next step that needs a
     number. For kernels use `profiler: pytorch`. Collectives within FSDP's layers are part of forward and backward.
@@ -55,8 +52,7 @@ class Trace(RLCallback):
     def __init__(self, max_cost: float = 0.005, max_mib: int = 256) -> None:
         if not 0 < max_cost <= 1:
             raise ValueError(f"max_cost must be above 0 and at most 1, as a share of the run's time, got {max_cost}.")
-        if max_mib < 1:
-            raise ValueError(f"max_mib must be at least 1, got {max_mib}.")
+        check_bounds(1, max_mib=max_mib)
         self.max_cost = max_cost
         self.max_mib = max_mib
         self._tape: Tape | None = None  # None: no fit is traced
@@ -227,7 +223,7 @@ class _WatchedProfiler:
 
 
 def _offset_ns(ranks: Ranks) -> int:
-    """How far this process's clock is ahead of rank 0's; a collective."""
+    """Measures how far this process's clock is ahead of rank 0's; a collective."""
     if ranks.size == 1:
         return 0
     readings = []

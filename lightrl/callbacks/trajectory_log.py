@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightrl.callbacks.loggers import log_table
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.choices import check_effect
 from lightrl.checks.disk_errors import write_problem
 from lightrl.checks.printable import escape_unprintable
@@ -56,17 +57,12 @@ class TrajectoryLog(RLCallback):
         {"iteration": 12, "weight_version": 12, "advantage": 0.87, "reward": 1.0, ..., "trajectory": {"prompt": ...}}
 
     `advantage` is the mean over the trajectory's loss tokens; `advantages` has each token's where they differ, and
-    `trainer_logprobs` the trainer's before the update, to compare with the engine's. What is before `trajectory` is
-    what `lightrl inspect` shows in its table, which so reads the beginning of a line only. `tokens.jsonl` has the text
-    of each token id that occurred.
-
-    There is one file per iteration, moved into place when it is complete: a killed run leaves no half line, a resumed
-    one replaces the iterations that it repeats. If the disk is full or read-only, one warning is logged, the log ends
-    and the run continues.
+    `trainer_logprobs` the trainer's before the update. `tokens.jsonl` has the text of each token id that occurred. A
+    file is moved into place when it is complete, and a resumed run replaces the iterations that it repeats. If the disk
+    is full or read-only, one warning is logged, the log ends and the run continues.
 
     Args:
-        every_n_iterations: 1 keeps everything that a run trained on. The default is 10 because writing 512 short
-            trajectories takes about 10 ms and an iteration of a small model 60 ms.
+        every_n_iterations: 1 keeps everything that a run trained on.
         max_per_iteration: only this many trajectories of an iteration; None for all, which a replay needs.
         table_every_n_iterations: how often a table is printed, and given to Weights & Biases, MLflow and TensorBoard
             as `samples`, with what each part of the reward gave; None for never.
@@ -83,16 +79,9 @@ class TrajectoryLog(RLCallback):
         table_rows: int = 4,
         score_per_iteration: int = 0,
     ) -> None:
-        if score_per_iteration < 0:
-            raise ValueError(f"score_per_iteration must be at least 0 trajectories, got {score_per_iteration}.")
-        for name, value in {
-            "every_n_iterations": every_n_iterations,
-            "max_per_iteration": max_per_iteration,
-            "table_every_n_iterations": table_every_n_iterations,
-            "table_rows": table_rows,
-        }.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        check_bounds(0, score_per_iteration=score_per_iteration)
+        check_bounds(1, every_n_iterations=every_n_iterations, max_per_iteration=max_per_iteration)
+        check_bounds(1, table_every_n_iterations=table_every_n_iterations, table_rows=table_rows)
         if table_every_n_iterations is None:
             check_effect("without table_every_n_iterations", table_rows=(table_rows, 4))
         self.every_n_iterations = every_n_iterations
@@ -135,13 +124,9 @@ class TrajectoryLog(RLCallback):
         tokenizer = getattr(module, "tokenizer", None)
         if is_due and self._folder is not None:
             stamp = {"iteration": iteration, "weight_version": trainer.weight_version}
-            records = [
-                {**stamp, **record}
-                for record in _records(
-                    trajectories[:num], advantages[:num], per_token, scores, trainer.weight_version, tokenizer
-                )
-            ]
-            self._write(iteration, records, tokenizer)
+            version = trainer.weight_version
+            records = _records(trajectories[:num], advantages[:num], per_token, scores, version, tokenizer)
+            self._write(iteration, [{**stamp, **record} for record in records], tokenizer)
         if prints:
             rows = pick_rows(trajectories, advantages, self.table_rows)
             width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
@@ -328,10 +313,8 @@ def pick_rows(
         key=lambda row: (row[1] if row[1] is not None else 0.0, row[0].reward or 0.0),
         reverse=True,
     )
-    if len(rows) <= num:
-        return rows
-    if num == 1:
-        return rows[:1]
+    if len(rows) <= num or num == 1:
+        return rows[:num]
     return [rows[round(index * (len(rows) - 1) / (num - 1))] for index in range(num)]
 
 

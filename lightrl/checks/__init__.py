@@ -1,7 +1,7 @@
 """Checks of a configuration, whose errors name the setting, and errors of user code and disks, made readable.
 
 Reading order:
-    bounds.py       numbers within their bounds
+    bounds.py       numbers within their bounds; equal shapes
     choices.py      words from a list
     dotted_path.py  functions that a configuration names
     user_code.py    exceptions of user code become ours

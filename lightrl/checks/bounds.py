@@ -1,8 +1,12 @@
-"""Checks that a number is within its bounds; the message names the setting as the user typed it."""
+"""Checks of numbers and of shapes; the message names the setting as the user typed it."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_bounds(low: float, high: float = math.inf, /, **settings: float | None) -> None:
@@ -35,3 +39,19 @@ def check_positive(**settings: float | None) -> None:
     for name, value in settings.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a finite number above 0, got {value}.")
+
+
+def check_same_shape(**tensors: Tensor) -> None:
+    """Rejects tensors that would broadcast; the names are those of the caller's arguments.
+
+    Raises:
+        ValueError: if a tensor's shape differs from the first one's.
+    """
+    (first, expected), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.shape != expected.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} but {first} has shape {tuple(expected.shape)}; they must be "
+                "equal. Align both to the tokens they describe; value[:, None].expand(B, T) turns a value per "
+                "trajectory into one per token."
+            )

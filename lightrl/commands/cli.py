@@ -33,9 +33,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
 from lightrl.callbacks.loggers import log_settings
-from lightrl.callbacks.problems import ProblemLog
-from lightrl.callbacks.run_files import RunFiles, contents
-from lightrl.callbacks.status_file import StatusFile
+from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, contents
 from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import ConfigText, UsageError, Written, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped

@@ -26,7 +26,7 @@ from lightrl.launch import memory
 from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun, UnknownMemory
 from lightrl.launch.run_facts import num_devices
 from lightrl.models import Role
-from lightrl.models.pictures import auto_model, sees_pictures
+from lightrl.models.images import auto_model, sees_images
 from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.costs import SERVED_BYTES
@@ -222,7 +222,7 @@ def _planned_role(
     missing = [size for size in _SIZES if getattr(config.get_text_config(), size, None) is None]
     if missing:
         raise UnknownMemory(f"the {name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need.")
-    if sees_pictures(config):
+    if sees_images(config):
         with torch.device("meta"):
             model: Any = auto_model(config).from_config(config, dtype=getattr(torch, role.spec.dtype or "float32"))
     else:

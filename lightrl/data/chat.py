@@ -19,7 +19,7 @@ from lightrl.checks.user_code import user_code
 from lightrl.data.rows import LocatedRow, Made, Row, without_errors
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
-from lightrl.models.pictures import Pictures, data_url, refusal
+from lightrl.models.images import ImageReader, data_url, refusal
 from lightrl.trajectory import Prompt, chat_as_text, plain_text
 
 if TYPE_CHECKING:
@@ -171,12 +171,12 @@ def check_template(prompt_template: str) -> None:
 
 
 def take_images(messages: Messages, images: Sequence[Any], *, folder: Path) -> tuple[Messages, tuple[str, ...]]:
-    """Moves pictures out of messages: bare image parts, and the pictures as paths or data: URLs, in order.
+    """Moves images out of messages: bare image parts, and the images as paths or data: URLs, in order.
 
     Args:
         messages: image parts look like `{"type": "image", "image": "cats/3.png"}`; `path` and `url` also work, and a
             part without any of them takes the next of `images`.
-        images: the row's pictures; if no part takes them, they go first in the last user turn.
+        images: the row's images; if no part takes them, they go first in the last user turn.
         folder: base of relative paths.
     """
     unplaced = [_image_text(image, folder) for image in images]
@@ -199,7 +199,7 @@ def take_images(messages: Messages, images: Sequence[Any], *, folder: Path) -> t
         bare.append(message)
     if unplaced and placed:
         raise ValueError(
-            f"There are {len(placed) + len(unplaced)} pictures for {len(placed)} image parts. Give each picture an "
+            f"There are {len(placed) + len(unplaced)} images for {len(placed)} image parts. Give each image an "
             "image part, or use no image parts."
         )
     if unplaced:
@@ -211,7 +211,7 @@ def take_images(messages: Messages, images: Sequence[Any], *, folder: Path) -> t
 
 
 def _image_text(image: Any, folder: Path) -> str:
-    """A picture as a Prompt holds it: a path or a data: URL. Takes those, bytes, Pillow images and datasets' dicts."""
+    """An image as a Prompt holds it: a path or a data: URL. Takes those, bytes, Pillow images and datasets' dicts."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if not isinstance(image, str):
@@ -219,7 +219,7 @@ def _image_text(image: Any, folder: Path) -> str:
     if image.startswith("data:") or Path(image).expanduser().is_absolute():
         return image
     if "://" in image:
-        raise ValueError(f"Picture {image[:80]!r} must be a path or a data: URL, not a web address. Download it first.")
+        raise ValueError(f"Image {image[:80]!r} must be a path or a data: URL, not a web address. Download it first.")
     return str(folder / image)
 
 
@@ -228,7 +228,7 @@ class ChatRenderer:
 
     Args:
         tokenizer: the policy's.
-        pictures: how the policy reads pictures; None for a text-only policy.
+        image_reader: how the policy reads images; None for a text-only policy.
         max_tokens: the longest prompt allowed; None for no limit.
         min_tokens: shorter prompts are dropped; None for no limit.
         overflow: what to do with longer prompts.
@@ -238,13 +238,13 @@ class ChatRenderer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        pictures: Pictures | None = None,
+        image_reader: ImageReader | None = None,
         max_tokens: int | None = None,
         min_tokens: int | None = None,
         overflow: Literal["error", "drop"] = "error",
     ) -> None:
         self.tokenizer = tokenizer
-        self.pictures = pictures
+        self.image_reader = image_reader
         self.max_tokens = max_tokens
         self.min_tokens = min_tokens
         self.overflow = overflow
@@ -254,7 +254,8 @@ class ChatRenderer:
     def _text(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
         if self.template.chat_template is not None:
             return self._render(messages, arguments)
-        token = "" if self.pictures is None else self.tokenizer.convert_ids_to_tokens(self.pictures.image_token_id)
+        reader = self.image_reader
+        token = "" if reader is None else self.tokenizer.convert_ids_to_tokens(reader.image_token_id)
         return plain_text(messages, str(token))
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -289,7 +290,7 @@ class ChatRenderer:
                 if prompt.token_ids is None:
                     prompt = replace(prompt, token_ids=ids[index])
                 if prompt.images:
-                    prompt = self.with_pictures(prompt, where(index))
+                    prompt = self.with_images(prompt, where(index))
                 if not prompt.token_ids:
                     raise ValueError(f"{where(index)} renders to no prompt tokens. Fix its text.")
                 made.append(prompt if self._fits(prompt, where(index)) else None)
@@ -311,19 +312,19 @@ class ChatRenderer:
             "max_new_tokens."
         )
 
-    def with_pictures(self, prompt: Prompt, where: str) -> Prompt:
-        """The prompt with the image tokens of its pictures added to its token ids.
+    def with_images(self, prompt: Prompt, where: str) -> Prompt:
+        """The prompt with the image tokens of its images added to its token ids.
 
         Raises:
             ValueError: if the policy is text-only, a file is missing, or the number of image tokens is wrong.
         """
-        if self.pictures is None:
+        if self.image_reader is None:
             raise ValueError(f"{where}: {refusal(len(prompt.images))}")
         missing = next((i for i in prompt.images if not i.startswith("data:") and not Path(i).is_file()), None)
         if missing is not None:
-            raise ValueError(f"{where}: picture {missing!r} does not exist. Fix its path.")
+            raise ValueError(f"{where}: image {missing!r} does not exist. Fix its path.")
         assert prompt.token_ids is not None
-        return replace(prompt, token_ids=self.pictures.expanded(prompt.token_ids, len(prompt.images), where=where))
+        return replace(prompt, token_ids=self.image_reader.expanded(prompt.token_ids, len(prompt.images), where=where))
 
     def completion_ids(
         self, messages: Messages | None, completion: Messages, arguments: Mapping[str, Any] | None = None

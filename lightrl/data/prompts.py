@@ -36,13 +36,13 @@ from lightrl.data.stream import (
 )
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
 from lightrl.models.chat_template import set_chat_template
-from lightrl.models.pictures import Pictures
+from lightrl.models.images import ImageReader
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    PolicyInputs = tuple[PreTrainedTokenizerBase, int | None, Pictures | None]
+    PolicyInputs = tuple[PreTrainedTokenizerBase, int | None, ImageReader | None]
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class PromptDataModule(L.LightningDataModule):
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
         prompt_column: holds the prompt's text, or a list of chat messages. Any column may be a dotted path, such as
             `reward_model.ground_truth`.
-        image_column: holds a picture or a list of pictures: paths (relative to the data file's folder), data: URLs, or
-            what `datasets` reads. For policies that take pictures. Image parts of chat messages can name them instead.
+        image_column: holds an image or a list of images: paths (relative to the data file's folder), data: URLs, or
+            what `datasets` reads. For policies that take images. Image parts of chat messages can name them instead.
         answer_column: required in every row, for the reward; None requires no column.
         system_prompt: opens every chat that has no system message of its own.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
@@ -188,11 +188,11 @@ class PromptDataModule(L.LightningDataModule):
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_prompt_tokens: int | None = None,
-        pictures: Pictures | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
-        """Sets what otherwise comes from the trainer's module: `tokenizer`, `max_prompt_tokens` and `pictures`."""
+        """Sets what otherwise comes from the trainer's module: `tokenizer`, `max_prompt_tokens` and `image_reader`."""
         set_chat_template(tokenizer, self.chat_template, self.chat_template_kwargs)
-        self._attached = tokenizer, max_prompt_tokens, pictures
+        self._attached = tokenizer, max_prompt_tokens, image_reader
 
     def make_prompts(self, split: Split) -> list[Prompt]:
         """The prompts of one split, in order, with messages or token ids; a subclass may override it.
@@ -238,16 +238,16 @@ class PromptDataModule(L.LightningDataModule):
     def _with_images(
         self, messages: Messages, row: Row, source: DataSource, where: str
     ) -> tuple[Messages, tuple[str, ...], Row]:
-        """Messages, pictures, and the row without its pictures, which the reward finds in the prompt's `images`."""
-        pictures: Any = []
+        """Messages, images, and the row without its images, which the reward finds in the prompt's `images`."""
+        in_column: Any = []
         if self.image_column is not None:
-            pictures = require_column(row, self.image_column, "image_column", where=where)
+            in_column = require_column(row, self.image_column, "image_column", where=where)
             row = {key: value for key, value in row.items() if key != self.image_column}
         file = Path(source.source).expanduser()
         folder = file.parent if file.is_file() else Path()
         try:
             messages, images = take_images(
-                messages, pictures if isinstance(pictures, list) else [pictures], folder=folder
+                messages, in_column if isinstance(in_column, list) else [in_column], folder=folder
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
@@ -293,10 +293,10 @@ class PromptDataModule(L.LightningDataModule):
         return keeps
 
     def _renderer(self) -> ChatRenderer:
-        tokenizer, context_tokens, pictures = self.policy_inputs()
+        tokenizer, context_tokens, image_reader = self.policy_inputs()
         return ChatRenderer(
             tokenizer,
-            pictures=pictures,
+            image_reader=image_reader,
             max_tokens=smallest(self.max_prompt_tokens, context_tokens),
             min_tokens=self.min_prompt_tokens,
             overflow=self.prompt_overflow,
@@ -395,7 +395,7 @@ class PromptDataModule(L.LightningDataModule):
         return {located.prompt_id: str(located.source.label) for located in self._kept.get(split, [])}
 
     def policy_inputs(self) -> PolicyInputs:
-        """The policy's tokenizer, longest prompt and picture reader, from `attach` or from the trainer's module."""
+        """The policy's tokenizer, longest prompt and image reader, from `attach` or from the trainer's module."""
         if self._attached is not None:
             return self._attached
         module = self.trainer.lightning_module if self.trainer is not None else None
@@ -406,7 +406,7 @@ class PromptDataModule(L.LightningDataModule):
                 "attach(tokenizer) before setup."
             )
         set_chat_template(tokenizer, self.chat_template, self.chat_template_kwargs)
-        return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "pictures", None)
+        return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "image_reader", None)
 
     def _rendered(self, split: Split, renderer: ChatRenderer) -> list[Prompt] | RowPrompts:
         if split == "train" and self._is_on_reading():

@@ -67,8 +67,8 @@ class RolloutEngine(Protocol):
     ) -> list[Completion]:
         """`n` completions of one prompt; requests are admitted in the order of the calls.
 
-        `images` are the prompt's images, whose image tokens are in `token_ids`; the argument is passed only if there
-        are some, so an engine for text may omit the parameter.
+        `images` are the prompt's images, whose image tokens are in `token_ids`; it is passed only if there are some,
+        so an engine for text may omit the parameter.
 
         With n > 1, completion i has a seed of its own, derived from (sampling.seed, i). On cancellation the request
         leaves the engine at the next token boundary. `session` names the conversation, for prefix caches.

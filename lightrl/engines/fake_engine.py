@@ -144,7 +144,7 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         images: tuple[str, ...] = (),
         written: Completion | None = None,
     ) -> list[Completion]:
-        """`n` completions, written concurrently; ignores pictures."""
+        """`n` completions, written concurrently; ignores images."""
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         number = len(self.requests)
         self.requests.append(FakeRequest(number, list(token_ids), sampling, session, n, self.weight_version))

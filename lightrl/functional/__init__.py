@@ -1,20 +1,16 @@
 """Equations: tensors in, tensors out. Nothing here knows a trainer or a process group.
 
-Read this room for what is computed; the framework sums over microbatches and ranks.
+The framework sums over microbatches and ranks. Shapes and settings are checked on entry: ValueError.
 
 Reading order:
-    shapes.py       the check on entry: equal shapes, so that nothing broadcasts by accident
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
     advantages.py   rewards → advantages
-    returns.py      rewards per token and values → advantages and returns (GAE); reward shaping
-    values.py       the critic's loss, its running normalization
-    losses.py       the clipped and other policy losses
+    values.py       a critic's values → advantages and returns (GAE); its loss and normalization; reward shaping
+    losses.py       the clipped and other policy losses; of pairs: DPO, IPO, Bradley-Terry
     importance.py   ratios; importance weights of stale logprobs, M2PO's mask, an interpolated proximal policy
-    preference.py   losses of pairs: DPO, IPO, Bradley-Terry
-    kl.py           estimators of the KL divergence, its adaptive weight
-    divergence.py   KL and Jensen-Shannon divergence over a teacher's likeliest tokens
+    kl.py           estimators of the KL divergence, its adaptive weight; divergences over a teacher's top-k tokens
     reduction.py    masking before and after the loss, and three ways to average it
-    device_copy.py  copies to a device that the host does not wait for; compilation.py  whether it can compile
+    device_copy.py  copies to a device that the host does not wait for
     rows.py         trajectories as rows of tensors, checked; packing.py  of unequal length, without their padding
     supports.py     what a truncated draw chose from: its code, and the softmax over it
 
@@ -25,9 +21,7 @@ beside it in tests/functional/ a value worked by hand and an independent slow im
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages
-from lightrl.functional.compilation import can_compile
 from lightrl.functional.device_copy import on_host, to_device
-from lightrl.functional.divergence import Divergence, check_divergence, rest_mass, topk_divergence
 from lightrl.functional.importance import (
     ImportanceWeights,
     interpolated_proximal_logprobs,
@@ -35,9 +29,10 @@ from lightrl.functional.importance import (
     second_moment_mask,
     sequence_ratio,
 )
-from lightrl.functional.kl import KLController, kl
+from lightrl.functional.kl import Divergence, KLController, check_divergence, kl, rest_mass, topk_divergence
 from lightrl.functional.logprobs import (
     aligned_to_tokens,
+    can_compile,
     hidden_logprobs,
     hidden_topk,
     predicted_token_ids,
@@ -46,77 +41,40 @@ from lightrl.functional.logprobs import (
     token_topk,
 )
 from lightrl.functional.losses import (
+    bradley_terry_loss,
     cispo_loss,
     clipped_policy_loss,
     clipped_ratio_loss,
     is_clipped,
     leaves_trust_region,
+    preference_loss,
+    preference_margin,
     regression_loss,
     sapo_loss,
     tapered_weights,
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
-from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
-from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
-from lightrl.functional.returns import RewardShaping, gae, on_last_loss_token, on_loss_tokens
+from lightrl.functional.reduction import masked_mean, neutralize, reduce_loss
 from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, num_coded_tokens
-from lightrl.functional.values import ValueNormalizer, explained_variance, value_loss
+from lightrl.functional.values import (
+    RewardShaping,
+    ValueNormalizer,
+    explained_variance,
+    gae,
+    on_last_loss_token,
+    on_loss_tokens,
+    value_loss,
+)
 
-__all__ = [
-    "EVERY_TOKEN",
-    "Supports",
-    "can_compile",
-    "encode_supports",
-    "joined_supports",
-    "num_coded_tokens",
-    "token_logprobs",
-    "hidden_logprobs",
-    "token_topk",
-    "hidden_topk",
-    "predicting_positions",
-    "predicted_token_ids",
-    "aligned_to_tokens",
-    "group_advantages",
-    "optimal_advantages",
-    "batch_normalized",
-    "gae",
-    "RewardShaping",
-    "on_last_loss_token",
-    "on_loss_tokens",
-    "value_loss",
-    "explained_variance",
-    "ValueNormalizer",
-    "KLController",
-    "clipped_policy_loss",
-    "clipped_ratio_loss",
-    "policy_ratio",
-    "sequence_ratio",
-    "cispo_loss",
-    "sapo_loss",
-    "tapered_weights",
-    "regression_loss",
-    "leaves_trust_region",
-    "second_moment_mask",
-    "interpolated_proximal_logprobs",
-    "bradley_terry_loss",
-    "preference_margin",
-    "preference_loss",
-    "ImportanceWeights",
-    "is_clipped",
-    "kl",
-    "Divergence",
-    "topk_divergence",
-    "rest_mass",
-    "check_divergence",
-    "neutralize",
-    "masked_mean",
-    "loss_counts",
-    "reduce_loss",
-    "rectangles",
-    "bins",
-    "Packed",
-    "on_host",
-    "pack",
-    "to_device",
-    "unpack",
-]
+__all__ = ["group_advantages", "optimal_advantages", "batch_normalized", "on_host", "to_device"]
+__all__ += ["policy_ratio", "sequence_ratio", "second_moment_mask", "interpolated_proximal_logprobs"]
+__all__ += ["ImportanceWeights", "KLController", "kl", "Divergence", "topk_divergence", "rest_mass", "check_divergence"]
+__all__ += ["can_compile", "token_logprobs", "hidden_logprobs", "token_topk", "hidden_topk", "predicting_positions"]
+__all__ += ["predicted_token_ids", "aligned_to_tokens"]
+__all__ += ["clipped_policy_loss", "clipped_ratio_loss", "cispo_loss", "sapo_loss", "tapered_weights"]
+__all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "preference_margin", "preference_loss"]
+__all__ += ["is_clipped", "rectangles", "bins", "Packed", "pack", "unpack"]
+__all__ += ["neutralize", "masked_mean", "reduce_loss"]
+__all__ += ["gae", "RewardShaping", "on_last_loss_token", "on_loss_tokens"]
+__all__ += ["EVERY_TOKEN", "Supports", "encode_supports", "joined_supports", "num_coded_tokens"]
+__all__ += ["value_loss", "explained_variance", "ValueNormalizer"]

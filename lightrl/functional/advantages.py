@@ -1,4 +1,4 @@
-"""How much better than expected: advantages of trajectories from their rewards.
+"""Advantages of trajectories from their rewards: how much better than expected.
 
 Shapes: B trajectories, of the whole iteration, so that statistics do not depend on how the work is spread.
 """
@@ -10,9 +10,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_same_shape
 from lightrl.checks.choices import check_choice
 from lightrl.functional.reduction import Total, of_one_rank
-from lightrl.functional.shapes import check_same_shape
 
 Statistic = Literal["group", "batch"]
 
@@ -46,9 +46,6 @@ def group_advantages(
     Returns:
         [B], in the rewards' dtype. Exactly 0 in a group (or batch) of one, and where all rewards behind a mean or a
         standard deviation are equal.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a setting is out of range.
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
     check_choice((*get_args(Statistic), None), mean=mean, std=std)
@@ -90,9 +87,6 @@ def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tenso
 
     Returns:
         [B], in the rewards' dtype; exactly 0 where all rewards of a group are equal.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or beta is not above 0.
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
     if not beta > 0:
@@ -122,9 +116,6 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, to
 
     Returns:
         [B, T], 0 where masked, and everywhere if all values are equal.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(values=values, loss_mask=loss_mask)
     selected = values[loss_mask].double()

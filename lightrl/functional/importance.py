@@ -12,13 +12,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_same_shape
 from lightrl.checks.choices import check_choice
 from lightrl.functional.kl import kl
 from lightrl.functional.reduction import neutralize
-from lightrl.functional.shapes import check_same_shape
 
-# Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
-#
 # A ratio is the exponential of a difference of logprobs. The difference is clamped to ±20 (a ratio of 4.9e8 or 2.1e-9,
 # with zero gradient), so that values that far out stay finite; all others are untouched.
 
@@ -26,11 +24,7 @@ _MAX_LOG_RATIO = 20.0
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
-    """Policy ÷ proximal policy for each token, [B, T]; the gradient goes to `logprobs` only.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
-    """
+    """Policy ÷ proximal policy for each token, [B, T]; the gradient goes to `logprobs` only."""
     check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs)
     return bounded_exp(logprobs - proximal_logprobs.detach())
 
@@ -51,9 +45,6 @@ def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tenso
 
     Returns:
         [B, T]; 1 for a trajectory without loss tokens.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs, loss_mask=loss_mask)
     logprobs, proximal_logprobs = neutralize(loss_mask, logprobs, proximal_logprobs.detach())
@@ -148,9 +139,6 @@ class ImportanceWeights:
 
         Returns:
             [B, T], detached; 1 where the mask is False.
-
-        Raises:
-            ValueError: if the tensors differ in shape.
         """
         check_same_shape(proximal_logprobs=proximal_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
         proximal, behavior = neutralize(loss_mask, proximal_logprobs.detach(), behavior_logprobs.detach())
@@ -196,9 +184,6 @@ def second_moment_mask(
     Returns:
         bool [B, T], True for the kept tokens, False where the loss mask is False. Tokens with equal ratios are kept or
         dropped together.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or the threshold is not above 0.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
     if threshold <= 0:
@@ -235,9 +220,6 @@ def interpolated_proximal_logprobs(
 
     Returns:
         [B, T], detached.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, weight_versions=weight_versions)
     staleness = (weight_version - weight_versions).clamp(min=0).to(logprobs.dtype)

@@ -15,6 +15,8 @@ token it describes, so position 0, which nothing predicts, is 0. The model path 
 from __future__ import annotations
 
 import functools
+import logging
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +24,33 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lightrl.functional.compilation import can_compile
+from lightrl.checks.bounds import check_same_shape
 from lightrl.functional.device_copy import on_host, to_device
-from lightrl.functional.shapes import check_same_shape
 from lightrl.functional.supports import Supports, support_scores
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def can_compile(device_type: str) -> bool:
+    """Whether functions and layers are compiled on this device: on NVIDIA GPUs, unless Triton or a compiler is missing.
+
+    TORCH_COMPILE_DISABLE=1, torch's own variable, turns compilation off everywhere.
+    """
+    if device_type != "cuda":
+        return False
+    try:
+        torch.compile(_trial, dynamic=True)(torch.ones(2, device=device_type))
+    except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        log.warning("torch.compile fails on this GPU: decoder layers and the head run slower, uncompiled (%s)", reason)
+        return False
+    return True
+
+
+def _trial(values: Tensor) -> Tensor:
+    return values.exp() + 1
+
 
 # Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
 _KEPT_LOGITS = 2**24
@@ -57,9 +82,6 @@ def token_logprobs(
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
         0. Both carry gradient.
-
-    Raises:
-        ValueError: if shapes do not fit, the temperature is not positive, or only one of the two masks is given.
     """
     if logits.dim() != 3 or logits.shape[:2] != token_ids.shape[:2]:
         raise ValueError(
@@ -153,9 +175,6 @@ def hidden_logprobs(
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have gradients of zeros.
-
-    Raises:
-        ValueError: if shapes do not fit, a number is not positive, or only one of the two masks is given.
     """
     if token_ids.dim() not in (1, 2) or token_ids.shape[:1] != hidden.shape[:1]:
         raise ValueError(
@@ -170,7 +189,8 @@ def hidden_logprobs(
         num = part.shape[0]
         if num <= chunk_tokens and (are_few_logits(num, weight.shape[0]) or not can_compile(part.device.type)):
             return _logits_logprobs(linear(part, weight, bias), ids, temperature, part_mask, entropy_gradient)
-        return _head_logprobs(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
+        head: Callable[..., tuple[Tensor, Tensor]] = _HeadLogprobs.apply
+        return head(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
 
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
@@ -200,9 +220,6 @@ def hidden_topk(
         hidden, weight, bias, chunk_tokens, masked_ids, masked_rows: as in `hidden_logprobs`.
         num: at most V.
         num_ids: only the first `num_ids` ids; None for all.
-
-    Raises:
-        ValueError: if shapes do not fit, or there are fewer ids than `num`.
     """
     hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
     mask = _checked(1.0, masked_ids, masked_rows, hidden)
@@ -256,7 +273,7 @@ def _prepared(
 
 
 def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
-    """How many of `num` positions get their logits at once; all of them if the logits are few enough to be kept.
+    """Counts the positions, of `num`, that get their logits at once; all if the logits are few enough to be kept.
 
     Args:
         form: the type of the device, or `fused` where the head's functions are compiled.
@@ -386,33 +403,9 @@ class _LogitsLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         log_probabilities, probabilities, token_ids, entropy = ctx.saved_tensors
-        gradient = _logits_gradient(
-            log_probabilities,
-            probabilities,
-            token_ids,
-            entropy,
-            grad_logprobs,
-            grad_entropy,
-            ctx.temperature,
-            ctx.mask,
-        )
+        scores, settings = (log_probabilities, probabilities), (ctx.temperature, ctx.mask)
+        gradient = _logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, *settings)
         return gradient.to(ctx.dtype), None, None, None, None
-
-
-def _head_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    token_ids: Tensor,
-    temperature: float,
-    mask: _Mask | None,
-    entropy_gradient: bool,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, token_ids, temperature, mask, entropy_gradient, chunk_tokens
-    )
-    return results
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -548,7 +541,7 @@ _Pass = Callable[..., Any]
 
 
 def _passes(device_type: str) -> tuple[_Pass, _Pass]:
-    """What reads a chunk's logits, and what gives their gradient."""
+    """Functions that read a chunk's logits, and that give their gradient."""
     return (_compiled(_fused_read), _compiled(_fused_gradient)) if can_compile(device_type) else (_read, _gradient)
 
 

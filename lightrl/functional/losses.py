@@ -1,17 +1,20 @@
-"""Policy losses per token: tensors in, tensors out; the framework masks and averages.
+"""Policy losses per token, and losses of pairs; the framework masks and averages.
 
-Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes: `logprobs[b, t]` is the
-log-probability of `token_ids[b, t]` given the tokens before it. Logprobs are in nats.
+Shapes: B trajectories, or pairs with the logprobs of whole completions; T tokens. Every [B, T] tensor is aligned to the
+token it describes: `logprobs[b, t]` is the log-probability of `token_ids[b, t]` given the tokens before it, in nats.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
+from lightrl.checks.bounds import check_same_shape
 from lightrl.functional.importance import policy_ratio
 from lightrl.functional.reduction import neutralize
-from lightrl.functional.shapes import check_same_shape
 
 _MIN_REST = 1e-9  # probability of the other tokens; a likely token's logprob may be rounded to 0 or above
 
@@ -39,9 +42,6 @@ def clipped_policy_loss(
 
     Returns:
         The loss of each token, [B, T]; lower is better.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a setting is out of range.
     """
     return clipped_ratio_loss(
         policy_ratio(logprobs, proximal_logprobs),
@@ -53,12 +53,7 @@ def clipped_policy_loss(
 
 
 def clipped_ratio_loss(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> Tensor:
     """`clipped_policy_loss` of a given ratio: that of `policy_ratio`, or of `sequence_ratio` for GSPO.
 
@@ -69,9 +64,6 @@ def clipped_ratio_loss(
 
     Returns:
         The loss of each token, [B, T].
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a setting is out of range.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     _check_clip(clip_low, clip_high)
@@ -82,12 +74,7 @@ def clipped_ratio_loss(
 
 
 def cispo_loss(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 1.0,
-    clip_high: float,
+    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float = 1.0, clip_high: float
 ) -> Tensor:
     """CISPO: the policy gradient with a clipped ratio as its weight, so that no token loses its gradient.
 
@@ -104,9 +91,6 @@ def cispo_loss(
 
     Returns:
         The loss of each token, [B, T]. Its gradient is what counts; its value means little.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a clip bound is negative.
     """
     check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs, advantages=advantages)
     _check_clip(clip_low, clip_high)
@@ -131,9 +115,6 @@ def sapo_loss(
 
     Returns:
         The loss of each token, [B, T].
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a temperature is not above 0.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     if min(temperature_positive, temperature_negative) <= 0:
@@ -160,9 +141,6 @@ def tapered_weights(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Ten
 
     Returns:
         [B, T], detached; the loss is -weight · advantage · logprob.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
     ratio = policy_ratio(logprobs.detach(), behavior_logprobs)
@@ -189,9 +167,6 @@ def regression_loss(
 
     Returns:
         The loss of each token, [B, T]. Its gradient is what counts; its value means little.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, loss_mask=loss_mask)
     policy, behavior = neutralize(loss_mask, logprobs.detach(), behavior_logprobs)
@@ -216,9 +191,6 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
 
     Returns:
         bool [B, T].
-
-    Raises:
-        ValueError: if the tensors differ in shape, or the bound is not above 0.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
     if not max_nats > 0:
@@ -241,9 +213,6 @@ def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip
 
     Returns:
         float [B, T], detached.
-
-    Raises:
-        ValueError: if the tensors differ in shape, or a clip bound is negative.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     _check_clip(clip_low, clip_high)
@@ -255,3 +224,66 @@ def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip
 def _check_clip(clip_low: float, clip_high: float) -> None:
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"clip_low and clip_high must be >= 0, got {clip_low} and {clip_high}.")
+
+
+PreferenceLoss = Literal["sigmoid", "ipo"]
+
+
+def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
+    """-log P(chosen is preferred) where P = sigmoid(difference of the rewards), [B].
+
+    Source: Bradley and Terry, 1952, https://doi.org/10.2307/2334029; for reward models,
+    https://arxiv.org/abs/2203.02155, equation 1.
+
+    Args:
+        chosen_rewards, rejected_rewards: [B], of the two trajectories of each pair; both carry the gradient.
+    """
+    check_same_shape(chosen_rewards=chosen_rewards, rejected_rewards=rejected_rewards)
+    return -logsigmoid(chosen_rewards - rejected_rewards)
+
+
+def preference_margin(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    reference_chosen_logprobs: Tensor,
+    reference_rejected_logprobs: Tensor,
+) -> Tensor:
+    """Preference of the policy for the chosen completion, beyond that of the reference policy, [B] nats.
+
+    Args:
+        chosen_logprobs, rejected_logprobs: [B], Σ over the completion's tokens; carry the gradient.
+        reference_chosen_logprobs, reference_rejected_logprobs: [B], the same for the reference policy.
+    """
+    check_same_shape(
+        chosen_logprobs=chosen_logprobs,
+        rejected_logprobs=rejected_logprobs,
+        reference_chosen_logprobs=reference_chosen_logprobs,
+        reference_rejected_logprobs=reference_rejected_logprobs,
+    )
+    chosen = chosen_logprobs - reference_chosen_logprobs.detach()
+    return chosen - (rejected_logprobs - reference_rejected_logprobs.detach())
+
+
+def preference_loss(margin: Tensor, *, kl_coef: float = 0.1, kind: PreferenceLoss = "sigmoid") -> Tensor:
+    """DPO ("sigmoid") or IPO ("ipo") of each pair's margin, [B].
+
+    sigmoid: -log sigmoid(kl_coef · margin), which increases every margin without end; ipo: (margin - 1/(2·kl_coef))²,
+    which has a target.
+
+    Source: DPO, equation 7, https://arxiv.org/abs/2305.18290; IPO, equation 17, https://arxiv.org/abs/2310.12036.
+
+    Args:
+        margin: [B] of `preference_margin`; carries the gradient.
+        kl_coef: β (DPO) or τ (IPO) of the papers: the larger, the closer the policy stays to the reference.
+        kind: which loss.
+
+    Raises:
+        ValueError: if `kl_coef` is not above 0, or the kind is unknown.
+    """
+    if kl_coef <= 0:
+        raise ValueError(f"kl_coef must be above 0 (0.1 is usual), got {kl_coef}.")
+    if kind == "sigmoid":
+        return -logsigmoid(kl_coef * margin)
+    if kind == "ipo":
+        return (margin - 1 / (2 * kl_coef)).square()
+    raise ValueError(f"kind must be sigmoid or ipo, got {kind!r}.")

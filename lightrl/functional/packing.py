@@ -8,8 +8,8 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     │ b   · │  │ e       · · │             └──────┴────┴──────┴──┘   at each trajectory
     └───────┘  └─────────────┘
 
-In a rectangle the padding is on the right, where a causal model needs no attention mask: no token sees what comes after
-it. In a packed row positions restart with each trajectory; attention is told where (strategies/packed_attention.py).
+In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row attention is
+told where trajectories start (strategies/packed_attention.py).
 """
 
 from __future__ import annotations
@@ -128,9 +128,6 @@ def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:
     Args:
         token_ids: int64 [B, T], right-padded.
         lengths: tokens of each trajectory, 0 to T; numbers, so that the host does not wait for the device.
-
-    Raises:
-        ValueError: if shapes do not fit, or a length exceeds T.
     """
     if token_ids.dim() != 2 or len(lengths) != len(token_ids):
         raise ValueError(

@@ -2,8 +2,8 @@
 
 Shapes: B trajectories, T tokens. The loss mask is bool [B, T], True where a token trains.
 
-Masking only after the loss is not enough: where a masked log-ratio is infinite, the gradient is 0 · inf = NaN. So
-masked values become 0 before the loss (`neutralize`) and do not count after it (`reduce_loss`).
+Where a masked log-ratio is infinite, the gradient would be 0 · inf = NaN. So masked values become 0 before the loss
+(`neutralize`) and do not count after it (`reduce_loss`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_same_shape
 from lightrl.checks.choices import check_choice
-from lightrl.functional.shapes import check_same_shape
 
 LossReduction = Literal["token", "sequence", "fixed"]
 
@@ -59,22 +59,9 @@ def masked_mean(values: Tensor, mask: Tensor, total: Total = of_one_rank) -> Ten
         values: [B, T] or [B]; masked ones have no effect on value or gradient.
         mask: bool, of the same shape.
         total: over ranks that have other trajectories.
-
-    Raises:
-        ValueError: if the tensors differ in shape.
     """
     (selected,) = neutralize(mask, values)
     return total(selected.sum()) / total(mask.sum()).clamp(min=1)
-
-
-def loss_counts(loss_mask: Tensor) -> tuple[int, int]:
-    """N and B of `reduce_loss`: the number of loss tokens, and of trajectories with at least one.
-
-    Counts add up over microbatches and ranks.
-    """
-    per_trajectory = loss_mask.sum(dim=1)
-    num_tokens, num_sequences = torch.stack([per_trajectory.sum(), (per_trajectory > 0).sum()]).tolist()
-    return num_tokens, num_sequences
 
 
 def reduce_loss(
@@ -105,9 +92,6 @@ def reduce_loss(
 
     Returns:
         A scalar; 0, with a gradient of zeros, if no token trains.
-
-    Raises:
-        ValueError: if shapes differ, the mode is unknown, or "fixed" has no `max_new_tokens`.
     """
     check_choice(get_args(LossReduction), mode=mode)
     if mode == "fixed" and (max_new_tokens is None or max_new_tokens < 1):

@@ -88,7 +88,7 @@ def joined_supports(parts: Sequence[tuple[int, Sequence[int] | None]]) -> TokenA
 
 
 def num_coded_tokens(codes: Sequence[int]) -> int:
-    """How many tokens these bytes are the codes of."""
+    """Counts the tokens that these bytes are the codes of."""
     return int(_is_end(np.asarray(codes, np.uint8)).sum())
 
 

@@ -32,8 +32,8 @@ from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.sharing import accept, add_rewards, shard
 from lightrl.loops.update import GradientGuard, MinibatchLoss
-from lightrl.models.pictures import with_pictures
-from lightrl.models.stop_tokens import with_stop_tokens
+from lightrl.models.chat_template import with_stop_tokens
+from lightrl.models.images import with_images
 from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -201,7 +201,7 @@ class RolloutLoop(_AutomaticOptimization):
         longest = int(experience.lengths.max()) if len(experience) else 0
         self.sizes = f", with {len(experience)} trajectories of at most {longest} tokens"
         experience = shard(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
-        return with_pictures(experience, trajectories, module.pictures, rows=experience.rows_here)
+        return with_images(experience, trajectories, module.image_reader, rows=experience.rows_here)
 
     def _drop_unrewarded_rows(
         self,

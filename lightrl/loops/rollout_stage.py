@@ -38,8 +38,8 @@ from lightrl.engines import LocalEngine, SGLangEngine, choose_devices
 from lightrl.loops.resume import Resume
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.models import ParallelModel
+from lightrl.models.chat_template import with_stop_tokens
 from lightrl.models.lora import AdapterShape
-from lightrl.models.stop_tokens import with_stop_tokens
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, JudgesGroups, make_judge
 from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings

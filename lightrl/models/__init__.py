@@ -1,16 +1,14 @@
 """Models: what a role is, how its model is loaded and saved, and what a strategy can do with it.
 
 Reading order:
-    role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh)
+    role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh); its model, checked
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     lora.py           adapters trained instead of weights
-    pictures.py       models and prompts with pictures
+    images.py         models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent
-    load_role.py      a role's model, checked against what the role is for
     optimizer.py      parameters by role, and the schedule of the learning rate
-    chat_template.py  chats as text, and what the policy wrote
-    stop_tokens.py    which ids end a completion
+    chat_template.py  chats as text, what the policy wrote, and which ids end a completion
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
 needed here: transformers loads it. strategies/tensor_plans.py lists the families that can be split.
@@ -30,24 +28,8 @@ from lightrl.models.optimizer import check_adamw
 from lightrl.models.parallel_model import Backward, LossFunction, Metric, More, Outputs, ParallelModel, asked_of_policy
 from lightrl.models.role import Role, RoleMesh, models_made_by
 
-__all__ = [
-    "CONTEXT",
-    "LONGROPE_LENGTH",
-    "Backward",
-    "LoRA",
-    "LossFunction",
-    "Metric",
-    "ModelSpec",
-    "More",
-    "Outputs",
-    "ParallelModel",
-    "Role",
-    "RoleMesh",
-    "asked_of_policy",
-    "check_adamw",
-    "context_tokens",
-    "is_silent",
-    "models_made_by",
-    "scalar_head",
-    "untrained_reward_model",
-]
+__all__ = ["LoRA"]
+__all__ += ["CONTEXT", "LONGROPE_LENGTH", "ModelSpec", "context_tokens", "is_silent", "scalar_head"]
+__all__ += ["untrained_reward_model", "check_adamw"]
+__all__ += ["Backward", "LossFunction", "Metric", "More", "Outputs", "ParallelModel", "asked_of_policy"]
+__all__ += ["Role", "RoleMesh", "models_made_by"]

@@ -11,13 +11,14 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.trajectory import Prompt, content_text
+from lightrl.trajectory import Prompt, Sampling, content_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -156,7 +157,7 @@ class ChatTemplate:
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, less the tokens that end a turn or pad it; other special tokens are text."""
+        """The text of the policy's tokens, less those that end a turn or pad it; other special tokens are text."""
         ends, end = self.ends(), len(token_ids)
         while end and (token_ids[end - 1] in ends or token_ids[end - 1] == self.tokenizer.pad_token_id):
             end -= 1
@@ -211,7 +212,7 @@ class ChatTemplate:
 
 
 def opened(text: str) -> str:
-    """What a prompt's text opens of the policy's turn: `<think>`, or thinking that is already closed."""
+    """The part of the policy's turn that a prompt's text opens: `<think>`, or thinking that is already closed."""
     match = _OPENED.search(text)
     return match.group() if match else ""
 
@@ -238,3 +239,26 @@ def _begun(messages: Messages) -> str:
     """The text of a last message of the assistant, which the policy continues."""
     last = messages[-1]
     return content_text(last.get("content")) if last.get("role") == "assistant" else ""
+
+
+def stop_token_ids(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> dict[str, list[int]]:
+    """Source of stop tokens → their ids."""
+    sources: dict[str, list[int]] = {"sampling": list(sampling.stop_token_ids)}
+    generation_config = getattr(policy, "generation_config", None)
+    for name, value in (
+        ("generation config", getattr(generation_config, "eos_token_id", None)),
+        ("model config", getattr(policy.config, "eos_token_id", None)),
+        ("tokenizer", tokenizer.eos_token_id),
+        ("turn end", ChatTemplate(tokenizer).turn_end()),
+    ):
+        if value is not None:
+            sources[name] = [int(item) for item in (value if isinstance(value, Sequence) else [value])]
+    return {name: ids for name, ids in sources.items() if ids}
+
+
+def with_stop_tokens(sampling: Sampling, sources: dict[str, list[int]]) -> Sampling:
+    """`sampling` with the ids of `stop_token_ids` added."""
+    ids = {token_id for ids in sources.values() for token_id in ids}
+    return replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))

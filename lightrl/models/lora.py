@@ -1,9 +1,7 @@
 """LoRA: small trained adapters on a frozen model, through `peft`; merged where whole parameters are needed.
 
-The model keeps its Hugging Face class and the names of its weights: peft replaces its linear layers by ones that hold
-the frozen weight W and the adapters A, B, and compute (W + scaling · B A) x.
-
-Source: LoRA, https://arxiv.org/abs/2106.09685.
+peft replaces linear layers by ones that hold the frozen weight W and the adapters A, B, and compute
+(W + scaling · B A) x. Source: LoRA, https://arxiv.org/abs/2106.09685.
 """
 
 from __future__ import annotations

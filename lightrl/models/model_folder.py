@@ -23,9 +23,9 @@ from lightrl.checks.disk_errors import is_disk_full, write_problem
 from lightrl.checks.file_sums import write_sums
 from lightrl.checks.publish import publish, restore, sync_files
 from lightrl.concurrency.owner import own_mark, own_prefix, remove_left_behind
+from lightrl.models.images import save_processor, sees_images
 from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models.model_spec import ModelSpec, names_function, scalar_head
-from lightrl.models.pictures import save_processor, sees_pictures
 from lightrl.models.role import Role
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ModelDescription:
         """The description of a critic's head on this policy's body; None if the family has no scalar head."""
         from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KINDS
 
-        if sees_pictures(policy.config) or type(policy.config) not in KINDS:
+        if sees_images(policy.config) or type(policy.config) not in KINDS:
             return None
         kind = KINDS[type(policy.config)]
         config = copy.deepcopy(policy.config)
@@ -142,7 +142,7 @@ class ModelDescription:
             self._save_processor(folder)
 
     def _save_processor(self, folder: Path) -> None:
-        """The image processor of a model that sees pictures, from the model's source."""
+        """The image processor of a model that sees images, from the model's source."""
         from transformers import AutoConfig
 
         values = json.loads(self.config)

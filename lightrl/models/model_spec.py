@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import importlib
+import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,18 +18,12 @@ from urllib.request import getproxies
 
 import torch
 
-from lightrl.models.pictures import auto_model, sees_pictures
+from lightrl.checks.file_sums import check_sums
+from lightrl.checks.user_code import user_code
+from lightrl.models.images import auto_model, sees_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-import difflib
-import logging
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
-
-from lightrl.checks.file_sums import check_sums
-from lightrl.checks.user_code import user_code
 
 log = logging.getLogger(__name__)
 
@@ -277,9 +274,9 @@ class ModelSpec:
         """Loads the model with a linear head `score` of one output; zeros if the checkpoint has none."""
         from transformers import AutoModelForSequenceClassification
 
-        if sees_pictures(self.load_config()):
+        if sees_images(self.load_config()):
             raise ValueError(
-                "A model that sees pictures cannot have a scalar head. Use critic='shared', which is a head on the "
+                "A model that sees images cannot have a scalar head. Use critic='shared', which is a head on the "
                 "policy's body, or another reward."
             )
         body = replace(self, head="vocabulary").load_model() if self.config is not None else None

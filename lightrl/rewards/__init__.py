@@ -7,8 +7,7 @@ Reading order:
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
     worker.py        the other end of its pipes: imports and calls the function
     transport.py     trajectories as bytes, and with lists for the function
-    hook.py          RewardHook: callables of this process, in a thread
-    judge.py         Judge and JudgesGroups, their protocols; make_judge, which chooses
+    hook.py          RewardHook: callables of this process, in a thread; make_judge, which chooses; the protocols
     evaluation.py    reward, accuracy and pass@k of judged groups
     replay.py        FailureLog, failed trajectories; replay, which judges them again
 Reward functions:
@@ -25,8 +24,7 @@ dotted path in YAML.
 
 from lightrl.rewards.code_tests import code_tests
 from lightrl.rewards.environment_reward import environment_reward
-from lightrl.rewards.hook import RewardHook
-from lightrl.rewards.judge import Judge, JudgesGroups, make_judge
+from lightrl.rewards.hook import Judge, JudgesGroups, RewardHook, make_judge
 from lightrl.rewards.judgment import Judgment
 from lightrl.rewards.llm_judge import LLMJudge
 from lightrl.rewards.math_answer import math_answer

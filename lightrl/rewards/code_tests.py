@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightrl.rewards.sandbox import Limits, Run, Sandbox
 from lightrl.trajectory import Trajectory
@@ -33,9 +33,7 @@ Verdict = Literal[
     "accepted", "wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"
 ]
 
-_VERDICTS: tuple[Verdict, ...] = (
-    *("wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"),
-)
+_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)[1:]  # without accepted
 _FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
 _MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -305,7 +305,7 @@ def _normalized(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Without LaTeX's spacing, and without dollars, asterisks, braces and parentheses around all of it."""
+    """Removes LaTeX's spacing, and dollars, asterisks, braces and parentheses around all of it."""
     text = " ".join(_LATEX_SPACING.sub(" ", text).split())
     for opening, closing in (("**", "**"), ("$", "$"), (r"\(", r"\)"), ("(", ")"), ("{", "}")):
         text = text.removesuffix(".") if opening == "$" and text.endswith("$.") else text
@@ -317,7 +317,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    """Without LaTeX's wrappers of text and the period; without case, if there are words."""
+    """Removes LaTeX's wrappers of text and the period; also case, if there are words."""
     if len(text) > _MAX_EXPRESSION_CHARS:
         return text
     plain = " ".join(_LATEX_UNIT.sub(r" \1 ", text).strip(" $*").removesuffix(".").strip(" $*").split())

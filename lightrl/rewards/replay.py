@@ -1,9 +1,5 @@
 """FailureLog: writes the trajectories that a reward failed on; replay: runs a reward on them again and reports.
 
-    judge = FailureLog(make_judge("my_rewards.exact"), run_folder / "failed_rewards.jsonl")
-    for row in replay(run_folder / "failed_rewards.jsonl", "my_rewards.exact"):
-        print(row)
-
 One line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` also reads the files of
 the trajectory log, whose lines have a trajectory too.
 """
@@ -24,7 +20,7 @@ from typing import Any
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import write_problem
 from lightrl.errors import RewardError
-from lightrl.rewards.judge import Judge, JudgesGroups, make_judge
+from lightrl.rewards.hook import Judge, JudgesGroups, make_judge
 from lightrl.rewards.judgment import Judgment
 from lightrl.rewards.parts import Reward
 from lightrl.rewards.transport import as_json
@@ -56,19 +52,15 @@ class FailureLog:
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
         judgings = self._judge.score_group(trajectories)
         for trajectory, judging in zip(trajectories, judgings, strict=True):
-            judging.add_done_callback(functools.partial(self._look, trajectory))
+            judging.add_done_callback(functools.partial(self._write_failure, trajectory))
         return judgings
 
     def close(self) -> None:
         self._judge.close()
 
-    def _look(self, trajectory: Trajectory, judging: asyncio.Future[Judgment]) -> None:
+    def _write_failure(self, trajectory: Trajectory, judging: asyncio.Future[Judgment]) -> None:
         error = None if judging.cancelled() else judging.exception()
-        if isinstance(error, RewardError):
-            self._write(trajectory, error)
-
-    def _write(self, trajectory: Trajectory, error: RewardError) -> None:
-        if self._num_left <= 0:
+        if not isinstance(error, RewardError) or self._num_left <= 0:
             return
         self._num_left -= 1
         try:
@@ -79,11 +71,8 @@ class FailureLog:
                 file.write(line)
         except (OSError, RewardError) as problem:
             self._num_left = 0
-            _logger.warning(
-                "Could not write %s: %s. Failed rewards are no longer logged.",
-                self.path,
-                write_problem(problem, self.path),
-            )
+            why = write_problem(problem, self.path)
+            _logger.warning("Could not write %s: %s. Failed rewards are no longer logged.", self.path, why)
 
 
 @dataclass(frozen=True)

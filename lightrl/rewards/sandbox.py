@@ -74,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Run:
-    """How a run of a program ended."""
+    """The end of a run of a program."""
 
     stdout: str
     stderr: str
@@ -152,7 +152,8 @@ class LocalSandbox:
         layers = frozenset(reply["layers"])
         run = Run(**{**reply, "layers": layers, "missing": self._missing(layers)})
         self._warn(run.missing)
-        if run.stopped_by is None and run.exit_code == 1 and _last_line(run.stderr).startswith("MemoryError"):
+        last_line = run.stderr.rstrip().rpartition("\n")[2]
+        if run.stopped_by is None and run.exit_code == 1 and last_line.startswith("MemoryError"):
             run = Run(**{**vars(run), "stopped_by": "memory"})
         return run
 
@@ -258,7 +259,3 @@ def _line(descriptor: int, deadline: float) -> bytes | None:
             return None
         line += data
     return bytes(line)
-
-
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2]

@@ -1,11 +1,7 @@
 """Supervisor: hands trajectories to workers in batches, enforces the deadline of each call, and finds which one hangs.
 
 A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread here, which starts it, sends it a
-batch, receives its outcomes, and ends and replaces it when a call is overdue or the worker died:
-
-    score() on the event loop ─► waiting calls ─► supervising thread ─► worker
-              ▲                                          │
-              └────────── outcome, by call_soon_threadsafe
+batch, receives its outcomes, and ends and replaces it when a call is overdue or the worker died.
 
 Which call is at fault: a sync function runs one trajectory after another, so the first unfinished one of the batch is
 at fault and the rest waits for the next worker. An async function runs the whole batch together; if its worker hangs or
@@ -170,7 +166,7 @@ class Supervisor(ABC, Generic[Request]):
         return await self.score_group([trajectory])[0]
 
     def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
-        """As `score`, of each trajectory: a future of the running loop, with its judgment or its RewardError."""
+        """Futures of the running loop, one for each trajectory, with what `score` returns or raises."""
         if not self._threads:
             raise RuntimeError(f"Call start() of reward function {self._name} before score().")
         loop = asyncio.get_running_loop()

@@ -1,10 +1,5 @@
 """Rewards for the text alone: pattern, tags, length, repetition, JSON. Add them to one that judges the content.
 
-    reward:
-      - {path: lightrl.rewards.math_answer}
-      - {path: lightrl.rewards.tag_format, weight: 0.2, arguments: {tags: [think, answer]}}
-      - {path: lightrl.rewards.overlong_penalty, arguments: {max_tokens: 1024, buffer_tokens: 256}}
-
 Lengths count the tokens that the policy wrote, over all turns.
 """
 

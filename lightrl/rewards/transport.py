@@ -2,8 +2,7 @@
 
     length of the prompt's JSON, of the other JSON (8 bytes each) | both | the per-token fields as they are stored
 
-Most reward functions read the completion's text alone, so a list is made when it is first read. The supports of the
-draws are for the trainer and are left out.
+A list is made when it is first read. The supports of sampled tokens are for the trainer and are left out.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ Both directions carry one JSON value per line; a batch of trajectories follows t
                      or {"index": 0, "error": ..., "reason": ...}
 
 The child is two processes. The worker runs the function and leads a process group; its parent, the guardian, runs no
-user code and kills all that is below it when the pool asks for it, closes the pipe or dies. (The worker cannot guard
-itself: C code may hold its interpreter for hours, as a regular expression does, and its own children would survive it.)
-Neither imports torch; the module of a reward function imports what it needs.
+user code and kills all that is below it when the pool asks for it, closes the pipe or dies: C code may hold the
+worker's interpreter for hours. Neither imports torch.
 """
 
 from __future__ import annotations

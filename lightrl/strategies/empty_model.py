@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightrl.models import ModelSpec, Role, models_made_by
+from lightrl.models.images import sees_images
 from lightrl.models.lora import adapter_reader, base_name, is_adapter
 from lightrl.models.model_spec import check_files
-from lightrl.models.pictures import sees_pictures
 from lightrl.strategies.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def empty_model(role: Role) -> PreTrainedModel:
     if spec.attn_implementation is not None:
         options["attn_implementation"] = spec.attn_implementation
     config = spec.load_config()
-    if sees_pictures(config):
+    if sees_images(config):
         raise ValueError(
-            f"Models with pictures (here {config.model_type!r}) can only be trained in one process so far. Set "
+            f"Models with images (here {config.model_type!r}) can only be trained in one process so far. Set "
             "trainer.strategy to auto and trainer.devices to 1."
         )
     kind = AutoModelForCausalLM

@@ -58,17 +58,17 @@ Layout = Callable[[Sequence[Row]], Plan]  # from distinct prompts with their com
 def find_shared_prompts(experience: Experience) -> list[Row]:
     """Each distinct prompt with all its trajectories, the shortest prompt first.
 
-    The prompt is what precedes the first loss token; prompts are the same if group, tokens and pictures are. A
+    The prompt is what precedes the first loss token; prompts are the same if group, tokens and images are. A
     trajectory without loss tokens counts as a prompt without its last token.
     """
     token_ids, loss_mask = on_host(experience.token_ids).numpy(), on_host(experience.loss_mask)
-    pictures = token_ids[:, :0] if experience.image_rows is None else on_host(experience.image_rows).numpy()
+    images = token_ids[:, :0] if experience.image_rows is None else on_host(experience.image_rows).numpy()
     ends = on_host(experience.lengths) - 1
     starts = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), ends).clamp(min=1)
     prompts: dict[tuple[int, int, bytes, bytes], Row] = {}
     numbers = zip(starts.tolist(), on_host(experience.group_ids).tolist(), ends.tolist(), strict=True)
     for row, (start, group, end) in enumerate(numbers):
-        key = (start, group, token_ids[row, :start].tobytes(), pictures[row].tobytes())
+        key = (start, group, token_ids[row, :start].tobytes(), images[row].tobytes())
         prompt = prompts.setdefault(key, Row(start, [], []))
         prompt.members.append(row)
         prompt.sizes.append(max(0, end - start))
@@ -139,7 +139,7 @@ def shared_hidden(
     Args:
         token_ids: int64 [B, T of the trajectories].
         predicting: rows and columns in them, on the host.
-        layer_input: turns trajectories [R] and tokens [R, T] that begin with their prompts, which may contain pictures,
+        layer_input: turns trajectories [R] and tokens [R, T] that begin with their prompts, which may contain images,
             into the model's arguments.
     """
     device = token_ids.device

@@ -33,8 +33,8 @@ from lightrl.functional import (
     token_topk,
 )
 from lightrl.models import CONTEXT, Backward, LossFunction, More, Outputs, asked_of_policy, context_tokens, scalar_head
+from lightrl.models.images import input_embeddings
 from lightrl.models.lora import Part, exported_parameters, merge
-from lightrl.models.pictures import input_embeddings
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import PackedRows, arguments
 from lightrl.strategies.shared_prefix import (
@@ -325,11 +325,11 @@ class SingleModel:
                 yield picked[rows], columns, hidden[rows, columns]
 
     def _layer_input(self, experience: Experience, rows: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
-        """The model's arguments for token ids [b, T] of these rows [b]; with pictures, embeddings [b, T, H]."""
+        """The model's arguments for token ids [b, T] of these rows [b]; with images, embeddings [b, T, H]."""
         if experience.pixel_values is None or experience.image_rows is None:
             return {"input_ids": token_ids}
-        pictures = experience.image_rows[rows]
-        return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, pictures)}
+        images = experience.image_rows[rows]
+        return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, images)}
 
     def _choose(self, experience: Experience) -> tuple[str, Plan]:
         """The cheapest exact form for this microbatch, and its plan if prompts can be shared."""

@@ -1,41 +1,26 @@
 """Weights on their way from trainer to engine: buckets and what carries them. Knows no HTTP and no Lightning.
 
 Reading order:
-    bucket.py         Bucket, and the generator that cuts parameters into buckets
-    server_form.py    the dtype and the names that a server needs
+    bucket.py         Bucket, the generator that cuts parameters into buckets, and ServerForm
     digests.py        what a server that has the trainer's weights answers to a checksum
     gather_plan.py    which rank gets each parameter whole, and who sends it what
-    disk.py           versions as safetensors folders, complete or absent
-    rank_share.py     one rank's files of a version that several ranks write
-    delta.py          what changed, bit for bit; delta_copy.py  at the trainer; delta_folder.py  at a server's side
+    disk.py           versions as safetensors folders, complete or absent, by one rank or several
+    delta.py          what changed, bit for bit, at the trainer; delta_folder.py  at a server's side
     broadcast.py      a process group of trainer and servers, outside the default one
     shared_memory.py  a bucket for servers of the same host
 
 Within a process a bucket needs no carrier. engines/sglang/sync/server_sync.py has the requests around a transfer.
 
-May import: errors, trajectory, experience, functional. To add a transport: its sender here, which takes buckets one by
-one and needs at most one more bucket of memory; its requests in engines/sglang/sync/transports/.
+May import: errors, checks, trajectory, experience, functional. To add a transport: its sender here, which takes buckets
+one by one and needs at most one more bucket of memory; its requests in engines/sglang/sync/transports/.
 """
 
 from lightrl.weights.broadcast import BroadcastGroup
-from lightrl.weights.bucket import Bucket, WrittenFile, bucketed
-from lightrl.weights.delta_copy import HostCopy
+from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile, bucketed
+from lightrl.weights.delta import HostCopy
 from lightrl.weights.digests import Digests, ServerLayout
-from lightrl.weights.disk import WeightFolder
-from lightrl.weights.rank_share import SharedFolder
-from lightrl.weights.server_form import ServerForm
+from lightrl.weights.disk import SharedFolder, WeightFolder
 from lightrl.weights.shared_memory import SharedBucket
 
-__all__ = [
-    "BroadcastGroup",
-    "Bucket",
-    "Digests",
-    "HostCopy",
-    "ServerForm",
-    "ServerLayout",
-    "SharedBucket",
-    "SharedFolder",
-    "WeightFolder",
-    "WrittenFile",
-    "bucketed",
-]
+__all__ = ["BroadcastGroup", "Bucket", "ServerForm", "WrittenFile", "bucketed", "HostCopy", "Digests", "ServerLayout"]
+__all__ += ["SharedFolder", "WeightFolder", "SharedBucket"]

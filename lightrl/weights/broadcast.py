@@ -1,11 +1,8 @@
 """BroadcastGroup: one sender and some receivers in a process group of their own, outside torch's default one.
 
-    rank 0          the trainer's rank 0: sends
-    rank 1, 2, …    servers, each as many ranks as it has tensor-parallel parts: receive
-
-The group is built as SGLang builds its side (`init_weights_update_group`): a store at tcp://host:port under the
-group's name, then torch's own helper. A group cannot lose a member: if one dies, close the group and build another
-under a new name.
+Rank 0 is the trainer's and sends; servers follow, each with as many ranks as it has tensor-parallel parts. The group is
+built as SGLang builds its side (`init_weights_update_group`): a store at tcp://host:port under the group's name, then
+torch's own helper. A group cannot lose a member: if one dies, close it and build another under a new name.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""Buckets: parameters in parts of bounded size, so that an export never holds the whole model twice."""
+"""Buckets: parameters in parts of bounded size, so that no export holds a model twice; their form at a server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A safetensors file of parameters that another rank has written already; see rank_share.py."""
+    """A safetensors file of parameters that another rank has written already; see `disk.ShareWriter`."""
 
     path: str
     num_bytes: int
@@ -31,7 +36,7 @@ class Bucket:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """The number of bytes of all its parameters, the written ones too."""
+        """Hugging Face name → shape of all its parameters, the written ones too."""
         shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
         for file in self.written:
             shapes |= file.shapes
@@ -63,3 +68,37 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
         held[name] = tensor.detach()
         size += num_bytes
     yield Bucket(held, is_last=True)
+
+
+OUTPUT_HEAD = "lm_head.weight"  # the Hugging Face name of the output head, in every family that ties it
+
+
+class ServerForm:
+    """Converts a bucket one tensor at a time, so that it never holds the bucket twice.
+
+    Args:
+        dtype: of the floating-point parameters, such as `torch.bfloat16`; None keeps the trainer's.
+        skip_names: Hugging Face names that the server does not take: the output head of a model with tied embeddings.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None, skip_names: Collection[str] = ()) -> None:
+        self.dtype = dtype
+        self.skip_names = frozenset(skip_names)
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype | None = None) -> ServerForm:
+        """Builds the form for a model of this config; a tied output head is the embedding, which is sent anyway."""
+        return cls(dtype, [OUTPUT_HEAD] if getattr(config, "tie_word_embeddings", False) else [])
+
+    def tensors(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) in the bucket's order; contiguous, without gradient."""
+        for name, dtype, _ in self.layout(bucket):
+            yield name, bucket.tensors[name].detach().to(dtype).contiguous()
+
+    def layout(self, bucket: Bucket) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """(name, dtype, shape) of each of `tensors`, without converting them."""
+        return [
+            (name, self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape)
+            for name, tensor in bucket.tensors.items()
+            if name not in self.skip_names
+        ]

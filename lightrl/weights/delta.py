@@ -1,6 +1,6 @@
-"""Delta: what changed between two versions of a model, bit for bit: its encoding, its application, and digests.
+"""Delta: what changed between two versions of a model, bit for bit: encoding, application, digests.
 
-Pure functions on the bits of tensors, flat and as unsigned integers, in chunks of `CHUNK` elements. An update of 1e-6
+The functions take the bits of tensors, flat and as unsigned integers, in chunks of `CHUNK` elements. An update of 1e-6
 moves about one bfloat16 value in a hundred, mostly to the neighboring one; so of a chunk travel
 
     sparse    the gaps between changed elements, a byte each, and by how much their bits changed
@@ -9,17 +9,20 @@ moves about one bfloat16 value in a hundred, mostly to the neighboring one; so o
 
 compressed unless that takes longer than it saves. The change is `new - old` of the bits, so a delta also leads back.
 
-Some chunks together are a block: numpy's calls cost more than their work on a single chunk. A part of a delta is some
-blocks, each `[lengths][header][body]`.
+Some chunks together are a block, for numpy's sake. A part of a delta is some blocks, each `[lengths][header][body]`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import itertools
 import json
+import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +30,9 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
+
+from lightrl.weights.bucket import Bucket, ServerForm, bucketed
+from lightrl.weights.disk import write_safetensors
 
 CHUNK = 2**19  # elements: they stay in a core's cache from one step of the comparison to the next
 BLOCK_CHUNKS = 8  # the most chunks in a block
@@ -232,3 +238,117 @@ def _unfolded(folded: Bits) -> Bits:
 # Bytes of an element → the two values of each byte of half bytes, as one item.
 _HALVES = np.array([[byte & _LARGE, byte >> 4] for byte in range(256)])
 _PAIRS = {width: _unfolded(_HALVES.astype(f"u{width}")).view(f"V{2 * width}").ravel() for width in (1, 2, 4, 8)}
+
+
+class HostCopy:
+    """Copies buckets; the trainer may change its parameters afterwards.
+
+    Holds the whole model once, outside the bound of a bucket. Each copy reuses the storage of the previous one, to save
+    the allocation of pages: `add` changes buckets that were handed out before.
+
+    Args:
+        form: dtype and names to keep.
+    """
+
+    def __init__(self, form: ServerForm | None = None) -> None:
+        self.form = form or ServerForm()
+        self.weight_version = -1  # the copy's, once it is complete
+        self._coming_version = -1
+        self._tensors: dict[str, Tensor] = {}
+        self._names: list[list[str]] = []  # a list for each bucket
+
+    def begin(self, weight_version: int) -> None:
+        """Starts a version; the copy is incomplete until its last bucket."""
+        self.weight_version = -1
+        self._coming_version = weight_version
+        self._names = []
+
+    def add(self, bucket: Bucket, copy: Callable[[str, Tensor, Tensor], object] | None = None) -> Bucket:
+        """Copies a bucket; returns the copy. `copy` gets each name, what was stored, and the trainer's tensor."""
+        copied: dict[str, Tensor] = {}
+        for name, dtype, shape in self.form.layout(bucket):
+            tensor = bucket.tensors[name].detach()
+            stored = self._tensors.get(name)
+            if stored is None or stored.shape != shape or stored.dtype != dtype:
+                stored = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=tensor.is_cuda)
+                self._tensors[name] = stored
+            if copy is None:
+                stored.copy_(tensor)
+            else:
+                copy(name, stored, tensor)
+            copied[name] = stored
+        self._names.append(list(copied))
+        if bucket.is_last:
+            self.weight_version = self._coming_version
+        return Bucket(copied, is_last=bucket.is_last)
+
+    def buckets(self) -> Iterator[Bucket]:
+        """The copy, in the original buckets."""
+        for index, names in enumerate(self._names):
+            yield Bucket({name: self._tensors[name] for name in names}, is_last=index + 1 == len(self._names))
+
+
+_THREADS = min(8, os.cpu_count() or 1)
+_Task = tuple[str, int, Bits, Tensor, torch.dtype]  # a chunk: name, number, kept bits, the trainer's tensor
+
+
+class DeltaCopy(HostCopy):
+    """Keeps the version sent last; casts, compares and copies chunk by chunk, so that a chunk is read once."""
+
+    def __init__(self, form: ServerForm | None = None) -> None:
+        super().__init__(form)
+        self.checksums: dict[str, list[int]] = {}  # parameter → checksums of its chunks
+        # OpenMP's threads would spin beside those of the pool.
+        self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._pool.shutdown(wait=False)
+
+    def begin(self, weight_version: int) -> None:
+        super().begin(weight_version)
+        self.checksums = {}
+
+    def take_delta(self, bucket: Bucket, has_base: bool) -> tuple[list[bytes], Bucket]:
+        """Copies a bucket; the parts of its delta, none without a base, and the copy."""
+        tasks: list[_Task] = []
+
+        def plan(name: str, stored: Tensor, tensor: Tensor) -> None:
+            old, flat = bits_of(stored), tensor.reshape(-1)
+            for index in range(num_chunks(len(old))):
+                source = flat[index * CHUNK : (index + 1) * CHUNK]
+                tasks.append((name, index, chunk(old, index), source, stored.dtype))
+            self.checksums[name] = []
+
+        def copied(group: Sequence[_Task]) -> tuple[Block | None, list[int]]:
+            changes, sums = [], []
+            for name, index, old, source, dtype in group:
+                new = bits_of(source.to(dtype=dtype, device="cpu"))
+                sums.append(checksum(new))
+                if not has_base:
+                    old[:] = new
+                elif (change := replaced(name, index, old, new)) is not None:
+                    changes.append(change)
+            return packed(changes) if changes else None, sums
+
+        copy = self.add(bucket, plan)
+        by_width = [list(run) for _, run in itertools.groupby(tasks, lambda task: task[-1].itemsize)]
+        groups = [run[i : i + BLOCK_CHUNKS] for run in by_width for i in range(0, len(run), BLOCK_CHUNKS)]
+        num_threads = torch.get_num_threads()
+        blocks = []
+        for group, (block, sums) in zip(groups, self._pool.map(copied, groups), strict=True):
+            blocks.append(block)
+            for task, one in zip(group, sums, strict=True):
+                self.checksums[task[0]].append(one)
+        torch.set_num_threads(num_threads)  # for other new threads: the pool's threads have changed it for them too
+        return list(parts(blocks)), copy
+
+
+def full_parts(copy: Bucket, part_bytes: int = PART_BYTES) -> Iterator[bytes]:
+    """A copied bucket as safetensors files of at most `part_bytes` of tensors, unless one is larger."""
+    for part in bucketed(copy.tensors.items(), part_bytes):
+        file = io.BytesIO()
+        layout = [(name, tensor.dtype, tensor.shape) for name, tensor in part.tensors.items()]
+        if layout:
+            write_safetensors(file, layout, part.tensors.items())
+            yield file.getvalue()

@@ -64,7 +64,7 @@ NOTHING = Version("", -1, "")
 
 
 class DeltaFolder:
-    """Not for concurrent use, except `write`.
+    """Keeps one version; not for concurrent use, except `write`.
 
     Args:
         root: empty, or one that an earlier DeltaFolder left; only this object may write there.

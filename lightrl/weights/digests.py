@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from lightrl.errors import WeightSyncError
-from lightrl.weights.bucket import Bucket
-from lightrl.weights.server_form import OUTPUT_HEAD, ServerForm
+from lightrl.weights.bucket import OUTPUT_HEAD, Bucket, ServerForm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -100,7 +99,7 @@ _CPU_PADDING = 32  # times the ranks: the intermediate size is padded to a multi
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """How a server holds its parameters."""
+    """The form in which a server holds its parameters."""
 
     dtype: torch.dtype = torch.float32
     num_ranks: int = 1  # tensor-parallel
@@ -111,7 +110,7 @@ class ServerLayout:
 
 
 def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:
-    """Why the digests of this layout cannot be computed; None if they can."""
+    """Says why the digests of this layout cannot be computed; None if they can."""
     if config.model_type not in FAMILIES:
         return f"the layout of model_type={config.model_type!r} in SGLang is unknown here"
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads

@@ -3,10 +3,9 @@
     parameter   held by                          owner   sent
     q_proj      ranks 0, 1, 2, 3, a quarter each     2   ranks 0, 1 and 3 send their quarters to rank 2
     norm        ranks 0 to 3, each all of it         1   nothing
-    layer 7     ranks 4 to 7 (a pipeline stage)      5   ranks 4, 6 and 7 send to rank 5
 
-No owner receives what it holds, and nothing is sent twice: the plan reaches the lower bound of bytes for its owners.
-What a server fuses, such as q, k and v, has one owner, so that this rank can make the digest of the fused tensor.
+No owner receives what it holds, and nothing is sent twice. What a server fuses, such as q, k and v, has one owner, so
+that this rank can make the digest of the fused tensor.
 """
 
 from __future__ import annotations
@@ -59,13 +58,6 @@ class GatherPlan:
     owners: Mapping[str, int]  # exported tensor → rank
     sends: Mapping[str, Sequence[Send]]  # exported tensor → sends of all parameters that it is made of
     rounds: Sequence[Sequence[str]]
-
-    def received_bytes(self) -> Counter[int]:
-        """Rank → bytes."""
-        total: Counter[int] = Counter()
-        for send in (send for sends in self.sends.values() for send in sends):
-            total[send.owner] += send.num_bytes
-        return total
 
 
 def make_plan(

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from lightrl.weights.bucket import Bucket
-from lightrl.weights.server_form import ServerForm
+from lightrl.weights.bucket import Bucket, ServerForm
 
 ALIGNMENT_BYTES = 16  # each tensor starts at a multiple: the receiver views the bytes in the tensor's own dtype
 PART_BYTES = 32 * 2**20  # a block's default size

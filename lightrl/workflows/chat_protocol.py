@@ -5,7 +5,7 @@ the state, openai_endpoint.py the HTTP server.
 
 Fields of a request are of three kinds. Served: `messages`, `tools`, `tool_choice` (auto or none), `max_tokens`,
 `max_completion_tokens`, `stream`, `logprobs`. Refused, because the agent would not get what it requests: `stop`, `n`
-above 1, `response_format`, other values of `tool_choice`, pictures and sound. Ignored: `temperature`, `top_p`, `seed`
+above 1, `response_format`, other values of `tool_choice`, images and sound. Ignored: `temperature`, `top_p`, `seed`
 and all others; the run's `sampling` decides, or the behavior logprobs would be wrong.
 """
 

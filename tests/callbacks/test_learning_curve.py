@@ -30,7 +30,7 @@ def fit(curve, folder, *callbacks, max_epochs=2, module=None, ckpt_path=None, **
     return trainer
 
 
-def test_the_end_of_fit_leaves_a_picture_and_its_numbers(tmp_path: Path) -> None:
+def test_the_end_of_fit_leaves_an_image_and_its_numbers(tmp_path: Path) -> None:
     fit(LearningCurve(), tmp_path)
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(PNG)
     rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
@@ -85,7 +85,7 @@ def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
     assert repr(after.state_dict()) == repr(whole.state_dict())
 
 
-def test_ctrl_c_leaves_the_picture_of_what_was_done(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_the_image_of_what_was_done(tmp_path: Path) -> None:
     def interrupt(iteration: int) -> list[Group]:
         if iteration == 3:
             raise KeyboardInterrupt
@@ -104,7 +104,7 @@ def test_a_missing_matplotlib_is_told_once_and_harms_nothing(tmp_path, monkeypat
     assert (tmp_path / "learning_curve.csv").exists()
 
 
-def test_a_plain_module_has_no_picture(tmp_path: Path) -> None:
+def test_a_plain_module_has_no_image(tmp_path: Path) -> None:
     quiet = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
     data = batches(2).expand(2, 1, 32)
     PlayedTrainer(callbacks=[LearningCurve()], default_root_dir=tmp_path, **quiet).fit(BoringModel(), data, data)
@@ -133,5 +133,5 @@ def test_any_part_of_the_curves_can_be_drawn(tmp_path: Path, curves: dict[str, d
 
 
 def test_a_baseline_in_percent_is_refused() -> None:
-    with pytest.raises(ValueError, match="constant_baseline must be a fraction from 0 to 1, got 34"):
+    with pytest.raises(ValueError, match="constant_baseline must be between 0 and 1, got 34"):
         LearningCurve(constant_baseline=34)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightrl.callbacks.model_lines import ModelLines
+from lightrl.callbacks.progress import ModelLines
 from lightrl.trainer import Trainer
 
 

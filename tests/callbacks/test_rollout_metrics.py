@@ -186,5 +186,5 @@ def test_the_warning_says_when_sampling_gives_one_completion_only() -> None:
 
 
 def test_patience_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="zero_variance_patience must be at least 1"):
+    with pytest.raises(ValueError, match="zero_variance_patience must be >= 1"):
         RolloutMetrics(zero_variance_patience=0)

@@ -123,7 +123,7 @@ def test_rows_run_from_the_highest_advantage_to_the_lowest() -> None:
 
 
 def test_settings_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="every_n_iterations must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="every_n_iterations must be >= 1, got 0"):
         TrajectoryLog(every_n_iterations=0)
 
 

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, tokenizer
 
 from lightrl import StalenessControl, TrajectoryLog
-from lightrl.callbacks import problems
-from lightrl.callbacks.problems import ProblemLog
+from lightrl.callbacks import run_files
+from lightrl.callbacks.run_files import ProblemLog
 from lightrl.inspect.answers import Answers
 from lightrl.inspect.run_folder import find_runs
 from lightrl.trajectory import Trajectory
@@ -86,7 +86,7 @@ class Failing(TinyGRPO):
 
 
 def test_drops_warnings_and_the_final_error_are_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problems, "_MAX_DROPS", 1)
+    monkeypatch.setattr(run_files, "_MAX_DROPS", 1)
     logger = CSVLogger(tmp_path, name="", version="")
     trainer = make_trainer(tmp_path, callbacks=[ProblemLog()], logger=logger)
     handlers = logging.getLogger("lightrl").handlers[:]

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from transformers import AutoModelForCausalLM
 
-from lightrl.callbacks.loggers import log_picture, log_settings, log_table
+from lightrl.callbacks.loggers import log_image, log_settings, log_table
 from lightrl.commands.main import main
 
 # MLflow 3.17 calls pandas 3 and SQLAlchemy 2.1 by what they are about to drop.
@@ -45,7 +45,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def with_logger(settings: Any, class_path: str, **init_args: Any) -> Any:
-    """The run with this logger, tables, picture and export, and a reward that gives parts."""
+    """The run with this logger, tables, image and export, and a reward that gives parts."""
     settings["trainer"] |= {"logger": [{"class_path": class_path, "init_args": init_args}], "callbacks": CALLBACKS}
     settings["model"]["init_args"]["reward"] = "tiny_rewards.in_parts"
     return settings
@@ -83,7 +83,7 @@ def test_csv_and_tensorboard_have_the_whole_configuration(settings: Any, config:
     assert own["model/class_path"].endswith("GRPO")
 
 
-def test_tensorboard_has_scalars_tables_and_the_picture(run: Any) -> None:
+def test_tensorboard_has_scalars_tables_and_the_image(run: Any) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugin_util import markdown_to_safe_html
 
@@ -94,9 +94,9 @@ def test_tensorboard_has_scalars_tables_and_the_picture(run: Any) -> None:
     assert [event.step for event in tables] == [0, 1]
     shown = markdown_to_safe_html(tables[0].tensor_proto.string_val[0])
     assert [name for name in COLUMNS if f"<pre>{name}</pre>" not in shown] == []
-    (picture,) = events.Images("learning_curve")
-    assert picture.step == 2
-    assert picture.encoded_image_string.startswith(b"\x89PNG")
+    (image,) = events.Images("learning_curve")
+    assert image.step == 2
+    assert image.encoded_image_string.startswith(b"\x89PNG")
 
 
 def test_tensorboard_shows_what_a_model_wrote_as_text(tmp_path: Path) -> None:
@@ -200,8 +200,8 @@ def test_weights_and_biases_has_everything(run: Any, wandb: Any) -> None:
     assert len(first["data"]) == 4
     assert all(isinstance(row[0], str) and row[2] == row[3] + row[4] for row in first["data"])
 
-    (picture,) = [row["learning_curve"] for row in history if "learning_curve" in row]
-    (name,) = picture["filenames"]
+    (image,) = [row["learning_curve"] for row in history if "learning_curve" in row]
+    (name,) = image["filenames"]
     assert (offline / "files" / name).read_bytes() == Path("runs/tiny/first/learning_curve.png").read_bytes()
 
     exports = [record.request.log_artifact.artifact for record in records if record.request.HasField("log_artifact")]
@@ -247,9 +247,9 @@ def test_mlflow_has_everything(store: str, run: Any, tmp_path: Path) -> None:
     assert table["columns"] == ["iteration", *COLUMNS]
     assert [row[0] for row in table["data"]] == [0] * 4 + [1] * 4
 
-    picture = downloaded(client, run_id, "learning_curve.png").read_bytes()
+    image = downloaded(client, run_id, "learning_curve.png").read_bytes()
     folder = tmp_path / ("mlruns" if store.startswith("file") else ".") / experiment.experiment_id / run_id
-    assert picture == (folder / "learning_curve.png").read_bytes()
+    assert image == (folder / "learning_curve.png").read_bytes()
     assert (folder / "config.yaml").exists()
     assert (folder / "trajectories" / "iteration-000000.jsonl").exists()
     assert not (tmp_path / "config.yaml").exists()
@@ -284,7 +284,7 @@ def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: Any) -> None
 
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifact_location="unknown://bucket/folder")
     log_table([logger], "samples", [{"reward": 1.0}], 0)
-    log_picture([logger], tmp_path / "learning_curve.png", 0)
+    log_image([logger], tmp_path / "learning_curve.png", 0)
     assert "MLFlowLogger could not take the table samples: " in caplog.text
     assert "MLFlowLogger could not take learning_curve.png: " in caplog.text
     assert "The run continues; its folder has it." in caplog.text

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightrl.callbacks.status_file import StatusFile
+from lightrl.callbacks.run_files import StatusFile
 from lightrl.commands.main import main
 from lightrl.commands.status import run, status_text
 

@@ -35,7 +35,7 @@ from lightrl.errors import EngineError
 from lightrl.functional.supports import decode_supports
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
-from lightrl.weights.server_form import OUTPUT_HEAD
+from lightrl.weights.bucket import OUTPUT_HEAD
 
 ALL_TOKENS = 2**30  # SGLang's top_k without a bound
 _SHARED_WITH_DRAFT = ("model.embed_tokens.weight", OUTPUT_HEAD)

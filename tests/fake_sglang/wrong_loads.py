@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fake_sglang.faults import Fault
-from lightrl.weights.server_form import OUTPUT_HEAD
+from lightrl.weights.bucket import OUTPUT_HEAD
 
 Tensors = dict[str, Tensor]  # by Hugging Face name
 _EMBEDDING = "model.embed_tokens.weight"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.functional import clipped_policy_loss, kl, loss_counts, masked_mean, neutralize, reduce_loss
+from lightrl.functional import clipped_policy_loss, kl, masked_mean, neutralize, reduce_loss
 
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False], [False, False, False, False]])
 LOSSES = torch.tensor([[9.0, 1.0, 2.0, 3.0], [9.0, 8.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
@@ -33,7 +33,7 @@ def test_shares_of_microbatches_sum_to_the_whole(mode: str, sizes: list[int]) ->
     torch.manual_seed(0)
     losses, mask = torch.randn(6, 5), torch.rand(6, 5) < 0.5
     mask[3] = False
-    num_tokens, num_sequences = loss_counts(mask)
+    num_tokens, num_sequences = int(mask.sum()), int(mask.any(1).sum())
     totals = {"mode": mode, "num_tokens": num_tokens, "num_sequences": num_sequences, "max_new_tokens": 4}
     whole = reduce_loss(losses, mask, **totals)
     parts = [reduce_loss(a, b, **totals) for a, b in zip(losses.split(sizes), mask.split(sizes), strict=True)]
@@ -108,11 +108,6 @@ def test_the_masked_mean_leaves_out_what_is_masked() -> None:
 
 def test_the_masked_mean_of_nothing_is_zero() -> None:
     assert masked_mean(torch.tensor([math.nan]), torch.tensor([False])).item() == 0
-
-
-def test_counts_leave_out_trajectories_without_loss_tokens() -> None:
-    assert loss_counts(MASK) == (4, 2)
-    assert loss_counts(MASK[:0]) == (0, 0)
 
 
 def test_settings_and_shapes_without_a_meaning_are_refused() -> None:

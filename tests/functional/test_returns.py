@@ -67,7 +67,7 @@ def test_what_stands_at_masked_places_has_no_effect(junk: float) -> None:
 
 def test_settings_and_shapes_are_checked() -> None:
     rewards, values, mask, ends = ragged(0)
-    with pytest.raises(ValueError, match=r"gamma must be from 0 to 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"gamma must be between 0 and 1, got 1\.5"):
         gae(rewards, values, mask, 1.5)
     with pytest.raises(ValueError, match="they must be equal"):
         gae(rewards, values, mask, bootstrap=ends[:2])

@@ -25,7 +25,7 @@ def test_old_values_have_no_gradient_and_settings_are_checked() -> None:
     values = torch.ones(1, 2)
     with pytest.raises(ValueError, match=r"value_clip=0\.2 needs old_values"):
         value_loss(values, values, value_clip=0.2)
-    with pytest.raises(ValueError, match="huber_delta must be above 0 or None, got 0"):
+    with pytest.raises(ValueError, match="huber_delta must be a finite number above 0, got 0"):
         value_loss(values, values, huber_delta=0)
 
 

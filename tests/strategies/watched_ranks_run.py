@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rank_scripts import fork_runs
 
-from lightrl.callbacks.rank_shares import shared
+from lightrl.callbacks.weight_sync import shared
 from lightrl.strategies import rank_watch
 from lightrl.strategies.ranks import ProcessRanks, watch_all
 from lightrl.weights import Bucket, SharedFolder

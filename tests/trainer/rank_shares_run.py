@@ -21,7 +21,7 @@ from lightrl.engines import Timeouts
 from lightrl.models.lora import AdapterShape, merged_parameters
 from lightrl.strategies import whole
 from lightrl.weights import Bucket
-from lightrl.weights.rank_share import ShareWriter
+from lightrl.weights.disk import ShareWriter
 
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -94,7 +94,7 @@ def test_over_sampling_trains_on_whole_iterations(tmp_path: Path) -> None:
 def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="incomplete_groups must be train, redraw or drop, got 'keep'"):
         DynamicSampling(incomplete_groups="keep")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="oversample_fraction must be from 0 to 10, got -1"):
+    with pytest.raises(ValueError, match="oversample_fraction must be between 0 and 10, got -1"):
         DynamicSampling(oversample_fraction=-1)
     with pytest.raises(ValueError, match=r"rule='no\.such\.rule' cannot be imported"):
         DynamicSampling(rule="no.such.rule")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from digit_reward import token_reward
-from pictures_cases import picture_spec
+from images_cases import image_spec
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -118,7 +118,7 @@ def test_a_critic_of_the_other_form_does_not_resume(critic, match, finished, tmp
 
 
 def test_a_family_without_a_scalar_head_saves_the_critic_and_exports_the_policy_alone(tmp_path: Path) -> None:
-    module = TinyPPO(picture_spec())
+    module = TinyPPO(image_spec())
     module.configure_model()
     checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightrl.weights import ServerForm, bucketed
-from lightrl.weights.delta import checksum, version_digest
-from lightrl.weights.delta_copy import DeltaCopy, full_parts
+from lightrl.weights.delta import DeltaCopy, checksum, full_parts, version_digest
 from lightrl.weights.delta_folder import NOTHING, DeltaFolder, Version
 
 

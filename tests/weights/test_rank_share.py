@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, SharedFolder, WeightFolder
-from lightrl.weights.rank_share import ShareWriter, files_of, read_back
+from lightrl.weights.disk import ShareWriter, files_of, read_back
 
 
 def folder_of(root: Path) -> SharedFolder:

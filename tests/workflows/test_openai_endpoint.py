@@ -185,7 +185,7 @@ def test_an_unknown_session_an_ended_one_and_an_unknown_route_are_not_found() ->
         pytest.param(
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "must be text, got",
-            id="a picture",
+            id="an image",
         ),
     ],
 )

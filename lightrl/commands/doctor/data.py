@@ -61,8 +61,8 @@ def attach(module: Any, datamodule: Any) -> None:
     if datamodule is None:
         raise UsageError("lightrl doctor needs prompts. Add a `data:` section to the config.")
     if hasattr(datamodule, "attach"):
-        pictures, max_tokens = getattr(module, "pictures", None), getattr(module, "max_prompt_tokens", None)
-        datamodule.attach(module.tokenizer, max_prompt_tokens=max_tokens, pictures=pictures)
+        image_reader, max_tokens = getattr(module, "image_reader", None), getattr(module, "max_prompt_tokens", None)
+        datamodule.attach(module.tokenizer, max_prompt_tokens=max_tokens, image_reader=image_reader)
     datamodule.prepare_data()
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from lightrl.models.pictures import auto_model, input_embeddings
+from lightrl.models.images import auto_model, input_embeddings
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
@@ -44,14 +44,14 @@ class Decoder(Protocol):
         ...
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], pictures: Sequence[Tensor | None] | None = None
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Tensor | None] | None = None
     ) -> Tensor:
         """Adds rows with the key-values of these tokens; logits after each sequence, [len(sequences), V] float32.
 
         Args:
             sequences: token ids, at least one each; each is computed once.
             owners: the index of each new row's sequence.
-            pictures: pixel values [m, 3, H, W] of each sequence, None for those without; None if there are none.
+            images: pixel values [m, 3, H, W] of each sequence, None for those without; None if there are none.
         """
         ...
 
@@ -190,7 +190,7 @@ class HuggingFaceDecoder:
         return copy
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], pictures: Sequence[Tensor | None] | None = None
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Tensor | None] | None = None
     ) -> Tensor:
         longest = max(len(sequence) for sequence in sequences)
         logits: list[Tensor | None] = [None] * len(sequences)
@@ -200,7 +200,7 @@ class HuggingFaceDecoder:
             columns = torch.arange(token_ids.shape[1], device=self._device)
             is_token = (columns < lengths[:, None]).to(torch.int64)
             last, kept = torch.unique(lengths - 1, return_inverse=True)
-            embedded = None if pictures is None else self._embedded(token_ids, [pictures[index] for index in chunk])
+            embedded = None if images is None else self._embedded(token_ids, [images[index] for index in chunk])
             cache, outputs = self._forward(token_ids, is_token, columns.expand_as(token_ids), None, last, embedded)
             if outputs.shape[1] == token_ids.shape[1]:
                 kept = lengths - 1
@@ -265,16 +265,16 @@ class HuggingFaceDecoder:
         self._cache = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
 
-    def _embedded(self, token_ids: Tensor, pictures: Sequence[Tensor | None]) -> Tensor | None:
-        """The layers' inputs with pictures, [b, T, H]; None if no sequence has any."""
-        counts = [0 if pixels is None else len(pixels) for pixels in pictures]
+    def _embedded(self, token_ids: Tensor, images: Sequence[Tensor | None]) -> Tensor | None:
+        """The layers' inputs with images, [b, T, H]; None if no sequence has any."""
+        counts = [0 if pixels is None else len(pixels) for pixels in images]
         if not any(counts):
             return None
         ends = torch.tensor(counts).cumsum(0).tolist()
         rows = [
             [*range(end - count, end), *[-1] * (max(counts) - count)] for end, count in zip(ends, counts, strict=True)
         ]
-        pixel_values = torch.cat([pixels for pixels in pictures if pixels is not None]).to(self._device)
+        pixel_values = torch.cat([pixels for pixels in images if pixels is not None]).to(self._device)
         return input_embeddings(self._model, token_ids, pixel_values, torch.tensor(rows, device=self._device))
 
     def _forward(

@@ -24,7 +24,7 @@ from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.engines.local.sampler import completion_seed
 from lightrl.errors import EngineError
 from lightrl.models import CONTEXT, context_tokens
-from lightrl.models.pictures import Pictures, refusal
+from lightrl.models.images import ImageReader, refusal
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -111,7 +111,7 @@ class LocalEngine(
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; other decoder-only models whose layers all keep
-    key-values run Hugging Face's code, with pictures too; the rest is refused. Both share the scheduler: rows wait in
+    key-values run Hugging Face's code, with images too; the rest is refused. Both share the scheduler: rows wait in
     the order of the calls, are admitted into free slots, and leave with their last token; equal prompts that are
     admitted together are computed once. Tokens depend on (seed, position) and the logits, not on the batch, up to float
     rounding of the logits.
@@ -177,7 +177,7 @@ class LocalEngine(
         self._dtype = torch.float32  # after `start` that of `dtype` and the config
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
-        self._pictures: Pictures | None = None  # how the model reads pictures; None if it takes none
+        self._image_reader: ImageReader | None = None  # how the model reads images; None if it takes none
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model, its weights still unset, and starts the decode thread."""
@@ -192,7 +192,7 @@ class LocalEngine(
         self.choose_device()
         self.weight_version = -1
         self._vocab_size = text_config.vocab_size
-        self._pictures = Pictures.of(config)
+        self._image_reader = ImageReader.of(config)
         self._decoder = self._make_decoder(config)
         is_small = sum(shape.numel() for shape in self._decoder.shapes.values()) < SMALL_MODEL_PARAMETERS
         kernels = self._decoder.kernels if isinstance(self._decoder, LlamaDecoder) else None
@@ -353,10 +353,10 @@ class LocalEngine(
         return decoder
 
     def _pixel_values(self, images: tuple[str, ...], token_ids: list[int]) -> Tensor:
-        if self._pictures is None:
+        if self._image_reader is None:
             raise ValueError(refusal(len(images)))
-        self._pictures.check(images, token_ids)
-        return self._pictures.pixel_values(images)
+        self._image_reader.check(images, token_ids)
+        return self._image_reader.pixel_values(images)
 
     def _started(self) -> DecodeThread:
         if self._thread is None:

@@ -37,7 +37,7 @@ class Row:
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int  # this completion's
-    images: tuple[str, ...] = ()  # distinguish the pictures of equal prompts
+    images: tuple[str, ...] = ()  # distinguish the images of equal prompts
     pixels: Tensor | None = None  # their pixel values, [m, 3, H, W]
     written: Completion | None = None  # the part of it that was written before, by this engine or another
     owner: Any = None  # the completion's owner; the batch hands it back
@@ -111,8 +111,8 @@ class RunningBatch:
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the prompts, equal ones once, and draws the first token of each row."""
         first, end = self.size, self.size + len(rows)
-        prompts, owners, pictures = _distinct([row.prompt for row in rows], rows)
-        logits = self._decoder.append(prompts, owners, *pictures)
+        prompts, owners, images = _distinct([row.prompt for row in rows], rows)
+        logits = self._decoder.append(prompts, owners, *images)
         for row in rows:
             row.version_changes = [(0, weight_version)]
         self._fill_rows(rows, [0] * len(rows))
@@ -192,10 +192,10 @@ class RunningBatch:
         """Computes the key-values of rows that were `written` in part; draws no token."""
         first = self.size
         begun = [row.written for row in rows if row.written is not None]
-        sequences, owners, pictures = _distinct(
+        sequences, owners, images = _distinct(
             [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, begun, strict=True)], rows
         )
-        self._decoder.append(sequences, owners, *pictures)
+        self._decoder.append(sequences, owners, *images)
         lengths = [len(part.token_ids) for part in begun]
         self._fill_rows(rows, lengths)
         self._widen(max(lengths) + 1)
@@ -218,8 +218,8 @@ class RunningBatch:
         for slot, (row, length) in enumerate(zip(self._rows, self._lengths[: self.size].tolist(), strict=True)):
             every.append((*row.prompt, *self._token_ids[slot, : length - 1].tolist()))
             row.version_changes.append((length, weight_version))
-        sequences, owners, pictures = _distinct(every, self._rows)
-        self._decoder.append(sequences, owners, *pictures)
+        sequences, owners, images = _distinct(every, self._rows)
+        self._decoder.append(sequences, owners, *images)
 
     def _longest(self) -> int:
         """Tokens of the longest row, prompt included."""
@@ -351,8 +351,8 @@ def _longest_end(rows: Sequence[Row]) -> int:
 def _distinct(
     sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
 ) -> tuple[list[tuple[int, ...]], list[int], list[list[Tensor | None]]]:
-    """The sequences that differ in tokens or pictures; the index of each row's; and the decoder's argument for their
-    pictures, if there are any."""
+    """The sequences that differ in tokens or images; the index of each row's; and the decoder's argument for their
+    images, if there are any."""
     places: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     owners = [
         places.setdefault((sequence, row.images), len(places)) for sequence, row in zip(sequences, rows, strict=True)
@@ -360,10 +360,10 @@ def _distinct(
     prompts = [sequence for sequence, _ in places]
     if not any(row.images for row in rows):
         return prompts, owners, []
-    pictures: list[Tensor | None] = [None] * len(places)
+    images: list[Tensor | None] = [None] * len(places)
     for owner, row in zip(owners, rows, strict=True):
-        pictures[owner] = row.pixels
-    return prompts, owners, [pictures]
+        images[owner] = row.pixels
+    return prompts, owners, [images]
 
 
 def _changes(versions: Sequence[int]) -> list[tuple[int, int]]:

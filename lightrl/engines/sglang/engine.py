@@ -68,8 +68,8 @@ from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.watch import Watch
 from lightrl.errors import EngineError
 from lightrl.models import context_tokens
+from lightrl.models.images import ImageReader
 from lightrl.models.lora import AdapterShape
-from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder
 
@@ -470,7 +470,7 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         assert self._scratch is not None
         home, timeouts, fleet = self._home, self.timeouts, self.fleet
         self._config = config
-        limits = RequestLimits(int(config.get_text_config().vocab_size), context_tokens(config), Pictures.of(config))
+        limits = RequestLimits(int(config.get_text_config().vocab_size), context_tokens(config), ImageReader.of(config))
         home.call(members.identify_all(), timeouts.request_s * 2)
         dtype = self._sent_dtype()
         transport = make_transport(

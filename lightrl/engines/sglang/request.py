@@ -20,7 +20,7 @@ import numpy as np
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
-from lightrl.models.pictures import Pictures, data_url, refusal
+from lightrl.models.images import ImageReader, data_url, refusal
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _ABOVE_0_NATS = 1e-3  # rounding
@@ -53,12 +53,12 @@ class RequestImages:
     image_data: list[str]  # data: URLs, for servers on other machines
 
     @classmethod
-    def of(cls, reader: Pictures | None, images: Sequence[str], token_ids: list[int]) -> RequestImages:
+    def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> RequestImages:
         """The images of a prompt, given how the policy reads them; raises ValueError if it takes none."""
-        if reader is None:
+        if image_reader is None:
             raise ValueError(refusal(len(images)))
-        reader.check(images, token_ids)
-        prompt = reader.collapsed(token_ids, len(images))
+        image_reader.check(images, token_ids)
+        prompt = image_reader.collapsed(token_ids, len(images))
         return cls(prompt, [data_url(image) for image in images])
 
 

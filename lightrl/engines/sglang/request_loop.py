@@ -29,7 +29,7 @@ from lightrl.engines.sglang.server import Server
 from lightrl.engines.sglang.sync.adapter_versions import AdapterVersions
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.models.pictures import Pictures
+from lightrl.models.images import ImageReader
 from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
 
@@ -53,7 +53,7 @@ class RequestLimits:
 
     vocab_size: int
     max_context: int | None  # tokens of prompt and completion
-    images: Pictures | None  # how it reads images; None if it takes none
+    images: ImageReader | None  # how it reads images; None if it takes none
 
 
 class RequestLoop:

@@ -35,7 +35,7 @@ from lightrl.engines.sglang.processes.command import (
     usable_token,
 )
 from lightrl.errors import EngineError, EngineTimeout
-from lightrl.models.pictures import auto_model
+from lightrl.models.images import auto_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -25,7 +25,7 @@ from lightrl.engines.sglang.sync.verification import target_digests
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import Bucket, SharedFolder
-from lightrl.weights.rank_share import read_back
+from lightrl.weights.disk import read_back
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lightrl.engines.abilities import Verification
 from lightrl.engines.sglang.server import Server
 from lightrl.weights import Digests, ServerForm, ServerLayout
+from lightrl.weights.bucket import OUTPUT_HEAD
 from lightrl.weights.digests import RankDigests, unknown_layout
-from lightrl.weights.server_form import OUTPUT_HEAD
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -21,8 +21,7 @@ from lightrl.engines.sglang.sync.report import SyncServers
 from lightrl.engines.sglang.sync.transports.transport import WeightTransport
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
 from lightrl.weights import Bucket, ServerForm
-from lightrl.weights.delta import checksum, version_digest
-from lightrl.weights.delta_copy import DeltaCopy, full_parts
+from lightrl.weights.delta import DeltaCopy, checksum, full_parts, version_digest
 from lightrl.weights.delta_folder import NOTHING, Version
 from lightrl.weights.disk import served_config
 

@@ -1,13 +1,12 @@
-"""Pictures: what a model that sees images needs beside token ids, from strings in a prompt to a forward.
+"""Images: what a model that sees images needs beside token ids, from strings in a prompt to a forward.
 
     Prompt.images ─► pixel values ─► features ─► embeddings of K tokens each
     paths, data:     [M, 3, H, W]    [M, K, H]   of the prompt
 
-A picture is a fixed number K of image tokens, which the prompt's token ids contain from the start: token in, token out
-holds with pictures too. Only the first K · (number of pictures) image tokens of a row are pictures; an image token that
-the policy itself samples is a token like any other, for the engine and for the trainer.
+An image is a fixed number K of image tokens, which the prompt's token ids contain from the start. Only the first
+K · (number of images) image tokens of a row are images; one that the policy samples is a token like any other.
 
-Shapes: B trajectories, T tokens, M pictures, I most pictures of a row, K tokens per picture, H hidden size.
+Shapes: B trajectories, T tokens, M images, I most images of a row, K tokens per image, H hidden size.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from typing_extensions import Self
 
-# Vision towers whose pictures are a fixed number of tokens, and how many tokens each adds to its patches.
+# Vision towers whose images are a fixed number of tokens, and how many tokens each adds to its patches.
 _EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 SUPPORTED = "models of type 'llava' with a vision tower of type clip_vision_model or siglip_vision_model"
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # another one, EPS, would run Ghostscript
@@ -47,11 +46,11 @@ _CACHE_BYTES = 256 * 2**20  # pixel values are kept: the samples of a group have
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """How a model's pictures are read.
+class ImageReader:
+    """Reads the images of a model.
 
     Example:
-        Pictures(image_token_id=32000, tokens_each=576, processor=CLIPImageProcessorPil(...))
+        ImageReader(image_token_id=32000, tokens_each=576, processor=CLIPImageProcessorPil(...))
     """
 
     image_token_id: int
@@ -60,12 +59,12 @@ class Pictures:
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> Pictures | None:
-        """For a model of this config; None if it takes token ids only.
+    def of(cls, config: PretrainedConfig) -> ImageReader | None:
+        """Makes the reader for a model of this config; None if it takes token ids only.
 
-        The image processor comes from the checkpoint; for random weights one scales pictures to the tower's size.
+        The image processor comes from the checkpoint; for random weights one scales images to the tower's size.
         """
-        if not sees_pictures(config):
+        if not sees_images(config):
             return None
         vision = config.vision_config
         num_patches = (vision.image_size // vision.patch_size) ** 2
@@ -77,7 +76,7 @@ class Pictures:
         )
 
     def expanded(self, token_ids: Sequence[int], num_images: int, *, where: str) -> list[int]:
-        """Token ids with K image tokens for each picture, from one for each, or K already.
+        """Token ids with K image tokens for each image, from one for each, or K already.
 
         Raises:
             ValueError: if they have another number of image tokens.
@@ -87,14 +86,14 @@ class Pictures:
             return list(token_ids)
         if num_tokens != num_images:
             raise ValueError(
-                f"{where} needs one image token (id {self.image_token_id}) for each of its {num_images} pictures, got "
+                f"{where} needs one image token (id {self.image_token_id}) for each of its {num_images} images, got "
                 f"{num_tokens}. Give its messages an image part for each, and use a chat template that renders them."
             )
         repeats = (self.tokens_each if token == self.image_token_id else 1 for token in token_ids)
         return [token for token, times in zip(token_ids, repeats, strict=True) for _ in range(times)]
 
     def collapsed(self, token_ids: Sequence[int], num_images: int) -> list[int]:
-        """The inverse of `expanded`: one image token for each picture, as SGLang expects."""
+        """The inverse of `expanded`: one image token for each image, as SGLang expects."""
         left, short_ids, skip = num_images, [], 0
         for token in token_ids:
             if skip:
@@ -107,16 +106,16 @@ class Pictures:
         return short_ids
 
     def check(self, images: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Raises ValueError if the token ids have too few image tokens for these pictures."""
+        """Raises ValueError if the token ids have too few image tokens for these images."""
         num_tokens = list(token_ids).count(self.image_token_id)
         if num_tokens < len(images) * self.tokens_each:
             raise ValueError(
-                f"The prompt needs {self.tokens_each} image tokens for each of its {len(images)} pictures, got "
+                f"The prompt needs {self.tokens_each} image tokens for each of its {len(images)} images, got "
                 f"{num_tokens}. Render it with the data module, or repeat the image token."
             )
 
     def pixel_values(self, images: Sequence[str]) -> Tensor:
-        """[M, 3, H, W] float32; recent pictures are cached.
+        """[M, 3, H, W] float32; recent images are cached.
 
         Raises:
             ValueError: if one cannot be read.
@@ -133,24 +132,24 @@ class Pictures:
         return torch.stack(rows)
 
 
-def sees_pictures(config: PretrainedConfig) -> bool:
-    """Whether models of this config can get pictures from us."""
+def sees_images(config: PretrainedConfig) -> bool:
+    """Whether models of this config can get images from us."""
     tower = getattr(getattr(config, "vision_config", None), "model_type", None)
     return config.model_type == "llava" and tower in _EXTRA_TOKENS
 
 
 def auto_model(config: PretrainedConfig) -> Any:
-    """The auto class for a language model of this config, with or without pictures."""
+    """The auto class for a language model of this config, with or without images."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if sees_pictures(config) else AutoModelForCausalLM
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def read_image(image: str) -> Image:
-    """The picture of a path or a `data:` URL, in RGB.
+    """The image of a path or a `data:` URL, in RGB.
 
     Raises:
-        ValueError: if there is none, it is not a picture, or it has more pixels than Pillow reads (179 million).
+        ValueError: if there is none, it is not an image, or it has more pixels than Pillow reads (179 million).
     """
     from PIL import Image
 
@@ -160,13 +159,13 @@ def read_image(image: str) -> Image:
             return opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"Picture {image[:80]!r} cannot be read ({error}). It must be the path of a picture or a data: URL with "
+            f"Image {image[:80]!r} cannot be read ({error}). It must be the path of an image or a data: URL with "
             f"base64: {', '.join(_FORMATS)}."
         ) from error
 
 
 def data_url(image: str | bytes | Image) -> str:
-    """A picture as a `data:` URL, text that can be sent to other machines."""
+    """An image as a `data:` URL, text that can be sent to other machines."""
     if isinstance(image, str):
         if image.startswith("data:"):
             return image
@@ -178,28 +177,28 @@ def data_url(image: str | bytes | Image) -> str:
     return "data:image/png;base64," + base64.b64encode(image).decode()
 
 
-def with_pictures(
+def with_images(
     experience: _AnyExperience,
     trajectories: Sequence[Trajectory],
-    pictures: Pictures | None,
+    image_reader: ImageReader | None,
     *,
     rows: Collection[int] | None = None,
 ) -> _AnyExperience:
-    """The experience with its trajectories' pictures, each once.
+    """The experience with its trajectories' images, each once.
 
     Args:
         experience: of these trajectories, row by row.
-        pictures: of the policy.
-        rows: those whose pictures are computed on here; None for all.
+        image_reader: of the policy.
+        rows: those whose images are computed on here; None for all.
 
     Raises:
-        ValueError: if the policy sees no pictures, or one cannot be read.
+        ValueError: if the policy sees no images, or one cannot be read.
     """
     images = [trajectory.prompt.images for trajectory in trajectories]
     distinct = dict.fromkeys(image for row in images for image in row)
     if not distinct:
         return experience
-    if pictures is None:
+    if image_reader is None:
         raise ValueError(refusal(len(distinct)))
     if rows is not None:
         here = set(rows)
@@ -207,31 +206,31 @@ def with_pictures(
     index_of = {image: index for index, image in enumerate(dict.fromkeys(image for row in images for image in row))}
     width = max(len(row) for row in images)
     image_rows = [[index_of[image] for image in row] + [-1] * (width - len(row)) for row in images]
-    pixel_values = pictures.pixel_values(list(index_of)) if index_of else torch.zeros(0, 3, 1, 1)
+    pixel_values = image_reader.pixel_values(list(index_of)) if index_of else torch.zeros(0, 3, 1, 1)
     return experience.with_tensors({"pixel_values": pixel_values, "image_rows": torch.tensor(image_rows)})
 
 
 def refusal(num_images: int) -> str:
-    """The message about pictures for a model that takes token ids only."""
+    """The message about images for a model that takes token ids only."""
     return (
-        f"The prompts have {num_images} pictures, but the policy takes token ids only. Use one of {SUPPORTED}, or "
-        "prompts without pictures."
+        f"The prompts have {num_images} images, but the policy takes token ids only. Use one of {SUPPORTED}, or "
+        "prompts without images."
     )
 
 
 def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Tensor, image_rows: Tensor) -> Tensor:
-    """The input of the layers, [B, T, H]: token embeddings, with the pictures' features at their image tokens.
+    """The input of the layers, [B, T, H]: token embeddings, with the images' features at their image tokens.
 
-    Each picture goes through the vision tower once, however many rows show it.
+    Each image goes through the vision tower once, however many rows show it.
 
     Args:
-        model: sees pictures.
+        model: sees images.
         token_ids: [B, T], with all image tokens of the prompts.
         pixel_values: [M, 3, H, W].
-        image_rows: int64 [B, I], the pictures of each row in order; -1 is none.
+        image_rows: int64 [B, I], the images of each row in order; -1 is none.
 
     Raises:
-        ValueError: if a row has fewer image tokens than its pictures need.
+        ValueError: if a row has fewer image tokens than its images need.
     """
     body: Any = model.base_model
     embeddings = model.get_input_embeddings()(token_ids)
@@ -243,21 +242,21 @@ def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Te
     features = torch.stack(tuple(body.get_image_features(pixel_values=pixels, return_dict=True).pooler_output))
     num_tokens = (image_rows >= 0).sum(1, keepdim=True) * features.shape[1]
     is_image = token_ids == model.config.image_token_id
-    is_picture = is_image & (is_image.cumsum(1) <= num_tokens)
-    if not torch.equal(is_picture.sum(1, keepdim=True), num_tokens):
+    is_prompt_image = is_image & (is_image.cumsum(1) <= num_tokens)
+    if not torch.equal(is_prompt_image.sum(1, keepdim=True), num_tokens):
         raise ValueError(
-            f"The rows need {num_tokens[:, 0].tolist()} image tokens for their pictures, got "
-            f"{is_picture.sum(1).tolist()}. Render the prompts with the data module."
+            f"The rows need {num_tokens[:, 0].tolist()} image tokens for their images, got "
+            f"{is_prompt_image.sum(1).tolist()}. Render the prompts with the data module."
         )
-    filled: Tensor = embeddings.masked_scatter(is_picture[..., None], features[inverse].to(embeddings.dtype))
+    filled: Tensor = embeddings.masked_scatter(is_prompt_image[..., None], features[inverse].to(embeddings.dtype))
     return filled
 
 
 def save_processor(config: PretrainedConfig, folder: Path) -> None:
-    """Writes the image processor beside an exported model that sees pictures; nothing for others."""
-    pictures = Pictures.of(config)
-    if pictures is not None:
-        pictures.processor.save_pretrained(folder)
+    """Writes the image processor beside an exported model that sees images; nothing for others."""
+    image_reader = ImageReader.of(config)
+    if image_reader is not None:
+        image_reader.processor.save_pretrained(folder)
 
 
 def _load_processor(config: PretrainedConfig) -> Any:

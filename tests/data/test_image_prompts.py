@@ -1,26 +1,26 @@
-"""Pictures of rows: columns and image parts, paths from the file's folder, and how many tokens each takes."""
+"""Images of rows: columns and image parts, paths from the file's folder, and how many tokens each takes."""
 
 import json
 from pathlib import Path
 
 import pytest
-from pictures_cases import BLUE, RED, TOKENS_EACH, picture_spec
+from images_cases import BLUE, RED, TOKENS_EACH, image_spec
 from tiny import char_tokenizer
 
 from lightrl.data import PromptDataModule
 from lightrl.data.chat import take_images
 from lightrl.data.prompts import warn_of_repeats
-from lightrl.models.pictures import Pictures, read_image
+from lightrl.models.images import ImageReader, read_image
 from lightrl.trajectory import Prompt
 
-IMAGE = 2  # the image token of pictures_cases
+IMAGE = 2  # the image token of images_cases
 
 
 def prompts_of(rows: list[dict], tmp_path: Path, *, sees: bool = True, **settings) -> list[Prompt]:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = PromptDataModule(str(file), batch_size=1, answer_column=None, shuffle=False, **settings)
-    data.attach(char_tokenizer(), pictures=Pictures.of(picture_spec().load_config()) if sees else None)
+    data.attach(char_tokenizer(), image_reader=ImageReader.of(image_spec().load_config()) if sees else None)
     data.setup("fit")
     return data.prompts["train"]
 
@@ -35,7 +35,7 @@ def test_a_column_of_paths_is_read_from_the_files_folder(tmp_path: Path):
     assert second.token_ids.count(IMAGE) == 2 * TOKENS_EACH
 
 
-def test_messages_name_their_pictures_where_they_stand(tmp_path: Path):
+def test_messages_name_their_images_where_they_stand(tmp_path: Path):
     content = [{"type": "text", "text": "1"}, {"type": "image", "image": RED}, {"type": "text", "text": "2"}]
     (prompt,) = prompts_of([{"question": [{"role": "user", "content": content}]}], tmp_path)
     assert (prompt.images, prompt.token_ids) == ((RED,), [4, *[IMAGE] * TOKENS_EACH, 5])
@@ -54,30 +54,30 @@ def test_a_chat_template_writes_the_image_token(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"image": "none.png", "question": "1"}, "picture '.*none.png' does not exist"),
+        ({"image": "none.png", "question": "1"}, "image '.*none.png' does not exist"),
         ({"image": "https://a/b.png", "question": "1"}, "Row 1 of .* not a web address"),
         ({"question": "1"}, "image"),
     ],
     ids=["no file", "a web address", "no column"],
 )
-def test_a_picture_that_is_not_there_is_said_before_the_run(tmp_path: Path, row, problem):
+def test_an_image_that_is_not_there_is_said_before_the_run(tmp_path: Path, row, problem):
     with pytest.raises(ValueError, match=problem):
         prompts_of([row], tmp_path, image_column="image")
 
 
-def test_a_policy_without_pictures_refuses_them_before_the_run(tmp_path: Path):
+def test_a_policy_without_images_refuses_them_before_the_run(tmp_path: Path):
     with pytest.raises(ValueError, match=r"Row 1 of .*takes token ids only"):
         prompts_of([{"image": RED, "question": "1"}], tmp_path, image_column="image", sees=False)
 
 
-def test_more_pictures_than_image_parts_are_refused():
+def test_more_images_than_image_parts_are_refused():
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "1"}]}]
     assert take_images(messages, [RED], folder=Path())[1] == (RED,)
-    with pytest.raises(ValueError, match="2 pictures for 1 image parts"):
+    with pytest.raises(ValueError, match="2 images for 1 image parts"):
         take_images(messages, [RED, BLUE], folder=Path())
 
 
-def test_one_question_about_two_pictures_is_no_repetition(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_question_about_two_images_is_no_repetition(caplog: pytest.LogCaptureFixture) -> None:
     of_red, of_blue = (Prompt("a", token_ids=[1, IMAGE], images=(image,)) for image in (RED, BLUE))
     warn_of_repeats({"train": [of_red], "validation": [of_blue]})
     assert not caplog.records

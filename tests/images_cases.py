@@ -1,4 +1,4 @@
-"""A tiny Llava of random weights whose pictures change its logits, pictures to show it, and trajectories that do."""
+"""A tiny Llava of random weights whose images change its logits, images to show it, and trajectories that do."""
 
 import random
 from typing import Any
@@ -7,7 +7,7 @@ from PIL import Image
 from tiny import _COMMON, VOCABULARY
 
 from lightrl.models import ModelSpec
-from lightrl.models.pictures import data_url
+from lightrl.models.images import data_url
 from lightrl.trajectory import Prompt, Trajectory
 
 IMAGE_TOKEN = 2  # <unk> of the tokenizer of characters
@@ -32,12 +32,12 @@ RED, BLUE, HALF = (
 )
 
 
-def picture_spec(**options: Any) -> ModelSpec:
+def image_spec(**options: Any) -> ModelSpec:
     return ModelSpec(config=CONFIG, tokenizer="tiny.char_tokenizer", **{"seed": 0, **options})
 
 
-def picture_trajectories(num_groups: int = 4, group_size: int = 2, seed: int = 0) -> list[Trajectory]:
-    """Groups that show no picture, one or two; a completion may hold an image token that is no picture."""
+def image_trajectories(num_groups: int = 4, group_size: int = 2, seed: int = 0) -> list[Trajectory]:
+    """Groups that show no image, one or two; a completion may hold an image token that is no image."""
     draw = random.Random(seed)
     found = []
     for group in range(num_groups):

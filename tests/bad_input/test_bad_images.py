@@ -1,4 +1,4 @@
-"""Pictures with an error: one message with the picture's name, within the memory of one picture."""
+"""Images with an error: one message with the image's name, within the memory of one image."""
 
 import base64
 import io
@@ -11,7 +11,7 @@ import pytest
 from bad_input_rows import each, row
 from PIL import Image
 
-from lightrl.models.pictures import read_image
+from lightrl.models.images import read_image
 
 pytestmark = pytest.mark.bad_input
 
@@ -21,7 +21,7 @@ def chunk(kind, data):
 
 
 def png(width=2, height=2, pixels=None, *others):
-    """A gray picture, whatever its header says of its size."""
+    """A gray image, whatever its header says of its size."""
     data = zlib.compress(bytes((width + 1) * height) if pixels is None else pixels)
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     parts = [chunk(b"IHDR", header), *others, chunk(b"IDAT", data), chunk(b"IEND", b"")]
@@ -39,22 +39,22 @@ def zeros(num_bytes):
 BOMB = chunk(b"zTXt", b"note\0\0" + zeros(2**30))
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
 
-PICTURES = [
-    row("picture: a file that is not there", None, "Picture 'a.png' cannot be read", "No such file", "path of a picture"),
-    row("picture: an empty file", b"", "Picture 'a.png' cannot be read", "cannot identify"),
-    row("picture: cut short", png(64, 64, bytes(range(256)) * 17)[:-40], "Picture 'a.png' cannot be read"),
-    row("picture: fewer pixels than its header says", png(64, 64, b"\0"), "Picture 'a.png' cannot be read", "truncated"),
-    row("picture: a header of 100,000 x 100,000 pixels", png(10**5, 10**5, b"\0"), "Picture 'a.png' cannot be read", "10000000000 pixels"),
-    row("picture: 1 GB of pixels in 1 MB", "pixels", "Picture 'a.png' cannot be read", "1073741824 pixels"),
-    row("picture: 1 GB of text in 1 MB", png(2, 2, None, BOMB), "Picture 'a.png' cannot be read", "too large"),
-    row("picture: 1 GB of zeros", "sparse", "Picture 'a.png' cannot be read", "cannot identify"),
-    row("picture: EPS, which would run Ghostscript", EPS, "Picture 'a.png' cannot be read", "cannot identify"),
+IMAGES = [
+    row("image: a file that is not there", None, "Image 'a.png' cannot be read", "No such file", "path of an image"),
+    row("image: an empty file", b"", "Image 'a.png' cannot be read", "cannot identify"),
+    row("image: cut short", png(64, 64, bytes(range(256)) * 17)[:-40], "Image 'a.png' cannot be read"),
+    row("image: fewer pixels than its header says", png(64, 64, b"\0"), "Image 'a.png' cannot be read", "truncated"),
+    row("image: a header of 100,000 x 100,000 pixels", png(10**5, 10**5, b"\0"), "Image 'a.png' cannot be read", "10000000000 pixels"),
+    row("image: 1 GB of pixels in 1 MB", "pixels", "Image 'a.png' cannot be read", "1073741824 pixels"),
+    row("image: 1 GB of text in 1 MB", png(2, 2, None, BOMB), "Image 'a.png' cannot be read", "too large"),
+    row("image: 1 GB of zeros", "sparse", "Image 'a.png' cannot be read", "cannot identify"),
+    row("image: EPS, which would run Ghostscript", EPS, "Image 'a.png' cannot be read", "cannot identify"),
 ]  # fmt: skip
 
 URLS = [
-    row("picture: a data URL without base64", "data:image/png,abc", "no ;base64", "data: URL with base64"),
-    row("picture: base64 with an error", "data:image/png;base64,a", "Picture 'data:image/png;base64,a' cannot be read"),
-    row("picture: a web address", "https://example.com/a.png", "Picture 'https://example.com/a.png' cannot be read", "path"),
+    row("image: a data URL without base64", "data:image/png,abc", "no ;base64", "data: URL with base64"),
+    row("image: base64 with an error", "data:image/png;base64,a", "Image 'data:image/png;base64,a' cannot be read"),
+    row("image: a web address", "https://example.com/a.png", "Image 'https://example.com/a.png' cannot be read", "path"),
 ]  # fmt: skip
 
 
@@ -77,8 +77,8 @@ def refused(case, name):
 
 
 @pytest.mark.usefixtures("_little_memory")
-@each(PICTURES)
-def test_a_picture_is_refused(case):
+@each(IMAGES)
+def test_an_image_is_refused(case):
     content = case.given
     if content == "pixels":
         content = png(2**15, 2**15, b"")[:-12]  # its header is enough
@@ -92,12 +92,12 @@ def test_a_picture_is_refused(case):
 
 @pytest.mark.usefixtures("_little_memory")
 @each(URLS)
-def test_a_pictures_address_is_refused(case):
+def test_an_images_address_is_refused(case):
     refused(case, case.given)
 
 
 @pytest.mark.usefixtures("_little_memory")
-def test_what_a_picture_has_beyond_its_pixels_is_not_unpacked():
+def test_what_an_image_has_beyond_its_pixels_is_not_unpacked():
     Path("a.png").write_bytes(png(2, 2, b"").replace(chunk(b"IDAT", zlib.compress(b"")), chunk(b"IDAT", zeros(2**30))))
     assert read_image("a.png").size == (2, 2)
     buffer = io.BytesIO()
