@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
@@ -49,3 +49,19 @@ def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
             raise TimeoutError(f"{what} did not come within {timeout_s:g} s. Its disk or network may hang.")
         log.warning("%s has not come for %.0f s. Waiting.", what, waited_s)
     return future.result()
+
+
+def side_by_side(functions: Sequence[Callable[[], T]], *, name: str) -> list[T]:
+    """Their results, in order; raises the first error in that order once all have ended.
+
+    Args:
+        functions: at least one; those after the first run in threads of this name.
+    """
+    first, *others = functions
+    futures = [submit(function, name=name) for function in others]
+    try:
+        result = first()
+    finally:
+        for future in futures:
+            future.exception()  # waits until it has ended
+    return [result, *(future.result() for future in futures)]

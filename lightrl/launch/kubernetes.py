@@ -16,9 +16,8 @@ from typing import Any
 
 import yaml
 
-from lightrl.launch.launcher import LaunchState
+from lightrl.launch.launcher import LaunchState, inside, script_head
 from lightrl.launch.plan import CONFIG, LAYOUT, REGISTRY, SERVER_OFFSET, Plan
-from lightrl.launch.scripts import inside, script_head
 
 _OPTIONS = ("claim", "namespace", "name", "runtime")
 _TRAINER = "node"  # the replicated job, and its container, of Kubeflow's runtime torch-distributed

@@ -20,8 +20,7 @@ from pathlib import Path
 from lightrl.checks.printable import end_of_log
 from lightrl.concurrency.guarded_processes import GuardedProcesses
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.launch.followed_log import FollowedLog
-from lightrl.launch.launcher import TOKEN_FILE, LaunchState
+from lightrl.launch.launcher import TOKEN_FILE, FollowedLog, LaunchState
 from lightrl.launch.plan import Plan, Process
 
 _TICK_S = 0.2

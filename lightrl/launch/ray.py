@@ -25,9 +25,9 @@ import yaml
 
 from lightrl.concurrency.guarded_processes import GuardedProcesses
 from lightrl.errors import LightRLError
+from lightrl.launch.launcher import placed
 from lightrl.launch.local import LOST, LocalLauncher
 from lightrl.launch.plan import Plan
-from lightrl.launch.scripts import placed
 
 _REACH_S = 10.0
 _SAY_EVERY_S = 30.0

@@ -22,10 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lightrl.errors import LightRLError
-from lightrl.launch.followed_log import FollowedLog
-from lightrl.launch.launcher import LaunchState
+from lightrl.launch.launcher import FollowedLog, LaunchState, inside, script_head
 from lightrl.launch.plan import Plan, Process
-from lightrl.launch.scripts import inside, script_head
 
 _TICK_S = 1.0
 _CALL_TIMEOUT_S = 60.0

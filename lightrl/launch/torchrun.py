@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable, Mapping
 
 from lightrl.concurrency import parent_guard
-from lightrl.launch.launcher import LaunchState
+from lightrl.launch.launcher import LaunchState, inside, script_head
 from lightrl.launch.plan import Plan, Process
-from lightrl.launch.scripts import inside, script_head
 
 
 class TorchrunLauncher:

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.concurrency.channel import Channel
-from lightrl.concurrency.fresh_python import ONE_THREAD, command, import_path
-from lightrl.concurrency.guarded_processes import GuardedProcesses
+from lightrl.concurrency.guarded_processes import ONE_THREAD, GuardedProcesses, command, import_path
 from lightrl.engines.abilities import LeadsFollowers, ServesAdapters
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError

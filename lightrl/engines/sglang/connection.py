@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from lightrl.concurrency.body import body_of
+from lightrl.concurrency.line_buffer import body_of
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.open_files import CONTROL_CONNECTIONS, is_out_of_files
 from lightrl.engines.sglang.timeouts import Timeouts
