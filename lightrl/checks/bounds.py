@@ -27,11 +27,7 @@ def finite_number(value: object, largest: float = 1e15) -> float | None:
 
 
 def check_positive(**settings: float | None) -> None:
-    """Accepts finite numbers above 0, and None.
-
-    Raises:
-        ValueError: with the name of the first setting that is not.
-    """
+    """Accepts finite numbers above 0, and None; raises ValueError with the name of the first setting that is not."""
     for name, value in settings.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a finite number above 0, got {value}.")

@@ -8,11 +8,7 @@ from typing import Any
 
 
 def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function itself, or what the dotted path names.
-
-    Raises:
-        ValueError: if there is no such function.
-    """
+    """The function itself, or what the dotted path names; raises ValueError if there is no such function."""
     if not isinstance(source, str):
         return source
     module, _, attribute = source.rpartition(".")

@@ -12,8 +12,8 @@ import logging
 import sys
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, Literal, cast
 
 import lightning as L
@@ -87,7 +87,8 @@ class LightRLCLI(LightningCLI):
         callbacks: Sequence[L.Callback] = (),
         descriptions: Mapping[str, str] | None = None,
     ) -> None:
-        import_public_classes()
+        for name in lightrl.__all__:  # short names in a config only find imported classes
+            getattr(lightrl, name)
         strict: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
         commands = {
             name: {
@@ -196,7 +197,8 @@ class LightRLCLI(LightningCLI):
         logger = self.config[self.config.subcommand].trainer.logger
         # fast_dev_run and barebones leave another logger than Lightning's default
         if logger in (None, True) and [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]:
-            trainer.loggers = default_loggers(trainer.default_root_dir)
+            metrics = CSVLogger(trainer.default_root_dir)  # both in one folder, lightning_logs/version_<n>
+            trainer.loggers = [metrics, TensorBoardLogger(trainer.default_root_dir, version=metrics.version)]
         return trainer
 
     def after_instantiate_classes(self) -> None:
@@ -208,11 +210,7 @@ class LightRLCLI(LightningCLI):
                 raise UsageError("lr_scheduler needs an optimizer. Add an `optimizer:` section.")
             return
         log.info("Using optimizer %s instead of %s's own.", optimizer["class_path"], type(self.model).__name__)
-
-        def configure_optimizers(module: L.LightningModule) -> Any:
-            return _configured_optimizers(module, optimizer, scheduler)
-
-        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+        self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
 
     def before_fit(self) -> None:
         """Resolves `ckpt_path: last` to this experiment's newest one: each run has a folder of its own."""
@@ -314,21 +312,13 @@ def without_secrets(config: Namespace) -> Namespace:
 
 
 class _PredictionFile(L.Callback):
-    """Writes the judged trajectories of each batch to a file, one per line."""
+    """Writes the trajectories of each batch with their rewards to a file, one per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.has_written = False
 
-    def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         groups = [item for item in outputs if isinstance(item, Group)] if isinstance(outputs, list) else []
         if not groups or not trainer.is_global_zero:
             return
@@ -338,18 +328,6 @@ class _PredictionFile(L.Callback):
             for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
                 file.write(json.dumps(trajectory.to_json(), ensure_ascii=False) + "\n")
         self.has_written = True
-
-
-def import_public_classes() -> None:
-    """Imports lightrl's public classes: short names in a config only find imported ones."""
-    for name in lightrl.__all__:
-        getattr(lightrl, name)
-
-
-def default_loggers(root: str) -> list[L.pytorch.loggers.Logger]:
-    """CSV metrics and TensorBoard events in one run folder, `<root>/lightning_logs/version_<n>`."""
-    metrics = CSVLogger(root)
-    return [metrics, TensorBoardLogger(root, version=metrics.version)]
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
@@ -366,26 +344,15 @@ def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler:
 
 
 def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> int:
-    """Runs one command, whose name is the first argument; an error becomes one message on stderr.
-
-    Args:
-        args: of the command line.
-        descriptions: a line about each command, for its help.
-
-    Returns:
-        0 on success, 1 if the run failed, 2 if the command line or config is wrong.
-    """
+    """Runs one command; returns 0 on success, 1 if the run failed, 2 if the command line or config is wrong."""
     return reported(lambda callbacks: LightRLCLI(args, callbacks=callbacks, descriptions=descriptions).exit_code)
 
 
 def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit: bool = True) -> Path | None:
-    """The newest last checkpoint in this run folder and its neighbors, of the runs of the same experiment.
-
-    Reports why there is none.
+    """The newest last checkpoint in this run folder and its neighbors, of the same experiment; logs why there is none.
 
     Args:
-        folder: of this run, or None.
-        settings: of this run, as in a config.yaml.
+        settings: this run's, as in a config.yaml.
         is_fit: whether seed and data must be the same too: another split or file can be validated on.
     """
     if folder is None:

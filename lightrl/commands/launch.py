@@ -82,14 +82,11 @@ class LaunchedCLI(UnstartedCLI):
 def plan_of(
     settings: Mapping[str, Any], *, folder: str, is_shown: bool = False, memory: Mapping[str, Any] | None = None
 ) -> Plan:
-    """The plan of a parsed configuration.
+    """The plan of a parsed configuration; raises ValueError if it does not fit.
 
     Args:
         memory: fields of RunFacts, to check it.
         is_shown: hosts that a job has yet to get are `node1` and so on, not what its scripts call them.
-
-    Raises:
-        ValueError: if it does not fit.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))

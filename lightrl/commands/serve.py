@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -29,7 +30,7 @@ from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.sglang.servers.command import usable_token
 from lightrl.engines.sglang.servers.fleet import ServerFleet
 from lightrl.engines.sglang.servers.registry import Announcement, ServerEntry
-from lightrl.engines.sglang.servers.server import SGLangServer, make_servers, write_model_folder
+from lightrl.engines.sglang.servers.server import make_servers, write_model_folder
 from lightrl.engines.sglang.sync.receivers import Receivers
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
@@ -98,7 +99,16 @@ def serve(
     """
     token = usable_token(token or os.environ.get(TOKEN_VARIABLE))
     receivers, gpus = Receivers(), devices.split(",") if isinstance(devices, str) and devices else devices
-    with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-serve-"), ignore_cleanup_errors=True) as scratch:
+    ended, given_up = until or threading.Event(), []
+
+    def give_up(url: str, message: str) -> None:
+        given_up.append(message)
+        ended.set()
+
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-serve-"), ignore_cleanup_errors=True)
+        )
         logs = log_folder or Path(tempfile.mkdtemp(prefix=own_prefix("lightrl-logs-", kept_s=LOGS_KEPT_S)))
         processes = make_servers(
             served_folder(model, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None, seed=seed,
@@ -106,47 +116,29 @@ def serve(
             log_folder=logs, host=host, python=sglang_python, token=token, startup_timeout_s=startup_timeout_s,
         )  # fmt: skip
         log.info("Starting %s; logs in %s.", count_text(servers, "server"), logs)
-        try:
-            receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
-            announcement = Announcement(register) if register is not None else None
-            _run(processes, until or threading.Event(), receivers, announcement, leave_s, host, lambda fleet: write(
-                usage(fleet, receivers, token, host, register)))  # fmt: skip
-        finally:
-            receivers.stop()
-
-
-def _run(
-    servers: Sequence[SGLangServer],
-    ended: threading.Event,
-    receivers: Receivers,
-    announcement: Announcement | None,
-    leave_s: float,
-    host: str,
-    on_ready: Callable[[ServerFleet], object],
-) -> None:
-    given_up: list[str] = []
-
-    def give_up(url: str, message: str) -> None:
-        given_up.append(message)
-        ended.set()
-
-    # The fleet logs losses itself, and a run gives its weights to servers that were away.
-    fleet = ServerFleet(servers, on_lost=lambda url, reason: None, on_started=lambda url: None, on_given_up=give_up)
-    try:
+        stack.callback(receivers.stop)
+        receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
+        # The fleet logs losses itself, and a run gives its weights to servers that were away.
+        fleet = ServerFleet(
+            processes, on_lost=lambda url, reason: None, on_started=lambda url: None, on_given_up=give_up
+        )
+        stack.callback(fleet.stop)
+        announcement = Announcement(register) if register is not None else None
+        if announcement is not None:
+            stack.callback(_leave, announcement, leave_s)
         fleet.start()
         if announcement is not None:
             announcement.start(entries(fleet, receivers, host))
-        on_ready(fleet)
+        write(usage(fleet, receivers, token, host, register))
         while not ended.wait(1.0):
             pass
-    finally:
-        try:
-            if announcement is not None and not announcement.leave(leave_s):
-                log.warning("No run has let go of these servers; they end all the same.")
-        finally:
-            fleet.stop()
     if given_up:
         raise EngineError(given_up[0])
+
+
+def _leave(announcement: Announcement, leave_s: float) -> None:
+    if not announcement.leave(leave_s):
+        log.warning("No run has let go of these servers; they end all the same.")
 
 
 def entries(fleet: ServerFleet, receivers: Receivers, host: str) -> list[ServerEntry]:

@@ -34,13 +34,10 @@ def submit(function: Callable[[], T], *, name: str) -> Future[T]:
 
 
 def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
-    """The function's result.
+    """The function's result; raises TimeoutError at the deadline.
 
     Args:
         what: is waited for, in warnings and in the error: "batch 3 of data.jsonl".
-
-    Raises:
-        TimeoutError: at the deadline.
     """
     began_s = time.monotonic()
     while not wait([future], min(WARN_EVERY_S, timeout_s)).done:

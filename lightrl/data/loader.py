@@ -36,14 +36,7 @@ def prompt_source(
 ) -> PromptStream:
     """The prompts of a fit, by position; with `overfit_batches`, the first ones over and over.
 
-    Args:
-        trainer: attached to its data.
-        tokenizer: the policy's.
-        max_prompt_tokens: the longest prompt allowed; None for no limit.
-        seed: of the order, if the user's loader shuffles.
-
-    Raises:
-        ValueError: if the train loader cannot be read by position.
+    The `seed` is that of the order, if the user's loader shuffles; raises ValueError if it cannot be read by position.
     """
     datamodule: Any = getattr(trainer, "datamodule", None)
     stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
@@ -62,9 +55,7 @@ def prompts_of(
 
     Args:
         batch: a sequence of prompts, strings or dicts, or a dict of columns, as torch's default collate makes it.
-        tokenizer: the policy's.
         name: prefix for the ids of prompts without one.
-        max_prompt_tokens: the longest prompt allowed; None for no limit.
     """
     items: Sequence[Any] = batch
     if isinstance(batch, Mapping):
@@ -83,8 +74,6 @@ def wrap_train_loader(
     Args:
         loader: a DataLoader over a map-style or an iterable dataset whose items are Prompts, strings (the user's turn),
             or dicts with `messages`, `token_ids` or `prompt`, an optional `id`, and other fields for the reward.
-        tokenizer: the policy's.
-        max_prompt_tokens: the longest prompt allowed; None for no limit.
         seed: of the order, if the loader shuffles.
 
     Raises:

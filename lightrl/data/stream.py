@@ -316,11 +316,9 @@ class EpochLoader(Generic[T]):
 
 
 class PositionLoader(EpochLoader[T]):
-    """As EpochLoader, with batches counted over the whole run: an epoch continues where the last one ended.
+    """An EpochLoader with batches by number over the whole run: an epoch continues where the last one ended.
 
-    Args:
-        num_batches: per epoch; None if that is not known: then the loader has no length and does not end.
-        batch_at: gives a batch by its number.
+    Without `num_batches` per epoch the loader has no length and does not end.
     """
 
     def __iter__(self) -> Iterator[T]:
@@ -346,12 +344,9 @@ def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
 
 
 class PromptBatch(list[Prompt]):
-    """Prompts, which moving to a device leaves unchanged.
+    """Prompts, which moving to a device leaves unchanged; `set_name` is the validation set's, if there are several.
 
     Overriding `transfer_batch_to_device` would work too, but Lightning warns about that in a module with a data module.
-
-    Args:
-        set_name: of the validation set, if there are several.
     """
 
     def __init__(self, prompts: Iterable[Prompt] = (), set_name: str | None = None) -> None:
@@ -372,11 +367,7 @@ def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> E
 def prompt_batches(
     prompts: Sequence[Prompt], batch_size: int, set_names: Mapping[str, str] = MappingProxyType({})
 ) -> EpochLoader[PromptBatch]:
-    """A validation loader: lists of prompts in the order of the data; the last may be shorter.
-
-    Args:
-        set_names: by prompt id, of several validation sets.
-    """
+    """A validation loader: lists of prompts in the order of the data; `set_names` are of several sets, by prompt id."""
     return batches_in_order(prompts, batch_size, PromptBatch, lambda prompt: set_names.get(prompt.id))
 
 
@@ -386,12 +377,7 @@ def batches_in_order(
     collate: Callable[[Sequence[Item], str | None], T],
     set_of: Callable[[Item], str | None],
 ) -> EpochLoader[T]:
-    """Collated batches of consecutive items of one set; the last of each set may be smaller.
-
-    Args:
-        collate: makes a batch of items and of the name of their set.
-        set_of: names an item's set; None if there is one set.
-    """
+    """Collated batches of consecutive items of one set, which `set_of` names; the last of each set may be smaller."""
     batches = [
         (part[start : start + batch_size], name)
         for name, part in ((name, list(part)) for name, part in itertools.groupby(items, set_of))

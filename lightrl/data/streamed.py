@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from lightrl.data.mixture import epoch_order
 from lightrl.data.rows import (
+    FILE_SUFFIXES,
     TEXT_READERS,
     file_suffix,
     function_of_rows,
@@ -35,7 +36,6 @@ OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
 ROWS_AT_ONCE = 256  # are read, or rendered with one call of the tokenizer
 _KEPT_BLOCKS = 2  # in memory
 _MAX_MARKS = 10_000
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
 class Mark(NamedTuple):
@@ -96,11 +96,7 @@ class StreamedRows:
         return f"{self.name!r} streamed from {len(self.shards)} shards, {order}"
 
     def __getitem__(self, number: int) -> StreamedRow:
-        """Reads on to the end of the row's block; waits for the source.
-
-        Raises:
-            ValueError: if the source cannot be read, or has no rows.
-        """
+        """Reads on to the end of the row's block; waits for the source."""
         with self._lock:
             if number < self._marks[0].number:
                 self._go_to(Mark())
@@ -166,11 +162,7 @@ class StreamedRows:
                 del self._blocks[oldest]
 
     def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
-        """Block after block, in the order of the source, each with the mark of the next; some passes end empty.
-
-        Raises:
-            ValueError: if the source cannot be read, or has no rows.
-        """
+        """Block after block, in the order of the source, each with the mark of the next; some passes end empty."""
         while True:
             num_left = None if self.max_rows is None else self.max_rows - mark.num_read
             items, epoch = islice(self._rest_of_pass(mark), num_left), mark.epoch
@@ -183,7 +175,8 @@ class StreamedRows:
                     mark = Mark(number, epoch + 1)
                 else:
                     row, turn, shard = block[-1]
-                    state = copy.deepcopy(shard.state_dict()) if _has_state(shard) else None
+                    has_state = hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
+                    state = copy.deepcopy(shard.state_dict()) if has_state else None
                     mark = Mark(number, epoch, mark.num_read + len(block), turn, row.place + 1, state)
                 yield [row for row, _, _ in block], mark
 
@@ -213,19 +206,12 @@ class StreamedRows:
                 raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
 
 
-def _has_state(shard: object) -> bool:
-    return hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
-
-
 def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping[str, Any]) -> list[OpenShard]:
-    """The shards of a source that is read in order.
+    """The shards of a source that is read in order; raises ValueError if the source does not exist or cannot be opened.
 
     Args:
         source, name, split, arguments: as `read_rows`; a file's name may be a pattern such as `shards/*.jsonl`, each
             of whose files is a shard, and a function is called again for each pass.
-
-    Raises:
-        ValueError: if the source does not exist or cannot be opened.
     """
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
@@ -239,10 +225,10 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping
         return [partial(TEXT_READERS[suffix], file) for file in files]
     if path.is_file():
         refuse_pointer(path)
-    if suffix in _BUILDERS:
-        dataset = load_dataset(
-            _BUILDERS[suffix], None, "train", data_files=source if "://" in source else str(path), streaming=True
-        )
+    if suffix in FILE_SUFFIXES:
+        kind = "json" if suffix == ".jsonl" else suffix[1:]
+        file = source if "://" in source else str(path)
+        dataset = load_dataset(kind, None, "train", data_files=file, streaming=True)
     else:
         dataset = load_dataset(source, name, split, streaming=True)
     return shards_of(lambda: dataset)
@@ -255,9 +241,5 @@ def shards_of(make: Callable[[], Iterable[Any]]) -> list[OpenShard]:
     dataset = make()
     if not isinstance(dataset, datasets.IterableDataset):
         return [make]
-    num = dataset.num_shards
-
-    def open_shard(index: int) -> OpenShard:
-        return lambda: dataset.shard(num_shards=num, index=index)  # a new object, which begins at its first row
-
-    return [open_shard(index) for index in range(num)]
+    num = dataset.num_shards  # each shard is a new object, which begins at its first row
+    return [lambda index=index: dataset.shard(num_shards=num, index=index) for index in range(num)]

@@ -35,20 +35,19 @@ class Launcher(Protocol):
     """Starts a plan's processes where the plan says, watches them, and ends them in order: the trainer first."""
 
     def files(self) -> Mapping[str, str]:
-        """File in the launch's folder → what it submits or prints; `--dry-run` shows them."""
-        ...
+        """File in the launch's folder → what it submits or prints; `--dry-run` shows them. None here."""
+        return {}
 
     def start(self) -> None:
         """Starts or submits the processes; returns at once."""
         ...
 
     def wait(self) -> int:
-        """Returns the run's exit code when it has ended; 0 at once if another program does the watching."""
-        ...
+        """Returns the run's exit code when it has ended; 0 at once where another program watches, as here."""
+        return 0
 
     def end(self) -> None:
         """Ends what runs: asks the trainer to save its checkpoint, waits for that, ends the servers."""
-        ...
 
 
 def make_folder(root: str | Path) -> Path:
@@ -144,13 +143,7 @@ def placed(plan: Plan, places: Sequence[tuple[str, Sequence[str]]]) -> Plan:
 
 
 class FollowedLog:
-    """Shows what is appended to a file from now on, or `from_start`.
-
-    Args:
-        path: need not exist yet.
-        prefix: before each line.
-        write: gets the lines.
-    """
+    """A growing log file, which need not exist yet: shows its lines from now on, or `from_start`, after a prefix."""
 
     def __init__(self, path: Path, prefix: str, write: Callable[[str], object], *, from_start: bool = False) -> None:
         self._path, self._prefix, self._write = path, prefix, write

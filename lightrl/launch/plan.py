@@ -172,7 +172,7 @@ def make_plan(
     gpus_per_host: int | None = None,
     python: str = "python",
 ) -> Plan:
-    """Places the ranks and servers of a run.
+    """Places the ranks and servers of a run; raises ValueError if something does not fit, before anything is started.
 
     Args:
         folder: of the launch; all hosts must see it.
@@ -180,9 +180,6 @@ def make_plan(
         hosts: names or addresses; else `node1`, `node2` and so on.
         gpus_per_host: that there are if the launch does not say.
         python: on the hosts.
-
-    Raises:
-        ValueError: if something does not fit, before anything is started.
     """
     layout = layout_of(launch, ranks=facts.ranks, servers=facts.servers, tp=facts.tp)
     served = layout.servers * layout.tp if layout.placement == "separate" else 0

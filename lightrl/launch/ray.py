@@ -80,11 +80,7 @@ class RayHost(GuardedProcesses):
 
 
 class RayLauncher(LocalLauncher):
-    """Starts a plan's processes on the hosts of a Ray cluster that runs already.
-
-    Args:
-        write: gets the followed output of rank 0, a line at a time.
-    """
+    """Starts a plan's processes on the hosts of a Ray cluster that runs already."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         if unknown := sorted(plan.launch.options.keys() - {"address"}):
