@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.checks.dotted_path import function_of
+from lightrl.checks.user_code import function_of
 from lightrl.module import RLModule
 from lightrl.rollout import GroupFilter, RolloutSettings
 from lightrl.trajectory import Group

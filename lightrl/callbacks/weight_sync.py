@@ -12,7 +12,7 @@ from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.callbacks.probe import Probe
 from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.checks.choices import check_effect
+from lightrl.checks.bounds import check_effect
 from lightrl.errors import EngineTimeout, WeightSyncError, WeightSyncUndone
 from lightrl.module import RLModule
 from lightrl.rollout import Rollout

@@ -1,8 +1,9 @@
-"""Checks that a number is within its bounds; the message names the setting as the user typed it."""
+"""Checks of a setting: a number within its bounds, a word from a list, an effect; messages name it as it was typed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def check_bounds(low: float, high: float = math.inf, /, **settings: float | None) -> None:
@@ -31,3 +32,27 @@ def check_positive(**settings: float | None) -> None:
     for name, value in settings.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a finite number above 0, got {value}.")
+
+
+def check_choice(choices: Sequence[object], /, **settings: object) -> None:
+    """Checks that each setting is one of the choices.
+
+    Raises:
+        ValueError: with the name of the first setting that is not.
+    """
+    for name, value in settings.items():
+        if value not in choices:
+            *first, last = map(str, choices)
+            raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}.")
+
+
+def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
+    """Refuses settings where they have no effect.
+
+    Args:
+        reason: ends the sentence "… has no effect".
+        settings: by name the value and the default, which may stay.
+    """
+    for name, (value, default) in settings.items():
+        if value != default:
+            raise ValueError(f"{name}={value!r} has no effect {reason}. Remove it.")

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import lightning as L
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.dotted_path import function_of
-from lightrl.checks.user_code import user_code
+from lightrl.checks.user_code import function_of, user_code
 from lightrl.data.chat import (
     ChatRenderer,
     Messages,

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice
 from lightrl.functional.reduction import Total, of_one_rank
 from lightrl.functional.shapes import check_same_shape
 

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice
 from lightrl.functional.shapes import check_same_shape
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice
 from lightrl.functional.kl import kl
 from lightrl.functional.reduction import neutralize
 from lightrl.functional.shapes import check_same_shape

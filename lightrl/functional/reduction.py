@@ -13,7 +13,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice
 from lightrl.functional.shapes import check_same_shape
 
 LossReduction = Literal["token", "sequence", "fixed"]

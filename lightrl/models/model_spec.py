@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from lightrl.checks.file_sums import check_sums
+from lightrl.checks.publish import check_sums
 from lightrl.checks.user_code import user_code
 
 log = logging.getLogger(__name__)

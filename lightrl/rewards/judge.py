@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from typing import Any, Protocol, runtime_checkable
 
-from lightrl.checks.choices import check_effect
+from lightrl.checks.bounds import check_effect
 from lightrl.rewards.hook import RewardHook
 from lightrl.rewards.judgment import Judgment
 from lightrl.rewards.parts import Reward, RewardPart
