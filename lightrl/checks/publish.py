@@ -112,5 +112,8 @@ def check_sums(folder: Path, fix: str) -> None:
 
 
 def _sum_of(file: Path) -> str:
+    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while chunk := stream.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()

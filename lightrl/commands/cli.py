@@ -133,11 +133,7 @@ class LightRLCLI(LightningCLI):
         return str(self._subcommand_parsers[self.config.subcommand].dump(settings, skip_none=False))
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
-        """Parses the command line into `self.config`.
-
-        Raises:
-            UsageError: if a setting is unknown, missing, of the wrong type or there twice.
-        """
+        """Parses the command line into `self.config`; raises UsageError for a wrong setting."""
         command, *rest = args
         is_run = command in self._subcommand_parsers
         self._written = Written.read(rest) if is_run else Written()
@@ -166,11 +162,7 @@ class LightRLCLI(LightningCLI):
             logging.getLogger(name).setLevel(level.upper())
 
     def instantiate_classes(self) -> None:
-        """Builds trainer, model and data.
-
-        Raises:
-            UsageError: if a constructor refuses a setting; it names the setting's path, file and line.
-        """
+        """Builds trainer, model and data; raises UsageError with path, file and line of a setting that they refuse."""
         try:
             super().instantiate_classes()
         except FIXABLE as error:

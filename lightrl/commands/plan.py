@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.launch.memory import (
     PlannedRun,
-    RankMemory,
     bytes_text,
     engine_memory,
     misfits,
@@ -52,7 +51,7 @@ bytes; without it, launch.gpu_memory_gb or that of the trainer's GPU. Takes the 
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
-_WIDTH = 100  # of tables, in columns
+_WIDTH, _MAX_COLUMNS = 100, 4  # of tables: characters of a line; columns of numbers
 
 
 class PlanCLI(LaunchedCLI):
@@ -65,10 +64,14 @@ class PlanCLI(LaunchedCLI):
     def fit(self, **kwargs: Any) -> None:
         """Prints instead of training."""
         module, launched = self.model, self.launched
+        accelerator = self.config[self.config.subcommand].trainer.accelerator
         if isinstance(module, RLModule):
             graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
             text, drawing = plan_text(module, graph), [_DRAWING, plan_mermaid(graph)]
-            where = "devices\n  " + self._devices_text()
+            try:
+                where = f"devices\n  {devices_text(self.trainer)}"
+            except ValueError as error:  # this machine has too few GPUs for the run's servers
+                where = f"devices\n  {error}"
         elif isinstance(module, SupervisedModule):
             roles = role_lines(module.planned_roles(), {module.trained_role: module.lr})
             text, drawing = "\n".join([f"{type(module).__name__}: batches of data, no rollouts", "", *roles]), []
@@ -77,7 +80,7 @@ class PlanCLI(LaunchedCLI):
             raise UsageError(f"lightrl plan needs an RLModule or SFT, DPO, RewardModel, got {type(module).__name__}.")
         if launched is not None:
             where = "\n".join(["launch", picture(launched), *launched.notes])
-        elif self._is_assumed_cpu():
+        elif accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu":
             where += f"\n  {NO_GPU}"
         try:
             run = planned(module, self.trainer, self.datamodule)
@@ -86,16 +89,6 @@ class PlanCLI(LaunchedCLI):
         except ValueError as error:
             costs = str(error)
         sys.stdout.write("\n\n".join([text, where, costs, *drawing]) + "\n")
-
-    def _devices_text(self) -> str:
-        try:
-            return devices_text(self.trainer)
-        except ValueError as error:  # this machine has too few GPUs for the run's servers
-            return str(error)
-
-    def _is_assumed_cpu(self) -> bool:
-        accelerator = self.config[self.config.subcommand].trainer.accelerator
-        return accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu"
 
     def _device_bytes(self) -> float | None:
         """The memory of each GPU; None if there is none, and none is given."""
@@ -177,12 +170,9 @@ def run(args: Sequence[str]) -> int:
 
 def costs_text(run: PlannedRun, device_bytes: float | None) -> str:
     """All tables; what does not fit is at the end."""
-    parts = [_batch_text(run), _roles_text(run), _memory_text(run), _engine_text(run), _fit_text(run, device_bytes)]
+    batches = _titled("batch sizes", (batch_rows if run.batches_per_update is None else data_rows)(run), right=(1,))
+    parts = [batches, _roles_text(run), _memory_text(run), _engine_text(run), _fit_text(run, device_bytes)]
     return "\n\n".join(part for part in parts if part)
-
-
-def _batch_text(run: PlannedRun) -> str:
-    return _titled("batch sizes", (batch_rows if run.batches_per_update is None else data_rows)(run), right=(1,))
 
 
 def _roles_text(run: PlannedRun) -> str:
@@ -202,20 +192,14 @@ def _memory_text(run: PlannedRun) -> str:
         causes = list(dict.fromkeys(cause for parts in used for cause in parts))
         if not causes:
             continue
-        rows = [("", *(ranks_text(memory.ranks) for memory in memories))]
+        rows: list[tuple[str, ...]] = [("", *(ranks_text(memory.ranks) for memory in memories))]
         rows += [(cause, *(bytes_text(parts.get(cause, 0.0)) for parts in used)) for cause in causes]
         rows.append(("total", *(bytes_text(sum(parts.values())) for parts in used)))
         columns = range(1, len(memories) + 1)
-        blocks.append(_titled(f"{name}, on paper", _grouped(rows, memories), right=columns))
+        if len(memories) > _MAX_COLUMNS:  # those of the ranks in the middle are left out
+            rows = [(*row[:_MAX_COLUMNS], "" if index else "…") for index, row in enumerate(rows)]
+        blocks.append(_titled(f"{name}, on paper", rows, right=columns))
     return "\n\n".join(blocks)
-
-
-def _grouped(rows: Sequence[Sequence[str]], memories: Sequence[RankMemory]) -> list[Sequence[str]]:
-    """Without the columns that are too many for a line: those of the ranks in the middle."""
-    most = 4
-    if len(memories) <= most:
-        return list(rows)
-    return [(*row[:most], "…" if index == 0 else "") for index, row in enumerate(rows)]
 
 
 def _engine_text(run: PlannedRun) -> str:
@@ -238,14 +222,13 @@ def _engine_text(run: PlannedRun) -> str:
 def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
     if device_bytes is None:
         return "does it fit? Pass --gpu_memory_gb, in 1e9 bytes, to see what does not and what would change it."
-    lines = [misfit.text for misfit in misfits(run, device_bytes)]
+    lines = [
+        line
+        for misfit in misfits(run, device_bytes)
+        for line in textwrap.wrap(misfit.text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    ]
     of = f"{bytes_text(USABLE_FRACTION * device_bytes)} usable of {bytes_text(device_bytes)}"
-    return "\n".join(["does not fit", *_wrapped(lines)]) if lines else f"fits: {of} on each device"
-
-
-def _wrapped(lines: Sequence[str]) -> Iterator[str]:
-    for line in lines:
-        yield from textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(["does not fit", *lines]) if lines else f"fits: {of} on each device"
 
 
 def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> str:
@@ -284,31 +267,26 @@ def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
     dp = run.roles[0].dp if run.roles else run.world
     update = math.ceil(total / run.num_minibatches)
     rank_tokens = math.ceil(update / dp) * run.longest
-    microbatches = math.ceil(rank_tokens / run.microbatch)
+    in_flight, updates = run.max_staleness + 1, run.num_minibatches * run.update_epochs
+    how_updates = f"num_minibatches · update_epochs = {run.num_minibatches} · {run.update_epochs}"
+    microbatches = max(1, math.ceil(rank_tokens / run.microbatch))
+    per_microbatch = f"{rank_tokens:,} tokens / {run.microbatch:,}; fewer if trajectories are shorter"
     longest = f"{run.prompt_tokens:,} of the prompt ({run.prompt_source}) + {run.new_tokens:,} new"
     rows = [
         ("prompts per iteration, P", prompts, "data.batch_size" if run.prompts else "not stated by the data: 1"),
         ("trajectories per prompt, G", run.group_size, "model.group_size"),
         ("trajectories per iteration", total, f"P · G = {prompts} · {run.group_size}"),
-        (
-            "trajectories in flight, at most",
-            total * (run.max_staleness + 1),
-            f"P · G · (max_staleness + 1) = {total} · {run.max_staleness + 1}",
-        ),
+        ("trajectories in flight, at most", total * in_flight, f"P · G · (max_staleness + 1) = {total} · {in_flight}"),
         ("tokens per trajectory, at most", run.longest, longest),
         ("tokens per iteration, at most", total * run.longest, f"{total:,} · {run.longest:,}"),
         (
             "updates per iteration",
             run.num_minibatches * run.update_epochs,
-            f"num_minibatches · update_epochs = {run.num_minibatches} · {run.update_epochs}",
+            f"num_minibatches · update_epochs = {updates}",
         ),
         ("trajectories per update", update, f"{total:,} / num_minibatches = {total:,} / {run.num_minibatches}"),
         ("  on each of the dp ranks", math.ceil(update / dp), f"{update:,} / {dp}, balanced by tokens"),
         ("tokens per microbatch, at most", run.microbatch, "model.microbatch_tokens, but one trajectory at least"),
-        (
-            "microbatches per rank and update",
-            max(1, microbatches),
-            f"{rank_tokens:,} tokens / {run.microbatch:,}; fewer if trajectories are shorter",
-        ),
+        ("microbatches per rank and update", microbatches, per_microbatch),
     ]
     return [(name, f"{number:,}", origin) for name, number, origin in rows]

@@ -42,9 +42,6 @@ class GuardedProcesses:
             grace_s: from SIGTERM to SIGKILL, if `ask_to_end` never comes.
             folder: to start it in.
             pass_fds: descriptors that it gets under the same numbers.
-
-        Raises:
-            OSError: if a file or the folder is not there.
         """
         if log_file is not None:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)

@@ -231,11 +231,8 @@ class ChatRenderer:
         min_tokens: int | None = None,
         overflow: Literal["error", "drop"] = "error",
     ) -> None:
-        self.tokenizer = tokenizer
-        self.pictures = pictures
-        self.max_tokens = max_tokens
-        self.min_tokens = min_tokens
-        self.overflow = overflow
+        self.tokenizer, self.pictures = tokenizer, pictures
+        self.max_tokens, self.min_tokens, self.overflow = max_tokens, min_tokens, overflow
         self.template = ChatTemplate(tokenizer)
         self.template.check_generation_prompt()
 

@@ -98,10 +98,8 @@ class Windows:
         seed: int,
         sorts: bool,
     ) -> None:
-        self.batch_size = batch_size
-        self.seed = seed
-        self._read = read
-        self._sorts = sorts
+        self.batch_size, self.seed = batch_size, seed
+        self._read, self._sorts = read, sorts
         self._starts: dict[int, int] = {0: 0}  # of the last windows, the position of their first row
         self._present: tuple[int, list[list[CompletedPrompt]]] = (-1, [])  # a window's number and batches
         self._next: tuple[int, Future[list[list[CompletedPrompt]]]] | None = None

@@ -2,8 +2,7 @@
 
 A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether to
 shuffle, its batch size is the number of prompts per iteration. The loader itself is never iterated. An iterable dataset
-is read in the order that it gives; one with `state_dict` and `load_state_dict` resumes without reading what comes
-before.
+is read in its order; one with `state_dict` and `load_state_dict` resumes without reading what comes before.
 """
 
 from __future__ import annotations

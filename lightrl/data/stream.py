@@ -1,10 +1,9 @@
 """Prompts by position: of rows (SplitRows, RowPrompts) or from a list (PromptStream); the loaders of Lightning.
 
 A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
-each prompt once, in an order that follows from (seed, e) alone. So a position determines its prompt, and resuming needs
-one number, with any number of ranks. Weighted sources (mixture.py) bring their own order. An epoch of the loader has
-n // batch_size iterations; prompts left over at its end come first in the next, so none is skipped. If a source is
-streamed (streamed.py), n is unknown and the loader never ends: Trainer says how long a run is.
+each prompt once, in an order that follows from (seed, e) alone; so resuming needs one number, with any number of ranks.
+An epoch of the loader has n // batch_size iterations; prompts left over at its end come first in the next. If a source
+is streamed (streamed.py), n is unknown and the loader never ends: Trainer says how long a run is.
 """
 
 from __future__ import annotations
@@ -181,10 +180,8 @@ class PromptStream:
             raise ValueError(
                 f"{len(ids) - len(set(ids))} train prompts have duplicate ids. Make them unique: seeds depend on them."
             )
-        self.prompts = prompts
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
+        self.prompts, self.batch_size = prompts, batch_size
+        self.seed, self.shuffle = seed, shuffle
         if isinstance(prompts, RowPrompts):
             self.order = prompts.order
         else:

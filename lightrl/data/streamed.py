@@ -4,9 +4,6 @@ Rows come in blocks: `buffer_rows` consecutive rows of a pass over the source, f
 pass has its shards in another order, and each block its rows. So a row's number, counted over all passes, determines
 the row, and a resume gives the rows that an uninterrupted run reads. A Mark is where a block begins; the checkpoint
 keeps the one from which what is in flight can be read again, so that a resume need not read what comes before.
-
-torchdata's StatefulDataLoader would add worker processes and a state that counts what was handed out, not what is in
-flight. `datasets` goes to any row by itself, and prompts are made ahead in a thread (stream.py).
 """
 
 from __future__ import annotations
@@ -79,13 +76,10 @@ class StreamedRows:
         max_rows: int | None = None,
         row_of: Callable[[Any, str], Any] = lambda item, where: item,
     ) -> None:
-        self.name = name
-        self.shards = shards
-        self.seed = seed
-        self.shuffle = shuffle
+        self.name, self.shards = name, shards
+        self.seed, self.shuffle = seed, shuffle
         self.block_rows = buffer_rows if shuffle else min(buffer_rows, ROWS_AT_ONCE)
-        self.max_rows = max_rows
-        self._row_of = row_of
+        self.max_rows, self._row_of = max_rows, row_of
         self._marks = [Mark()]  # of the blocks that were read, and of the next one
         self._blocks: dict[int, list[StreamedRow]] = {}  # the last ones, by number, in the order of training
         self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # at the last mark

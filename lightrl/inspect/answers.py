@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from lightrl.inspect.index import TrajectoryIndex, finite_number
@@ -80,13 +81,9 @@ def _shortened(steps: list[float], values: list[float]) -> dict[str, list[float]
         return {"x": steps, "y": values}
     starts = range(0, len(steps), stride)
     return {
-        "x": [_mean(steps[start : start + stride]) for start in starts],
-        "y": [_mean(values[start : start + stride]) for start in starts],
+        "x": [fmean(steps[start : start + stride]) for start in starts],
+        "y": [fmean(values[start : start + stride]) for start in starts],
     }
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 class _OpenRun:
@@ -100,12 +97,7 @@ class _OpenRun:
 
 
 class Answers:
-    """Of some runs; called from any thread.
-
-    Args:
-        runs: whose number is their place here.
-        cache: for the indices.
-    """
+    """The answers about some runs, whose number is their place; called from any thread. `cache` is for the indices."""
 
     def __init__(self, runs: Sequence[Run], cache: Path | None = None) -> None:
         self.runs = [_OpenRun(run, cache) for run in runs]
@@ -121,12 +113,7 @@ class Answers:
         self._closed.set()
 
     def answer(self, question: str, values: Mapping[str, str]) -> Any:
-        """Plain JSON.
-
-        Raises:
-            LookupError: if there is no such question, run or trajectory.
-            ValueError: if a value is not one.
-        """
+        """Plain JSON; raises LookupError for an unknown question, run or trajectory, ValueError for a wrong value."""
         if question == "runs":
             return [self._summary(number) for number in range(len(self.runs))]
         if question == "settings":
@@ -248,12 +235,7 @@ def as_shown(record: Mapping[str, Any], texts: TokenTexts) -> dict[str, Any]:
 
 
 def image(record: Mapping[str, Any], number: int) -> tuple[str, bytes]:
-    """Content type and bytes of an image of the prompt.
-
-    Raises:
-        LookupError: if there is none, or the file is not a PNG, JPEG, GIF or WebP: nothing else of a run's machine is
-            shown, whatever path a prompt names.
-    """
+    """Content type and bytes of an image of the prompt; of a run's machine nothing but images is shown."""
     images = record["trajectory"]["prompt"].get("images") or ()
     if not 0 <= number < len(images):
         raise LookupError(f"The prompt has {len(images)} images; there is no number {number}.")

@@ -8,7 +8,7 @@ Pure: it starts nothing and looks at no machine. Trainer ranks come first, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Literal
@@ -75,7 +75,9 @@ def facts_of(settings: Mapping[str, Any]) -> RunFacts:
         has_urls=engine.get("urls") is not None,
         transport=engine.get("transport") or "disk",
         weight_folder=engine.get("weight_folder"),
-        meshes=dict(_meshes(model)),
+        meshes={
+            name: RoleMesh(**mesh) for name, value in model.items() if (mesh := _fields(_fields(value).get("mesh")))
+        },
         root=str(trainer.get("default_root_dir") or "."),
     )
 
@@ -92,12 +94,6 @@ def _fields(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         return {}
     return value.get("init_args") or {} if "class_path" in value else value
-
-
-def _meshes(model: Mapping[str, Any]) -> Iterator[tuple[str, RoleMesh]]:
-    for name, value in model.items():
-        if mesh := _fields(_fields(value).get("mesh")):
-            yield name, RoleMesh(**mesh)
 
 
 def num_devices(devices: Any) -> int:

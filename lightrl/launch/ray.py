@@ -7,8 +7,7 @@ An actor holds the CPUs and GPUs of its host's processes, and starts, watches an
 ends the actors with the launcher, and each guard its process with the actor. When a host is lost, Ray places its bundle
 on another one; then the launcher starts again what ran there, and with ranks all of the run (local.py has the rules).
 
-Ray Train is not used. Its controller makes a placement group of its own for ranks alone, runs the training in a thread,
-where Lightning gets no signal to save a checkpoint, and makes a process group before the strategy does.
+Ray Train would run the training in a thread, where Lightning gets no signal to save a checkpoint.
 """
 
 from __future__ import annotations
