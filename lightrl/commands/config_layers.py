@@ -48,7 +48,7 @@ class Written:
 
     @classmethod
     def read(cls, args: Sequence[str]) -> Written:
-        """Reads the config files and flags of a command line, the command left out; raises UsageError for a bad file."""
+        """Reads the config files and flags of a command line without its command; raises UsageError for a bad file."""
         written = cls()
         for layer, origins in written._layers(args):
             _merge(written.settings, layer)
@@ -171,7 +171,7 @@ def _constructed(error: BaseException) -> list[type]:
 
 
 def nearest_files(path: Path, *suffixes: str) -> str:
-    """A sentence with the files nearest to a missing one, else those with a suffix, or with the first missing folder."""
+    """A sentence with the files nearest to a missing one, else those with a suffix, or the first missing folder."""
     folder = path.parent
     if not folder.is_dir():
         missing = next(parent for parent in [*reversed(path.parents), folder] if not parent.is_dir())

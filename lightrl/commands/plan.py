@@ -279,11 +279,7 @@ def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
         ("trajectories in flight, at most", total * in_flight, f"P · G · (max_staleness + 1) = {total} · {in_flight}"),
         ("tokens per trajectory, at most", run.longest, longest),
         ("tokens per iteration, at most", total * run.longest, f"{total:,} · {run.longest:,}"),
-        (
-            "updates per iteration",
-            run.num_minibatches * run.update_epochs,
-            f"num_minibatches · update_epochs = {updates}",
-        ),
+        ("updates per iteration", updates, how_updates),
         ("trajectories per update", update, f"{total:,} / num_minibatches = {total:,} / {run.num_minibatches}"),
         ("  on each of the dp ranks", math.ceil(update / dp), f"{update:,} / {dp}, balanced by tokens"),
         ("tokens per microbatch, at most", run.microbatch, "model.microbatch_tokens, but one trajectory at least"),

@@ -36,7 +36,7 @@ _HEADERS = {
 
 
 class PageServer:
-    """Serves the page and its answers, which have been started, on 127.0.0.1 until it is closed; port 0 is a free one."""
+    """Serves the page and its started answers on 127.0.0.1 until it is closed; port 0 is a free one."""
 
     def __init__(self, answers: Answers, *, port: int = 0) -> None:
         self.answers = answers
