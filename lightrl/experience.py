@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice
 from lightrl.functional.device_copy import to_device
 from lightrl.functional.packing import microbatch_bins
 from lightrl.functional.rows import (
