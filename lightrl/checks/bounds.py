@@ -1,4 +1,4 @@
-"""Checks of settings: numbers within bounds, words from a list, effects, equal shapes; messages name settings as typed."""
+"""Checks of settings: bounds of numbers, words from a list, effects, equal shapes; messages name settings as typed."""
 
 from __future__ import annotations
 
