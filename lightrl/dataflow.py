@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, get_args
 
-from lightrl.checks.bounds import check_bounds
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.experience import ROLLOUT_FIELDS
 from lightrl.trajectory import Sampling
 

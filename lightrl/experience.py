@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice
 from lightrl.functional.device_copy import to_device
 from lightrl.functional.packing import microbatch_bins
 from lightrl.functional.rows import (
@@ -42,8 +42,8 @@ class Experience:
     """Trajectories as tensors. Frozen: phases add fields with `with_tensors`.
 
     The outputs of a user's own model calls are kept in `extras` under their key, read as `experience["key"]`, and
-    travel with the other fields. Rows keep the (prompt, sample) order of the rollout. Images are stored once and shared
-    by parts; `image_rows` says which of them a row shows.
+    travel with the other fields. Rows keep the (prompt, sample) order of the rollout. Images are stored once and
+    shared by parts; `image_rows` says which of them a row shows.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightrl.checks.bounds import check_bounds
-from lightrl.checks.choices import check_choice, check_effect
+from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.errors import RewardError
 from lightrl.experience import Experience, LossUnit

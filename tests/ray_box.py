@@ -17,8 +17,8 @@ from pathlib import Path
 
 from hosts import Hosts
 
+from lightrl.commands.launch import free_ports
 from lightrl.concurrency.guarded_processes import GuardedProcesses
-from lightrl.launch.free_ports import free_ports
 
 _START_S = 90.0
 _ATTEMPTS = 3

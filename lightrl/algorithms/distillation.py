@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.grpo import GRPO
-from lightrl.checks.choices import check_effect
+from lightrl.checks.bounds import check_effect
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import Divergence, check_divergence, kl, rest_mass, topk_divergence

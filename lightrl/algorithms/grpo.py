@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.reference import ReferenceKL
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightrl.algorithms.grpo import GRPO
 from lightrl.algorithms.reference import AdaptiveKL
-from lightrl.checks.bounds import check_bounds
-from lightrl.checks.choices import check_effect
+from lightrl.checks.bounds import check_bounds, check_effect
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (

@@ -11,8 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_bounds
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.dataflow import ModelCall
 from lightrl.functional import KLController, kl
 from lightrl.functional.kl import KLEstimator

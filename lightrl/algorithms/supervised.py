@@ -15,8 +15,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_bounds
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models.model_folder import fill_in, keep_trained

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rollout_metrics import MeansSince
-from lightrl.checks.bounds import check_bounds
-from lightrl.checks.choices import check_choice
-from lightrl.checks.dotted_path import function_of
+from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.user_code import function_of
 from lightrl.data import SuccessRateCurriculum
 from lightrl.module import RLModule
 from lightrl.rollout import Curriculum, GroupFilter, RolloutSettings

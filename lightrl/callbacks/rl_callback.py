@@ -68,7 +68,8 @@ class RLCallback(Callback):
         """Called when the trajectories are scored and their advantages set, before the update.
 
         Returns:
-            None to leave it as it is, or an Experience that differs only in loss mask and advantages.
+            None to leave it as it is, or `dataclasses.replace(experience.local, ...)` with a smaller loss mask or other
+            advantages.
         """
         return None
 

@@ -1,8 +1,9 @@
-"""Checks of numbers and of shapes; the message names the setting as the user typed it."""
+"""Checks of settings: bounds of numbers, words from a list, effects, equal shapes; messages name settings as typed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,14 +32,34 @@ def finite_number(value: object, largest: float = 1e15) -> float | None:
 
 
 def check_positive(**settings: float | None) -> None:
-    """Accepts finite numbers above 0, and None.
+    """Accepts finite numbers above 0, and None; raises ValueError with the name of the first setting that is not."""
+    for name, value in settings.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a finite number above 0, got {value}.")
+
+
+def check_choice(choices: Sequence[object], /, **settings: object) -> None:
+    """Checks that each setting is one of the choices.
 
     Raises:
         ValueError: with the name of the first setting that is not.
     """
     for name, value in settings.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a finite number above 0, got {value}.")
+        if value not in choices:
+            *first, last = map(str, choices)
+            raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}.")
+
+
+def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
+    """Refuses settings where they have no effect.
+
+    Args:
+        reason: ends the sentence "… has no effect".
+        settings: by name the value and the default, which may stay.
+    """
+    for name, (value, default) in settings.items():
+        if value != default:
+            raise ValueError(f"{name}={value!r} has no effect {reason}. Remove it.")
 
 
 def check_same_shape(**tensors: Tensor) -> None:

@@ -1,13 +1,17 @@
-"""publish: a file or folder gets its name when it is complete, in one step; and what a power cut leaves of it."""
+"""publish: a file or folder gets its name when it is complete, in one step; SHA-256 sums show whether it is whole."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+
+SUMS_FILE = "sha256sums.txt"
 
 
 def publish(part: Path, place: Path) -> None:
@@ -84,3 +88,32 @@ def _swap(left: Path, right: Path) -> bool:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
         return bool(rename(here, os.fsencode(left), here, os.fsencode(right), exchange) == 0)
     return False
+
+
+def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Writes the sums of these files of a folder; None means all of them."""
+    chosen = sorted(path.name for path in folder.iterdir()) if names is None else names
+    with (folder / SUMS_FILE).open("w", encoding="utf-8") as file:
+        file.writelines(f"{_sum_of(folder / name)}  {name}\n" for name in chosen)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_sums(folder: Path, fix: str) -> None:
+    """Raises ValueError, with the `fix` at its end, for a file that is missing or has other bytes than its sum says."""
+    if not (folder / SUMS_FILE).is_file():
+        return
+    for line in (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+        expected_sum, _, name = line.partition("  ")
+        file = folder / name
+        if not file.is_file() or _sum_of(file) != expected_sum:
+            state = "has other bytes than were written" if file.is_file() else "is missing"
+            raise ValueError(f"{str(file)!r} {state}, by its SHA-256 in {SUMS_FILE}. {fix}")
+
+
+def _sum_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()

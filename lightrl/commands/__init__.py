@@ -5,11 +5,9 @@ Reading order:
     cli.py            fit, validate, test, predict: LightningCLI with our defaults
     config_layers.py  where a setting comes from; config_errors.py: explains a wrong one, with path, file and line;
                       setting_help.py: what a setting takes
-    earlier_runs.py   which checkpoint ckpt_path=last means
     console.py        log lines and errors on stderr, exit codes
-    plan.py           shows what an iteration computes, from what and where, and what it takes
+    plan.py           shows what an iteration computes, from what and where; batch sizes, memory, what makes it fit
       plan_run.py     builds a run without a trainer and reads its sizes, for launch and doctor too
-      plan_tables.py  prints batch sizes, memory, and what makes fit what does not
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang servers in the foreground
     launch.py         starts ranks and servers on one machine or many

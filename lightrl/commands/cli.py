@@ -12,12 +12,13 @@ import logging
 import sys
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any, Literal, cast
 
 import lightning as L
 import torch
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import Path_fr
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -37,9 +38,9 @@ from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, conten
 from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import ConfigText, UsageError, Written, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
-from lightrl.commands.earlier_runs import ANEW, check_links, last_checkpoint
 from lightrl.commands.setting_help import asked_help
 from lightrl.launch import Launch
+from lightrl.loops.resume import by_path
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group
@@ -48,6 +49,9 @@ log = logging.getLogger(__name__)
 
 _Level = Literal["debug", "info", "warning", "error"]
 _SECRETS = ("token", "api_key", "password")  # names of settings
+# What makes an experiment: two runs that differ here continue from each other by mistake only.
+_SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
+ANEW = "The run starts from the beginning."
 
 
 class ConfigParser(LightningArgumentParser):
@@ -81,7 +85,8 @@ class LightRLCLI(LightningCLI):
         callbacks: Sequence[L.Callback] = (),
         descriptions: Mapping[str, str] | None = None,
     ) -> None:
-        import_public_classes()
+        for name in lightrl.__all__:  # short names in a config only find imported classes
+            getattr(lightrl, name)
         strict: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
         commands = {
             name: {
@@ -126,11 +131,7 @@ class LightRLCLI(LightningCLI):
         return str(self._subcommand_parsers[self.config.subcommand].dump(settings, skip_none=False))
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
-        """Parses the command line into `self.config`.
-
-        Raises:
-            UsageError: if a setting is unknown, missing, of the wrong type or there twice.
-        """
+        """Parses the command line into `self.config`; raises UsageError for a wrong setting."""
         command, *rest = args
         is_run = command in self._subcommand_parsers
         self._written = Written.read(rest) if is_run else Written()
@@ -159,11 +160,7 @@ class LightRLCLI(LightningCLI):
             logging.getLogger(name).setLevel(level.upper())
 
     def instantiate_classes(self) -> None:
-        """Builds trainer, model and data.
-
-        Raises:
-            UsageError: if a constructor refuses a setting; it names the setting's path, file and line.
-        """
+        """Builds trainer, model and data; raises UsageError with path, file and line of a setting that they refuse."""
         try:
             super().instantiate_classes()
         except FIXABLE as error:
@@ -190,7 +187,8 @@ class LightRLCLI(LightningCLI):
         logger = self.config[self.config.subcommand].trainer.logger
         # fast_dev_run and barebones leave another logger than Lightning's default
         if logger in (None, True) and [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]:
-            trainer.loggers = default_loggers(trainer.default_root_dir)
+            metrics = CSVLogger(trainer.default_root_dir)  # both in one folder, lightning_logs/version_<n>
+            trainer.loggers = [metrics, TensorBoardLogger(trainer.default_root_dir, version=metrics.version)]
         return trainer
 
     def after_instantiate_classes(self) -> None:
@@ -202,11 +200,7 @@ class LightRLCLI(LightningCLI):
                 raise UsageError("lr_scheduler needs an optimizer. Add an `optimizer:` section.")
             return
         log.info("Using optimizer %s instead of %s's own.", optimizer["class_path"], type(self.model).__name__)
-
-        def configure_optimizers(module: L.LightningModule) -> Any:
-            return _configured_optimizers(module, optimizer, scheduler)
-
-        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+        self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
 
     def before_fit(self) -> None:
         """Resolves `ckpt_path: last` to this experiment's newest one: each run has a folder of its own."""
@@ -308,21 +302,13 @@ def without_secrets(config: Namespace) -> Namespace:
 
 
 class _PredictionFile(L.Callback):
-    """Writes the judged trajectories of each batch to a file, one per line."""
+    """Writes the trajectories of each batch with their rewards to a file, one per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.has_written = False
 
-    def on_predict_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         groups = [item for item in outputs if isinstance(item, Group)] if isinstance(outputs, list) else []
         if not groups or not trainer.is_global_zero:
             return
@@ -332,18 +318,6 @@ class _PredictionFile(L.Callback):
             for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
                 file.write(json.dumps(trajectory.to_json(), ensure_ascii=False) + "\n")
         self.has_written = True
-
-
-def import_public_classes() -> None:
-    """Imports lightrl's public classes: short names in a config only find imported ones."""
-    for name in lightrl.__all__:
-        getattr(lightrl, name)
-
-
-def default_loggers(root: str) -> list[L.pytorch.loggers.Logger]:
-    """CSV metrics and TensorBoard events in one run folder, `<root>/lightning_logs/version_<n>`."""
-    metrics = CSVLogger(root)
-    return [metrics, TensorBoardLogger(root, version=metrics.version)]
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
@@ -360,13 +334,62 @@ def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler:
 
 
 def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> int:
-    """Runs one command, whose name is the first argument; an error becomes one message on stderr.
+    """Runs one command; returns 0 on success, 1 if the run failed, 2 if the command line or config is wrong."""
+    return reported(lambda callbacks: LightRLCLI(args, callbacks=callbacks, descriptions=descriptions).exit_code)
+
+
+def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit: bool = True) -> Path | None:
+    """The newest last checkpoint in this run folder and its neighbors, of the same experiment; logs why there is none.
 
     Args:
-        args: of the command line.
-        descriptions: a line about each command, for its help.
-
-    Returns:
-        0 on success, 1 if the run failed, 2 if the command line or config is wrong.
+        settings: this run's, as in a config.yaml.
+        is_fit: whether seed and data must be the same too: another split or file can be validated on.
     """
-    return reported(lambda callbacks: LightRLCLI(args, callbacks=callbacks, descriptions=descriptions).exit_code)
+    if folder is None:
+        return None
+    saved = folder.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt")
+    others, same = [], []
+    for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
+        difference = _difference(checkpoint.parent.parent / "config.yaml", settings, is_fit=is_fit)
+        if difference is None and checkpoint.exists():
+            return checkpoint
+        if difference is None:
+            same.append(checkpoint)
+        else:
+            others.append(f"{checkpoint} ({difference})")
+    check_links(same)
+    why = f"{folder.parent} has no checkpoint of an earlier run."
+    if others:
+        why = (
+            f"{folder.parent} has checkpoints of other experiments only. The newest is {others[0]}. To continue from "
+            "it, pass its path as ckpt_path."
+        )
+    log.warning("ckpt_path=last: %s %s", why, ANEW if is_fit else "")
+    return None
+
+
+def check_links(checkpoints: Sequence[Path]) -> None:
+    """Raises UsageError if there are last checkpoints, but all are links to files that are gone."""
+    if checkpoints and not any(path.exists() for path in checkpoints):
+        raise UsageError(
+            f"ckpt_path=last: {checkpoints[0]} is a link to {checkpoints[0].readlink()}, which does not exist. Pass "
+            "the path of another checkpoint, or remove the link to start anew."
+        )
+
+
+def _difference(config: Path, settings: Mapping[str, Any], *, is_fit: bool) -> str | None:
+    """Says what makes a run another experiment; None for the same one, and if its settings are unknown."""
+    try:
+        saved = yaml.safe_load(config.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    if not isinstance(saved, Mapping):
+        return None
+    then, now = by_path(saved), by_path(settings)
+    if isinstance(then.get("seed_everything"), bool) or isinstance(now.get("seed_everything"), bool):  # any seed
+        then["seed_everything"] = now["seed_everything"] = None
+    for section in _SAME if is_fit else [name for name in _SAME if name.startswith("model")]:
+        for name in dict.fromkeys([*then, *now]):
+            if f"{name}.".startswith(f"{section}.") and then.get(name) != now.get(name):
+                return f"its {name} is {then.get(name)!r:.80}, here {now.get(name)!r:.80}"
+    return None

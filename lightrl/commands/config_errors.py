@@ -22,8 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 from jsonargparse import ActionConfigFile, ArgumentParser
 
+import lightrl
 from lightrl.checks.user_code import user_code
 from lightrl.commands.config_layers import Flag, UsageError, Written
 from lightrl.models import ModelSpec, Role
@@ -56,13 +58,7 @@ _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str:
 
 
 def explain(error: ArgumentError, parser: ArgumentParser, written: Written) -> str:
-    """The message for a user.
-
-    Args:
-        error: what the parser raised.
-        parser: of the subcommand.
-        written: what the command line and its files say.
-    """
+    """The message for a user of an error that the subcommand's parser raised."""
     try:
         _Walk(written).group(written.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
@@ -88,9 +84,6 @@ def check_empty_sections(written: Written, parser: ArgumentParser) -> None:
     except UsageError as error:
         if any(str(error).startswith(f"{path} is not a setting of") for path in empty):
             raise
-
-
-# ---------------------------------------------------------------------- walking settings along classes
 
 
 @dataclasses.dataclass
@@ -203,11 +196,7 @@ class _Walk:
             raise UsageError(f"{owner} needs {' and '.join(missing)}{self._from(path)}.")
 
     def _nearest(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str) -> type:
-        """The data class that has most of these settings.
-
-        Raises:
-            UsageError: if a role's settings stand beside those of its model.
-        """
+        """The data class that has most of these settings; raises UsageError for a role's mixed with its model's."""
         names = {kind: [name for name in settings if name in Keys.of_class(kind)] for kind in kinds}
         if set(kinds) == {ModelSpec, Role} and all(names.values()):
             inner, outer = (", ".join(f"{name}: ..." for name in names[kind]) for kind in (ModelSpec, Role))
@@ -289,8 +278,6 @@ def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
 
 def _class_of(setting: Any) -> type | None:
     """The class that a `model:` section names, if there is one."""
-    import lightning as L
-
     class_path = setting.get("class_path") if isinstance(setting, Mapping) else setting
     if not isinstance(class_path, str):
         return None
@@ -300,11 +287,7 @@ def _class_of(setting: Any) -> type | None:
 
 
 def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> type:
-    """The class behind a short name or dotted path.
-
-    Raises:
-        UsageError: if there is no such class, or it is of another kind.
-    """
+    """The class behind a short name or dotted path; raises UsageError if there is none, or it is of another kind."""
     classes = importable_classes(kinds)
     setting = f"{path}={class_path}{origin}"
     if "." not in class_path:
@@ -379,8 +362,6 @@ def _describe(hint: Any) -> str:
 
 def _name(kind: type) -> str:
     """`lightrl.GRPO` if that is its public name, else the dotted path."""
-    import lightrl
-
     if kind.__name__ in lightrl.__all__ and kind.__module__.startswith("lightrl."):
         return f"lightrl.{kind.__name__}"
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -48,11 +48,7 @@ class Written:
 
     @classmethod
     def read(cls, args: Sequence[str]) -> Written:
-        """Reads the config files and flags of a command line, the command left out.
-
-        Raises:
-            UsageError: if a file is missing or is not a YAML mapping, or a key stands in it twice.
-        """
+        """Reads the config files and flags of a command line without its command; raises UsageError for a bad file."""
         written = cls()
         for layer, origins in written._layers(args):
             _merge(written.settings, layer)
@@ -90,11 +86,7 @@ class Written:
         return self.origins.get(path, "")
 
     def section(self, path: str) -> Mapping[str, Any]:
-        """The settings below a path; none if it is missing, or the name of a class stands there.
-
-        Raises:
-            UsageError: if something else stands there.
-        """
+        """The settings below a path; none if it is missing, or a class's name; raises UsageError for anything else."""
         section: Any = self.settings
         so_far = []
         for name in path.split("."):
@@ -179,12 +171,7 @@ def _constructed(error: BaseException) -> list[type]:
 
 
 def nearest_files(path: Path, *suffixes: str) -> str:
-    """A sentence with the existing files nearest to a missing one, or with the first missing folder.
-
-    Args:
-        path: of the missing file.
-        suffixes: of the files to list if no name is near.
-    """
+    """A sentence with the files nearest to a missing one, else those with a suffix, or the first missing folder."""
     folder = path.parent
     if not folder.is_dir():
         missing = next(parent for parent in [*reversed(path.parents), folder] if not parent.is_dir())
@@ -219,11 +206,7 @@ set_loader("yaml", _settings_in, (yaml.YAMLError,))
 
 
 def _read_config(path: str) -> ConfigText:
-    """Reads and parses one file, which may be a pipe.
-
-    Raises:
-        UsageError: if the file is missing or is not a YAML mapping.
-    """
+    """Reads and parses one file, which may be a pipe; raises UsageError if it is missing or no YAML mapping."""
     file = Path(path).expanduser()
     if file.is_dir() or not file.exists():
         what = "is a folder; it must be a file" if file.is_dir() else "does not exist"

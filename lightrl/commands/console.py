@@ -55,12 +55,10 @@ def run_folder(trainer: L.Trainer) -> Path | None:
 
 
 def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
-    """Runs a command and returns its exit code; an error becomes one message on stderr.
-
-    Args:
-        command: gets the callbacks that its trainer must have.
-    """
-    _put_working_folder_first()
+    """Runs a command with the callbacks that its trainer needs; returns its exit code; an error becomes one message."""
+    folder = str(Path.cwd())
+    if folder not in sys.path[:1]:  # the console script's import path lacks it, where a user's `my_rewards.py` is
+        sys.path.insert(0, folder)
     configure_logging()
     silence_irrelevant()
     watch = _RunWatch()
@@ -149,13 +147,6 @@ def keep_traceback(folder: Path | None) -> str:
     return text  # no disk to write to: better long than lost
 
 
-def _put_working_folder_first() -> None:
-    """The console script's import path lacks the working folder, where a user's `my_rewards.py` is."""
-    folder = str(Path.cwd())
-    if folder not in sys.path[:1]:
-        sys.path.insert(0, folder)
-
-
 class _AboveProgressBar:
     """A stream to stderr, above any progress bar there."""
 
@@ -182,10 +173,7 @@ class _MarkedFormatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Sends lightrl's own log lines from INFO up to stderr, and Lightning's, all above the progress bar.
-
-    A second call changes nothing.
-    """
+    """Sends log lines of lightrl, from INFO up, and of Lightning to stderr above the progress bar; idempotent."""
     logger = logging.getLogger("lightrl")
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler.formatter, _MarkedFormatter) for handler in logger.handlers):

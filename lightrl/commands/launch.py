@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import random
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +22,6 @@ from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.plan_run import UnstartedCLI, planned
 from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_folder, make_plan, write_files
-from lightrl.launch.free_ports import free_ports
 from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.local import LocalLauncher
 from lightrl.launch.memory import UnknownMemory
@@ -41,6 +42,7 @@ lightrl status FOLDER shows how the run is; docs/clusters.md has an example for 
 """
 NO_GPU = "trainer.accelerator is auto and this machine has no GPU: CPUs are assumed. Set it to gpu to plan for GPUs."
 PORT, NUM_PORTS = 29500, 64  # where the launch does not say; see Launch.port
+_FIRST, _LAST = 20000, 32000  # below those that systems assign to outgoing connections
 _LAUNCHERS: dict[str, Callable[..., Launcher]] = {
     "local": LocalLauncher,
     "torchrun": TorchrunLauncher,
@@ -80,14 +82,11 @@ class LaunchedCLI(UnstartedCLI):
 def plan_of(
     settings: Mapping[str, Any], *, folder: str, is_shown: bool = False, memory: Mapping[str, Any] | None = None
 ) -> Plan:
-    """The plan of a parsed configuration.
+    """The plan of a parsed configuration; raises ValueError if it does not fit.
 
     Args:
         memory: fields of RunFacts, to check it.
         is_shown: hosts that a job has yet to get are `node1` and so on, not what its scripts call them.
-
-    Raises:
-        ValueError: if it does not fit.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))
@@ -165,3 +164,20 @@ def run(args: Sequence[str]) -> int:
             return 130
 
     return reported(command)
+
+
+def free_ports(number: int) -> int:
+    """The first of `number` ports in a row that nothing listens on now."""
+    for _ in range(100):
+        first = random.SystemRandom().randrange(_FIRST, _LAST - number)
+        if all(_is_free(port) for port in range(first, first + number)):
+            return first
+    raise OSError(f"There are no {number} free ports in a row from {_FIRST} to {_LAST}. Set launch.port.")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        with socket.create_server(("", port)):
+            return True
+    except OSError:
+        return False

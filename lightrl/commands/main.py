@@ -52,14 +52,7 @@ Later files and settings override earlier ones. LIGHTRL_DEBUG=1 shows the full t
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        args: of the command line; `sys.argv[1:]` if None.
-
-    Returns:
-        The exit code: 0 on success, 1 if the run failed, 2 if the command line or config is wrong.
-    """
+    """Runs one command; returns 0 on success, 1 if the run failed, 2 if the command line or config is wrong."""
     args = list(sys.argv[1:] if args is None else args)
     first = args[0] if args else "--help"
     if first in ("-h", "--help", "help"):

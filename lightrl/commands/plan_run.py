@@ -24,7 +24,7 @@ from lightrl.engines.local.local_engine import SMALL_MODEL_PARAMETERS
 from lightrl.engines.placing import choose_devices
 from lightrl.launch import memory
 from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun, UnknownMemory
-from lightrl.launch.run_facts import num_devices
+from lightrl.launch.plan import num_devices
 from lightrl.models import Role
 from lightrl.models.images import auto_model, sees_images
 from lightrl.module import RLModule

@@ -18,11 +18,7 @@ _DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # whose settin
 
 
 def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], written: Written) -> str | None:
-    """What `--help`, or a flag such as `--model.policy.help ModelSpec`, asks for; None if there is no such flag.
-
-    Raises:
-        UsageError: if there is no such setting or class.
-    """
+    """The help that `--help`, or a flag such as `--model.policy.help ModelSpec`, asks for; None without such a flag."""
     if {"-h", "--help"} & set(args):
         return _text(parser)
     for word, following in zip(args, [*args[1:], "-"], strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
@@ -34,13 +34,10 @@ def submit(function: Callable[[], T], *, name: str) -> Future[T]:
 
 
 def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
-    """The function's result.
+    """The function's result; raises TimeoutError at the deadline.
 
     Args:
         what: is waited for, in warnings and in the error: "batch 3 of data.jsonl".
-
-    Raises:
-        TimeoutError: at the deadline.
     """
     began_s = time.monotonic()
     while not wait([future], min(WARN_EVERY_S, timeout_s)).done:
@@ -49,3 +46,19 @@ def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
             raise TimeoutError(f"{what} did not come within {timeout_s:g} s. Its disk or network may hang.")
         log.warning("%s has not come for %.0f s. Waiting.", what, waited_s)
     return future.result()
+
+
+def side_by_side(functions: Sequence[Callable[[], T]], *, name: str) -> list[T]:
+    """Their results, in order; raises the first error in that order once all have ended.
+
+    Args:
+        functions: at least one; those after the first run in threads of this name.
+    """
+    first, *others = functions
+    futures = [submit(function, name=name) for function in others]
+    try:
+        result = first()
+    finally:
+        for future in futures:
+            future.exception()  # waits until it has ended
+    return [result, *(future.result() for future in futures)]

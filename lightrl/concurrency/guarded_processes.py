@@ -42,9 +42,6 @@ class GuardedProcesses:
             grace_s: from SIGTERM to SIGKILL, if `ask_to_end` never comes.
             folder: to start it in.
             pass_fds: descriptors that it gets under the same numbers.
-
-        Raises:
-            OSError: if a file or the folder is not there.
         """
         if log_file is not None:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
@@ -80,3 +77,18 @@ class GuardedProcesses:
         """Kills a guard that does not answer, as one that was stopped; Linux then kills its command."""
         if name in self.guards:
             self.guards[name].kill()
+
+
+# Several processes with a thread for each core would slow each other down.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+def import_path(*first: str) -> list[str]:
+    """The folders of this process's import path, after those that come first."""
+    return [str(Path(entry).absolute()) for entry in (*first, *sys.path)]  # "" is the working folder
+
+
+def command(module: str, argument: str, paths: Sequence[str]) -> list[str]:
+    """Runs the `main` of a module, with `sys.argv[1]` this argument, and these paths to import from."""
+    code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
+    return [sys.executable, "-c", code, argument, *paths]

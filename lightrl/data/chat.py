@@ -1,7 +1,7 @@
 """A row's columns to chat messages, and messages to token ids: the same for SFT, rollouts and validation.
 
 A completion is tokenized separately from its prompt, as in a rollout: the prompt's tokens are fixed before the policy
-draws the first new one. What stands between its turns is read: tokens that the policy does not write.
+samples the first new one. What stands between its turns is read: tokens that the policy does not generate.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def read_messages(value: Any, role: str, *, column: str, where: str) -> Messages:
-    """The messages in a column: chat messages or one of them as they are; of text or parts, a message of this role.
-
-    Raises:
-        ValueError: if it holds none of these; `where` names the row.
-    """
+    """The messages in a column: chat messages or one of them as they are; of text or parts, a message of this role."""
     if isinstance(value, str | int | float):
         return [{"role": role, "content": str(value)}]
     if isinstance(value, dict) and value.keys() & {"role", "from"}:
@@ -67,11 +63,7 @@ def shared_prompt(chats: Sequence[Messages]) -> Messages:
 
 
 def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
-    """The messages of a completion: the chat, without the prompt if it begins with that.
-
-    Raises:
-        ValueError: if it begins with other messages, or what is left is no completion.
-    """
+    """The messages of a completion: the chat, without the prompt; raises ValueError if it begins with another one."""
     if chat[-1]["role"] != "assistant":
         raise ValueError(f"{where} must end with an assistant message, got {chat[-1]!r:.200}.")
     if is_whole_chat(chat):
@@ -98,12 +90,8 @@ def row_messages(
 
     Args:
         prompt: text, or chat messages, which are used as they are.
-        prompt_column: where the prompt is from.
         prompt_template: a format string with `{prompt}` for the prompt and any other column by name.
         where: names the row in error messages.
-
-    Raises:
-        ValueError: if the prompt is neither text nor messages, or the template uses an unknown column.
     """
     if isinstance(prompt, list | dict):
         if prompt_template != "{prompt}":
@@ -243,11 +231,8 @@ class ChatRenderer:
         min_tokens: int | None = None,
         overflow: Literal["error", "drop"] = "error",
     ) -> None:
-        self.tokenizer = tokenizer
-        self.image_reader = image_reader
-        self.max_tokens = max_tokens
-        self.min_tokens = min_tokens
-        self.overflow = overflow
+        self.tokenizer, self.image_reader = tokenizer, image_reader
+        self.max_tokens, self.min_tokens, self.overflow = max_tokens, min_tokens, overflow
         self.template = ChatTemplate(tokenizer)
         self.template.check_generation_prompt()
 
@@ -268,11 +253,7 @@ class ChatRenderer:
         return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
 
     def rendered(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> list[Made]:
-        """The prompts with token ids: None for one that is dropped for its length, ValueError for a bad one.
-
-        Args:
-            where: names the prompt at an index in error messages.
-        """
+        """The prompts with token ids: None for one dropped for its length, ValueError for a bad one, by its `where`."""
         texts: dict[int, str] = {}
         failed: dict[int, ValueError] = {}
         for index, prompt in enumerate(prompts):
@@ -313,11 +294,7 @@ class ChatRenderer:
         )
 
     def with_images(self, prompt: Prompt, where: str) -> Prompt:
-        """The prompt with the image tokens of its images added to its token ids.
-
-        Raises:
-            ValueError: if the policy is text-only, a file is missing, or the number of image tokens is wrong.
-        """
+        """The prompt with its images' tokens added; raises ValueError for a text-only policy or a missing file."""
         if self.image_reader is None:
             raise ValueError(f"{where}: {refusal(len(prompt.images))}")
         missing = next((i for i in prompt.images if not i.startswith("data:") and not Path(i).is_file()), None)
@@ -335,10 +312,6 @@ class ChatRenderer:
             messages: of the prompt; None for a prompt given as token ids.
             completion: the policy's turn; after it perhaps messages that it reads, and further turns.
             arguments: of the chat template, as in the prompt.
-
-        Raises:
-            ValueError: if the tokenizer has no end token, or the chat template changes earlier text once a turn or
-                another message follows.
         """
         end = self.tokenizer.eos_token_id
         if end is None:
@@ -412,11 +385,7 @@ def render_prompts(prompts: Sequence[Prompt], renderer: ChatRenderer, where: Cal
 def prompt_maker(
     renderer: ChatRenderer, prompt_of: Callable[[LocatedRow], Prompt | None]
 ) -> Callable[[Sequence[LocatedRow]], list[Made]]:
-    """A function that makes the rendered prompts of rows: None for a dropped one, ValueError for a bad one.
-
-    Args:
-        prompt_of: a row's prompt, with messages or token ids; None for a dropped row; raises ValueError for a bad one.
-    """
+    """A function that makes the rendered prompts of rows; `prompt_of` gives None for a dropped one, or raises."""
 
     def make(rows: Sequence[LocatedRow]) -> list[Made]:
         made: list[Made] = []

@@ -86,7 +86,6 @@ class Windows:
 
     Args:
         read: the rows at some positions of the data; None for a dropped row, ValueError for a bad one.
-        batch_size: items per batch.
         seed: of the order of a window's batches.
         sorts: by length the rows of a window, and shuffles its batches; False keeps the order of the positions.
     """
@@ -99,20 +98,14 @@ class Windows:
         seed: int,
         sorts: bool,
     ) -> None:
-        self.batch_size = batch_size
-        self.seed = seed
-        self._read = read
-        self._sorts = sorts
+        self.batch_size, self.seed = batch_size, seed
+        self._read, self._sorts = read, sorts
         self._starts: dict[int, int] = {0: 0}  # of the last windows, the position of their first row
         self._present: tuple[int, list[list[CompletedPrompt]]] = (-1, [])  # a window's number and batches
         self._next: tuple[int, Future[list[list[CompletedPrompt]]]] | None = None
 
     def __getitem__(self, number: int) -> list[CompletedPrompt]:
-        """The rows of a batch.
-
-        Raises:
-            ValueError: if a row is bad.
-        """
+        """The rows of a batch; raises ValueError if a row is bad."""
         window, index = divmod(number, BATCHES)
         if self._present[0] != window:
             if self._next is None or self._next[0] != window:
@@ -136,7 +129,7 @@ class Windows:
 
     @property
     def first_position(self) -> int:
-        """Of the rows that may be read again."""
+        """The first of the rows that may be read again."""
         return min(self._starts.values())
 
     def _begin(self, window: int) -> None:
@@ -178,8 +171,7 @@ class Windows:
 
 
 class CompletionDataModule(PromptDataModule):
-    """PromptDataModule plus one or more completions per prompt; a subclass defines `completion_columns` and
-    `collate`.
+    """PromptDataModule plus completions of each prompt; a subclass defines `completion_columns` and `collate`.
 
     A completion is text, a message, its parts, or messages: the policy's turn, and perhaps others and further turns,
     which all are trained. If all are whole chats, the messages that they share are the prompt, and a prompt column is
@@ -249,11 +241,7 @@ class CompletionDataModule(PromptDataModule):
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
-        """As PromptDataModule, and renders the completions.
-
-        Raises:
-            ValueError: also if a completion is missing or invalid, or a row is too long.
-        """
+        """Renders the completions too; raises ValueError also if one is missing or invalid, or a row is too long."""
         super().setup(stage)
         max_tokens = smallest(self.max_tokens, self.policy_inputs()[1])
         for split, prompts in self.prompts.items():
@@ -464,17 +452,13 @@ class PairBatch(NamedTuple):
     set_name: str | None = None  # of the validation set, if there are several
 
     @property
-    def num_pairs(self) -> int:
-        return len(self.token_ids) // 2
-
-    @property
     def num_measured(self) -> int:
         """Pairs."""
-        return self.num_pairs
+        return len(self.token_ids) // 2
 
     def share(self, rank: int, size: int) -> PairBatch | None:
         """Every `size`-th pair, starting at `rank`; None if there is none."""
-        if rank >= self.num_pairs:
+        if rank >= self.num_measured:
             return None
         rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
         rows = rows[(rows // 2) % size == rank]

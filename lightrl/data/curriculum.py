@@ -12,7 +12,7 @@ class SuccessRateCurriculum:
     """Weights a prompt by the success rate of its past groups.
 
     A group's advantages come from the differences between its trajectories; with 0/1 rewards their variance is
-    r·(1 - r) at success rate r, largest at 1/2. A prompt's weight is the probability that it is played when its turn
+    r·(1 - r) at success rate r, largest at 1/2. A prompt's weight is the probability that it is sampled when its turn
     comes: 1 at `target`, falling linearly to `floor` at the rates 0 and 1. Each prompt has one turn per epoch.
     Implements Curriculum and ShowsSuccess of lightrl.rollout.
 
@@ -29,10 +29,8 @@ class SuccessRateCurriculum:
         check_bounds(0, 1, target=target, floor=floor)
         check_bounds(0, 0.999, memory=memory)
         check_bounds(1, solved_times=solved_times)
-        self.target = target
-        self.floor = floor
-        self.solved_times = solved_times
-        self.memory = memory
+        self.target, self.floor = target, floor
+        self.solved_times, self.memory = solved_times, memory
         self._rates: dict[str, float] = {}  # exponential mean over a prompt's groups, by prompt id
         self._num_solved: dict[str, int] = {}  # times in a row; prompts not solved last time are absent
 

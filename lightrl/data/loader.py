@@ -2,8 +2,7 @@
 
 A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether to
 shuffle, its batch size is the number of prompts per iteration. The loader itself is never iterated. An iterable dataset
-is read in the order that it gives; one with `state_dict` and `load_state_dict` resumes without reading what comes
-before.
+is read in its order; one with `state_dict` and `load_state_dict` resumes without reading what comes before.
 """
 
 from __future__ import annotations
@@ -36,14 +35,7 @@ def prompt_source(
 ) -> PromptStream:
     """The prompts of a fit, by position; with `overfit_batches`, the first ones over and over.
 
-    Args:
-        trainer: attached to its data.
-        tokenizer: the policy's.
-        max_prompt_tokens: the longest prompt allowed; None for no limit.
-        seed: of the order, if the user's loader shuffles.
-
-    Raises:
-        ValueError: if the train loader cannot be read by position.
+    The `seed` is that of the order, if the user's loader shuffles; raises ValueError if it cannot be read by position.
     """
     datamodule: Any = getattr(trainer, "datamodule", None)
     stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
@@ -62,9 +54,7 @@ def prompts_of(
 
     Args:
         batch: a sequence of prompts, strings or dicts, or a dict of columns, as torch's default collate makes it.
-        tokenizer: the policy's.
         name: prefix for the ids of prompts without one.
-        max_prompt_tokens: the longest prompt allowed; None for no limit.
     """
     items: Sequence[Any] = batch
     if isinstance(batch, Mapping):
@@ -83,8 +73,6 @@ def wrap_train_loader(
     Args:
         loader: a DataLoader over a map-style or an iterable dataset whose items are Prompts, strings (the user's turn),
             or dicts with `messages`, `token_ids` or `prompt`, an optional `id`, and other fields for the reward.
-        tokenizer: the policy's.
-        max_prompt_tokens: the longest prompt allowed; None for no limit.
         seed: of the order, if the loader shuffles.
 
     Raises:

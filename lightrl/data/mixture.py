@@ -57,10 +57,6 @@ class DataSource:
                 f"The weight of {self.source!r} must be above 0 and finite, got {self.weight}. Remove unused sources."
             )
 
-    def is_streamed(self, default: bool) -> bool:
-        """Whether it is read in order while it is used."""
-        return default if self.streaming is None else self.streaming
-
 
 # With a Path in it, jsonargparse takes the name of a data file for a value; else it would read the file as settings.
 Source: TypeAlias = "str | Path | DataSource | list[DataSource]"

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 
-from lightrl.checks.bounds import check_bounds
-from lightrl.checks.dotted_path import function_of
-from lightrl.checks.user_code import user_code
+from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.user_code import function_of, user_code
 from lightrl.data.chat import (
     ChatRenderer,
     Messages,
@@ -152,31 +151,20 @@ class PromptDataModule(L.LightningDataModule):
             max_validation_prompts=max_validation_prompts,
             shuffle_buffer=shuffle_buffer,
         )
-        if prompt_overflow not in ("error", "drop"):
-            raise ValueError(f"prompt_overflow must be 'error' or 'drop', got {prompt_overflow!r}.")
+        check_choice(("error", "drop"), prompt_overflow=prompt_overflow)
         check_template(prompt_template)
         self.sources = _by_split(sources_of(train), sources_of(validation), sources_of(test))
         self.dataset_splits = _by_split(train_split, validation_split, test_split)
         self.max_prompts = _by_split(max_train_prompts, max_validation_prompts, max_validation_prompts)
-        self.name = name
-        self.columns = columns or {}
-        self.row_filter = row_filter
-        self.batch_size = batch_size
-        self.validation_batch_size = validation_batch_size
-        self.prompt_column = prompt_column
-        self.image_column = image_column
-        self.answer_column = answer_column
-        self.system_prompt = system_prompt
-        self.prompt_template = prompt_template
-        self.chat_template = chat_template
-        self.chat_template_kwargs = chat_template_kwargs
-        self.max_prompt_tokens = max_prompt_tokens
-        self.min_prompt_tokens = min_prompt_tokens
+        self.name, self.columns, self.row_filter = name, columns or {}, row_filter
+        self.batch_size, self.validation_batch_size = batch_size, validation_batch_size
+        self.prompt_column, self.image_column, self.answer_column = prompt_column, image_column, answer_column
+        self.system_prompt, self.prompt_template = system_prompt, prompt_template
+        self.chat_template, self.chat_template_kwargs = chat_template, chat_template_kwargs
+        self.max_prompt_tokens, self.min_prompt_tokens = max_prompt_tokens, min_prompt_tokens
         self.prompt_overflow = prompt_overflow
-        self.shuffle = shuffle
-        self.streaming = streaming
-        self.shuffle_buffer = shuffle_buffer
-        self.seed = seed
+        self.shuffle, self.seed = shuffle, seed
+        self.streaming, self.shuffle_buffer = streaming, shuffle_buffer
         self.prompts: dict[Split, list[Prompt] | RowPrompts] = {}  # of the splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
@@ -264,7 +252,7 @@ class PromptDataModule(L.LightningDataModule):
         source, max_rows = self.sources[split][number], self.max_prompts[split]
         check_source(source)
         name, of_split = source.name or self.name, source.split or self.dataset_splits[split]
-        if not source.is_streamed(self.streaming):
+        if not (self.streaming if source.streaming is None else source.streaming):
             return read_rows(source.source, name=name, split=of_split, max_rows=max_rows, arguments=source.arguments)
         return StreamedRows(
             source.source,
@@ -310,12 +298,7 @@ class PromptDataModule(L.LightningDataModule):
         return RowPrompts(rows, make, seed=self.order_seed, shuffle=self.shuffle)
 
     def setup(self, stage: str) -> None:
-        """Makes, renders and checks the prompts of a stage, so problems in the data show up before training.
-
-        Raises:
-            ValueError: as `make_prompts`; also if a prompt is too long, there is no tokenizer, or the stage has no
-                prompts.
-        """
+        """Makes, renders and checks the prompts of a stage, so problems in the data show up before training."""
         renderer = self._renderer()
         for split in _SPLITS_OF_STAGE[stage]:
             self.prompts[split] = self._rendered(split, renderer)

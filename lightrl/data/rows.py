@@ -58,12 +58,7 @@ Made: TypeAlias = "Prompt | ValueError | None"
 
 
 class Rows(Sequence[Row]):
-    """Rows by index, each read when it is asked for, and none kept.
-
-    Args:
-        num_rows: how many there are.
-        read: gives the row at an index from 0.
-    """
+    """Rows by index from 0, each read when it is asked for, and none kept."""
 
     def __init__(self, num_rows: int, read: Callable[[int], Row]) -> None:
         self._num_rows = num_rows
@@ -139,14 +134,11 @@ def column_of(row: Row, column: str) -> Any:
 
 
 def require_column(row: Row, column: str, setting: str, *, where: str) -> Any:
-    """The row's value in a column, or at a dotted path, that must not be missing or empty.
+    """The row's value in a column, or at a dotted path; raises ValueError if it is missing, None or blank.
 
     Args:
         setting: names the column.
         where: names the row in the error message, as in `Row 3 of 'train.jsonl'`.
-
-    Raises:
-        ValueError: if the column is missing, None or blank.
     """
     problem = f"has an empty column {column!r}"
     try:
@@ -304,11 +296,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
-    """The content of a text file, mapped into memory, unpacked if it is gzipped; a byte-order mark becomes spaces.
-
-    Raises:
-        ValueError: if it is UTF-16, a broken archive or a pointer of Git LFS.
-    """
+    """The content of a text file, mapped into memory, unpacked if it is gzipped; a byte-order mark becomes spaces."""
     refuse_pointer(path)
     with path.open("rb") as file:
         start = file.read(3)

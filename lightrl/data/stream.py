@@ -1,10 +1,9 @@
 """Prompts by position: of rows (SplitRows, RowPrompts) or from a list (PromptStream); the loaders of Lightning.
 
 A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
-each prompt once, in an order that follows from (seed, e) alone. So a position determines its prompt, and resuming needs
-one number, with any number of ranks. Weighted sources (mixture.py) bring their own order. An epoch of the loader has
-n // batch_size iterations; prompts left over at its end come first in the next, so none is skipped. If a source is
-streamed (streamed.py), n is unknown and the loader never ends: Trainer says how long a run is.
+each prompt once, in an order that follows from (seed, e) alone; so resuming needs one number, with any number of ranks.
+An epoch of the loader has n // batch_size iterations; prompts left over at its end come first in the next. If a source
+is streamed (streamed.py), n is unknown and the loader never ends: Trainer says how long a run is.
 """
 
 from __future__ import annotations
@@ -181,10 +180,8 @@ class PromptStream:
             raise ValueError(
                 f"{len(ids) - len(set(ids))} train prompts have duplicate ids. Make them unique: seeds depend on them."
             )
-        self.prompts = prompts
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
+        self.prompts, self.batch_size = prompts, batch_size
+        self.seed, self.shuffle = seed, shuffle
         if isinstance(prompts, RowPrompts):
             self.order = prompts.order
         else:
@@ -316,11 +313,9 @@ class EpochLoader(Generic[T]):
 
 
 class PositionLoader(EpochLoader[T]):
-    """As EpochLoader, with batches counted over the whole run: an epoch continues where the last one ended.
+    """An EpochLoader with batches by number over the whole run: an epoch continues where the last one ended.
 
-    Args:
-        num_batches: per epoch; None if that is not known: then the loader has no length and does not end.
-        batch_at: gives a batch by its number.
+    Without `num_batches` per epoch the loader has no length and does not end.
     """
 
     def __iter__(self) -> Iterator[T]:
@@ -346,12 +341,9 @@ def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
 
 
 class PromptBatch(list[Prompt]):
-    """Prompts, which moving to a device leaves unchanged.
+    """Prompts, which moving to a device leaves unchanged; `set_name` is the validation set's, if there are several.
 
     Overriding `transfer_batch_to_device` would work too, but Lightning warns about that in a module with a data module.
-
-    Args:
-        set_name: of the validation set, if there are several.
     """
 
     def __init__(self, prompts: Iterable[Prompt] = (), set_name: str | None = None) -> None:
@@ -372,11 +364,7 @@ def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> E
 def prompt_batches(
     prompts: Sequence[Prompt], batch_size: int, set_names: Mapping[str, str] = MappingProxyType({})
 ) -> EpochLoader[PromptBatch]:
-    """A validation loader: lists of prompts in the order of the data; the last may be shorter.
-
-    Args:
-        set_names: by prompt id, of several validation sets.
-    """
+    """A validation loader: lists of prompts in the order of the data; `set_names` are of several sets, by prompt id."""
     return batches_in_order(prompts, batch_size, PromptBatch, lambda prompt: set_names.get(prompt.id))
 
 
@@ -386,12 +374,7 @@ def batches_in_order(
     collate: Callable[[Sequence[Item], str | None], T],
     set_of: Callable[[Item], str | None],
 ) -> EpochLoader[T]:
-    """Collated batches of consecutive items of one set; the last of each set may be smaller.
-
-    Args:
-        collate: makes a batch of items and of the name of their set.
-        set_of: names an item's set; None if there is one set.
-    """
+    """Collated batches of consecutive items of one set, which `set_of` names; the last of each set may be smaller."""
     batches = [
         (part[start : start + batch_size], name)
         for name, part in ((name, list(part)) for name, part in itertools.groupby(items, set_of))

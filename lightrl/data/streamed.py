@@ -4,14 +4,12 @@ Rows come in blocks: `buffer_rows` consecutive rows of a pass over the source, f
 pass has its shards in another order, and each block its rows. So a row's number, counted over all passes, determines
 the row, and a resume gives the rows that an uninterrupted run reads. A Mark is where a block begins; the checkpoint
 keeps the one from which what is in flight can be read again, so that a resume need not read what comes before.
-
-torchdata's StatefulDataLoader would add worker processes and a state that counts what was handed out, not what is in
-flight. `datasets` goes to any row by itself, and prompts are made ahead in a thread (stream.py).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from typing import Any, NamedTuple
 
 from lightrl.data.mixture import epoch_order
 from lightrl.data.rows import (
+    FILE_SUFFIXES,
     TEXT_READERS,
     file_suffix,
     function_of_rows,
@@ -35,7 +34,6 @@ OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
 ROWS_AT_ONCE = 256  # are read, or rendered with one call of the tokenizer
 _KEPT_BLOCKS = 2  # in memory
 _MAX_MARKS = 10_000
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
 class Mark(NamedTuple):
@@ -79,13 +77,10 @@ class StreamedRows:
         max_rows: int | None = None,
         row_of: Callable[[Any, str], Any] = lambda item, where: item,
     ) -> None:
-        self.name = name
-        self.shards = shards
-        self.seed = seed
-        self.shuffle = shuffle
+        self.name, self.shards = name, shards
+        self.seed, self.shuffle = seed, shuffle
         self.block_rows = buffer_rows if shuffle else min(buffer_rows, ROWS_AT_ONCE)
-        self.max_rows = max_rows
-        self._row_of = row_of
+        self.max_rows, self._row_of = max_rows, row_of
         self._marks = [Mark()]  # of the blocks that were read, and of the next one
         self._blocks: dict[int, list[StreamedRow]] = {}  # the last ones, by number, in the order of training
         self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # at the last mark
@@ -96,11 +91,7 @@ class StreamedRows:
         return f"{self.name!r} streamed from {len(self.shards)} shards, {order}"
 
     def __getitem__(self, number: int) -> StreamedRow:
-        """Reads on to the end of the row's block; waits for the source.
-
-        Raises:
-            ValueError: if the source cannot be read, or has no rows.
-        """
+        """Reads on to the end of the row's block; waits for the source."""
         with self._lock:
             if number < self._marks[0].number:
                 self._go_to(Mark())
@@ -166,11 +157,7 @@ class StreamedRows:
                 del self._blocks[oldest]
 
     def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
-        """Block after block, in the order of the source, each with the mark of the next; some passes end empty.
-
-        Raises:
-            ValueError: if the source cannot be read, or has no rows.
-        """
+        """Block after block, in the order of the source, each with the mark of the next; some passes end empty."""
         while True:
             num_left = None if self.max_rows is None else self.max_rows - mark.num_read
             items, epoch = islice(self._rest_of_pass(mark), num_left), mark.epoch
@@ -183,7 +170,8 @@ class StreamedRows:
                     mark = Mark(number, epoch + 1)
                 else:
                     row, turn, shard = block[-1]
-                    state = copy.deepcopy(shard.state_dict()) if _has_state(shard) else None
+                    has_state = hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
+                    state = copy.deepcopy(shard.state_dict()) if has_state else None
                     mark = Mark(number, epoch, mark.num_read + len(block), turn, row.place + 1, state)
                 yield [row for row, _, _ in block], mark
 
@@ -213,19 +201,12 @@ class StreamedRows:
                 raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
 
 
-def _has_state(shard: object) -> bool:
-    return hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
-
-
 def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping[str, Any]) -> list[OpenShard]:
-    """The shards of a source that is read in order.
+    """The shards of a source that is read in order; raises ValueError if the source does not exist or cannot be opened.
 
     Args:
         source, name, split, arguments: as `read_rows`; a file's name may be a pattern such as `shards/*.jsonl`, each
             of whose files is a shard, and a function is called again for each pass.
-
-    Raises:
-        ValueError: if the source does not exist or cannot be opened.
     """
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
@@ -239,10 +220,10 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping
         return [partial(TEXT_READERS[suffix], file) for file in files]
     if path.is_file():
         refuse_pointer(path)
-    if suffix in _BUILDERS:
-        dataset = load_dataset(
-            _BUILDERS[suffix], None, "train", data_files=source if "://" in source else str(path), streaming=True
-        )
+    if suffix in FILE_SUFFIXES:
+        kind = "json" if suffix == ".jsonl" else suffix[1:]
+        file = source if "://" in source else str(path)
+        dataset = load_dataset(kind, None, "train", data_files=file, streaming=True)
     else:
         dataset = load_dataset(source, name, split, streaming=True)
     return shards_of(lambda: dataset)
@@ -255,9 +236,5 @@ def shards_of(make: Callable[[], Iterable[Any]]) -> list[OpenShard]:
     dataset = make()
     if not isinstance(dataset, datasets.IterableDataset):
         return [make]
-    num = dataset.num_shards
-
-    def open_shard(index: int) -> OpenShard:
-        return lambda: dataset.shard(num_shards=num, index=index)  # a new object, which begins at its first row
-
-    return [open_shard(index) for index in range(num)]
+    num = dataset.num_shards  # each shard is a new object, which begins at its first row
+    return [functools.partial(dataset.shard, num, index) for index in range(num)]

@@ -28,9 +28,6 @@ class TrajectoryDataModule(L.LightningDataModule):
         path: a file, or a folder of `iteration-000012.jsonl` files, read in order.
         batch_size: groups per iteration; None keeps the iterations of the files.
         max_iterations: use only the first ones; None uses all.
-
-    Raises:
-        ValueError: if a setting is out of range.
     """
 
     def __init__(self, path: str, *, batch_size: int | None = None, max_iterations: int | None = None) -> None:
@@ -42,11 +39,7 @@ class TrajectoryDataModule(L.LightningDataModule):
         self.recorded_groups: list[list[Group]] = []  # by iteration; filled by `setup("fit")`
 
     def setup(self, stage: str) -> None:
-        """Reads the files.
-
-        Raises:
-            ValueError: if the stage is not fit, there is no file, or a line is not a judged trajectory.
-        """
+        """Reads the files; raises ValueError if the stage is not fit, or a line is no trajectory with a reward."""
         stage_name = str(getattr(stage, "value", stage))  # Lightning gives a member of TrainerFn
         if stage_name != "fit":
             raise ValueError(
@@ -73,9 +66,6 @@ def read_iterations(path: Path) -> Iterator[list[Group]]:
     """The groups of each iteration of one file or of a folder of files, in the order of training.
 
     A line is a record of TrajectoryLog, or a bare trajectory; lines without an iteration form one together.
-
-    Raises:
-        ValueError: if there is no file, or a line is not a judged trajectory.
     """
     files = sorted(set(path.glob("*.jsonl")) - {path / "tokens.jsonl"}) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -98,7 +88,7 @@ def _record(line: bytes, file: Path, number: int) -> tuple[Any, Trajectory]:
             f"Line {number} of {str(file)!r} is not a trajectory of TrajectoryLog ({type(error).__name__}: {error})."
         ) from error
     if trajectory.reward is None:
-        raise ValueError(f"Line {number} of {str(file)!r} has no reward. Only judged trajectories can be trained on.")
+        raise ValueError(f"Line {number} of {str(file)!r} has no reward, without which it cannot be trained on.")
     return record.get("iteration"), trajectory
 
 

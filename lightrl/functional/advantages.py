@@ -10,8 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_same_shape
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice, check_same_shape
 from lightrl.functional.reduction import Total, of_one_rank
 
 Statistic = Literal["group", "batch"]

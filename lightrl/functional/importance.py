@@ -12,8 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_same_shape
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice, check_same_shape
 from lightrl.functional.kl import kl
 from lightrl.functional.reduction import neutralize
 

@@ -13,8 +13,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_same_shape
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_choice, check_same_shape
 
 LossReduction = Literal["token", "sequence", "fixed"]
 

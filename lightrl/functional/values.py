@@ -12,8 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightrl.checks.bounds import check_bounds, check_positive, check_same_shape
-from lightrl.checks.choices import check_choice
+from lightrl.checks.bounds import check_bounds, check_choice, check_positive, check_same_shape
 from lightrl.functional.advantages import moments
 from lightrl.functional.reduction import Total, neutralize, of_one_rank
 

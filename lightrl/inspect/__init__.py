@@ -3,9 +3,8 @@
 Reading order:
     run_folder.py  which folders are runs, their status and settings
     index.py       the table of trajectories: SQLite in the user's cache, built from the first bytes of each line
-    trajectory.py  one trajectory with all that is known of each token; its images
     timeline.py    the events of an iteration from the trace; problems
-    answers.py     the page's questions and their answers as JSON
+    answers.py     the page's questions and their answers as JSON: curves, each token of a trajectory, images
     server.py      the page on the loopback, with a token in its address
     export.py      the page and its answers in one file
     page/          HTML, JavaScript and CSS, as the browser gets them

@@ -18,11 +18,7 @@ MAX_BYTES = 64 * 2**20  # of the trajectories of a run
 
 
 def export(answers: Answers, path: Path) -> tuple[int, int]:
-    """Write the page with the curves, settings, problems, and some trajectories and timelines of all runs.
-
-    Returns:
-        How many trajectories the file has, and how many the runs have.
-    """
+    """Writes the page with all answers; returns how many trajectories it has, and how many the runs have."""
     script, style = ((PAGE / name).read_text(encoding="utf-8") for name in ("inspect.js", "inspect.css"))
     # `<` would end the element early: a completion may have `</script>`.
     saved = dict(_answers(answers))

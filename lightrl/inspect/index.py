@@ -2,9 +2,8 @@
 
 Dropped trajectories are rows too, from the problems: with the reason as how they finished, and without tokens.
 
-TrajectoryLog writes the table's columns before the trajectory, so a line of 30,000 tokens costs as much as a short one.
-The index knows each file's size and time: a run that is written to, or that repeats iterations, is read on, the newest
-files first. It grows in a thread, and the table can be read meanwhile.
+TrajectoryLog writes the table's columns before the trajectory, so a long line costs as much as a short one. By each
+file's size and time a run is read on, the newest files first, in a thread; the table can be read meanwhile.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ _COLUMNS = ", ".join(f'"{name}"' for name in COLUMNS)
 
 
 class TrajectoryIndex:
-    """Of one run; `update` is called from one thread at a time, the others from any.
-
-    Args:
-        folder: of the run.
-        cache: where the index is kept; the user's cache if None.
-    """
+    """The index of one run, kept in the user's cache, or in `cache`; `update` is called from one thread at a time."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
         self._folder = folder

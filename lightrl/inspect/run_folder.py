@@ -54,11 +54,7 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
-    """The runs in these folders: of each the folder itself or, if it is none, all runs in it, the newest last.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The runs in these folders: of each the folder itself or, if it is none, all runs in it, the newest last."""
     folders: list[Path] = []
     for path in paths:
         found = _runs_in(path.absolute(), _DEPTH)

@@ -36,12 +36,7 @@ _HEADERS = {
 
 
 class PageServer:
-    """Serves the page and its answers until it is closed.
-
-    Args:
-        answers: have been started.
-        port: on 127.0.0.1; 0 for a free one.
-    """
+    """Serves the page and its started answers on 127.0.0.1 until it is closed; port 0 is a free one."""
 
     def __init__(self, answers: Answers, *, port: int = 0) -> None:
         self.answers = answers

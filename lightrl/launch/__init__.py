@@ -3,15 +3,10 @@
 Reading order:
     settings.py     Launch: the section `launch:` of the YAML; allocation.py: AReaL's strings for the same
     memory.py       what a run's models, ranks and servers need, on paper; plan and doctor use it too
-    run_facts.py    what the planner must know of a run
-    plan.py         the plan, pure: ranks and servers on hosts and GPUs
-    model_checks.py whether ranks, meshes and memory suit the model
-    picture.py      a plan as text
-    launcher.py     the protocol of launchers, and the folder of a launch
-    scripts.py      shell scripts that start a process
+    plan.py         the run's facts; the plan, pure: ranks and servers on hosts and GPUs, whether the model fits
+    launcher.py     the protocol of launchers, the folder of a launch, its scripts and its followed output
     slurm.py, torchrun.py, kubernetes.py  on other hosts
-    local.py        on this machine; followed_log.py: output, live; free_ports.py: ports in a row
-    ray.py          as local.py, on the hosts of a Ray cluster
+    local.py        on this machine; ray.py: as local.py, on the hosts of a Ray cluster
 
 May import: everything up to trainer. To add a launcher: a class with the methods of Launcher in a file of at most 250
 lines, its name in settings.py and commands/launch.py, a test, and a section in docs/clusters.md.
@@ -19,9 +14,7 @@ lines, its name in settings.py and commands/launch.py, a test, and a section in 
 
 from lightrl.launch.launcher import Launcher, make_folder, write_files
 from lightrl.launch.local import LocalLauncher
-from lightrl.launch.picture import describe
-from lightrl.launch.plan import Plan, make_plan
-from lightrl.launch.run_facts import facts_of
+from lightrl.launch.plan import Plan, describe, facts_of, make_plan
 from lightrl.launch.settings import Launch
 
 __all__ = [

@@ -16,20 +16,15 @@ from typing import Any
 
 import yaml
 
-from lightrl.launch.launcher import LaunchState
+from lightrl.launch.launcher import Launcher, LaunchState, inside, script_head
 from lightrl.launch.plan import CONFIG, LAYOUT, REGISTRY, SERVER_OFFSET, Plan
-from lightrl.launch.scripts import inside, script_head
 
 _OPTIONS = ("claim", "namespace", "name", "runtime")
 _TRAINER = "node"  # the replicated job, and its container, of Kubeflow's runtime torch-distributed
 
 
-class KubernetesLauncher:
-    """Writes a plan's manifests.
-
-    Args:
-        write: gets what to apply.
-    """
+class KubernetesLauncher(Launcher):
+    """Writes a plan's manifests; `write` gets what to apply."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stdout.write) -> None:
         options = plan.launch.options
@@ -57,13 +52,6 @@ class KubernetesLauncher:
         self._write(f"\nThe claim must hold {self.plan.folder}. Then:\n  kubectl apply {names}\n")
         self._write("When the TrainJob is complete, delete the servers:\n")
         self._write(f"  kubectl delete {names}\n")
-
-    def wait(self) -> int:
-        """Kubernetes watches."""
-        return 0
-
-    def end(self) -> None:
-        """Nothing runs."""
 
     def train_job(self) -> dict[str, Any]:
         """The trainer: as many nodes as it has hosts."""

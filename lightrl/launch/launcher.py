@@ -12,39 +12,42 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
-from lightrl.checks.status_files import STATE_FILE
+from lightrl.checks.status_files import STATE_FILE, with_hosts
+from lightrl.concurrency.line_buffer import LineBuffer
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.launch.plan import CONFIG, LAYOUT, Plan
+from lightrl.launch.plan import CONFIG, LAYOUT, Plan, Process
 from lightrl.strategies.atomic_write import write_whole
 
 TOKEN_FILE = "token"
+_READ_BYTES = 1 << 20
 
 
 class Launcher(Protocol):
     """Starts a plan's processes where the plan says, watches them, and ends them in order: the trainer first."""
 
     def files(self) -> Mapping[str, str]:
-        """File in the launch's folder → what it submits or prints; `--dry-run` shows them."""
-        ...
+        """File in the launch's folder → what it submits or prints; `--dry-run` shows them. None here."""
+        return {}
 
     def start(self) -> None:
         """Starts or submits the processes; returns at once."""
         ...
 
     def wait(self) -> int:
-        """Returns the run's exit code when it has ended; 0 at once if another program does the watching."""
-        ...
+        """Returns the run's exit code when it has ended; 0 at once where another program watches, as here."""
+        return 0
 
     def end(self) -> None:
         """Ends what runs: asks the trainer to save its checkpoint, waits for that, ends the servers."""
-        ...
 
 
 def make_folder(root: str | Path) -> Path:
@@ -93,3 +96,67 @@ class LaunchState:
             self._content["processes"][name]["state"] = state
         self._content |= facts | {"at": time.time()}
         write_whole(self._path, json.dumps(self._content, indent=1))
+
+
+def script_head(plan: Plan, environment: Mapping[str, str], *, before: Sequence[str] = ()) -> list[str]:
+    """The token of the servers, the environment, and the user's setup lines, after the lines `before`."""
+    return [
+        "#!/bin/bash",
+        "set -e",
+        *before,
+        f"export {TOKEN_VARIABLE}=$(cat {shlex.quote(plan.folder)}/{TOKEN_FILE})",
+        *(f"export {name}={quoted(value)}" for name, value in environment.items()),
+        *plan.launch.setup,
+    ]
+
+
+def quoted(word: str) -> str:
+    """Quoted for the shell, which still expands variables."""
+    return f'"{word}"' if "$" in word else shlex.quote(word)
+
+
+def inside(plan: Plan, command: Sequence[str]) -> str:
+    """A command inside the launch's container, as text."""
+    words = [] if plan.launch.launcher == "kubernetes" else shlex.split(plan.launch.container or "")
+    return " ".join(quoted(word) for word in [*words, *command])
+
+
+def placed(plan: Plan, places: Sequence[tuple[str, Sequence[str]]]) -> Plan:
+    """The plan with each host's address, and the names of the GPUs there in place of their numbers."""
+    hosts = [host for host, _ in places]
+
+    def on_host(process: Process) -> Process:
+        def real(numbers: str) -> str:
+            return ",".join(places[process.host][1][int(number)] for number in numbers.split(","))
+
+        command = [with_hosts(word, hosts) for word in process.command]
+        environment = {name: with_hosts(value, hosts) for name, value in process.environment.items()}
+        if "--devices" in command:
+            at = command.index("--devices") + 1
+            command[at] = real(command[at])
+        if "CUDA_VISIBLE_DEVICES" in environment:
+            environment["CUDA_VISIBLE_DEVICES"] = real(environment["CUDA_VISIBLE_DEVICES"])
+        return replace(process, command=tuple(command), environment=environment)
+
+    names = tuple(with_hosts(name, hosts) for name in plan.hosts)
+    return replace(plan, hosts=names, processes=tuple(on_host(one) for one in plan.processes))
+
+
+class FollowedLog:
+    """A growing log file, which need not exist yet: shows its lines from now on, or `from_start`, after a prefix."""
+
+    def __init__(self, path: Path, prefix: str, write: Callable[[str], object], *, from_start: bool = False) -> None:
+        self._path, self._prefix, self._write = path, prefix, write
+        self._position = path.stat().st_size if path.exists() and not from_start else 0
+        self._buffer = LineBuffer()
+
+    def follow(self) -> None:
+        """Shows the lines that are complete by now."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            while new := file.read(_READ_BYTES):
+                self._position += len(new)
+                for line in self._buffer.lines(new):
+                    self._write(f"{self._prefix}{line.decode(errors='replace')}\n")

@@ -14,14 +14,13 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from lightrl.checks.printable import end_of_log
 from lightrl.concurrency.guarded_processes import GuardedProcesses
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.launch.followed_log import FollowedLog
-from lightrl.launch.launcher import TOKEN_FILE, LaunchState
+from lightrl.launch.launcher import TOKEN_FILE, FollowedLog, Launcher, LaunchState
 from lightrl.launch.plan import Plan, Process
 
 _TICK_S = 0.2
@@ -33,12 +32,8 @@ LOST = -1  # in place of an exit code: the process's host is gone
 RESUME = ("--ckpt_path", "last")
 
 
-class LocalLauncher:
-    """Starts a plan's processes as children of this one.
-
-    Args:
-        write: gets the followed output, a line at a time with the process's name before it.
-    """
+class LocalLauncher(Launcher):
+    """Starts a plan's processes as children of this one; `write` gets their output, each line after its process."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         self.plan = plan
@@ -47,10 +42,6 @@ class LocalLauncher:
         self._state: LaunchState | None = None
         self._logs: list[FollowedLog] = []
         self._num_restarts = 0
-
-    def files(self) -> Mapping[str, str]:
-        """None: the processes are children of the launcher."""
-        return {}
 
     def start(self) -> None:
         """Starts the servers and the ranks at once; the ranks wait for the servers."""
@@ -74,7 +65,10 @@ class LocalLauncher:
                 failure += f" {self.plan.hosts[self._process(name).host]}"
             self._write(f"{failure}. The end of {self._log_file(name)}:\n{self._tail(name)}\n")
             retries = self.plan.launch.recover.retries
-            has_retry, is_alone = self._num_restarts < retries, self._is_alone(name)
+            has_retry = self._num_restarts < retries
+            # servers that the ranks can do without for a while, and that find their GPUs free again
+            is_separate = self._process(name).role == "servers" and self.plan.layout.placement == "separate"
+            is_alone = is_separate and self._ranks_run()
             if not (has_retry and is_alone):
                 self._stop([one.name for one in self.plan.processes], _FAILED_GRACE_S)
             if not has_retry:
@@ -109,20 +103,13 @@ class LocalLauncher:
             if all(codes[name] == 0 for name in trainers):
                 return None
             if failed := [name for name, code in codes.items() if code]:
-                first = next((name for name in failed if not self._is_echo(name)), failed[0])
+                # not one that only failed because another rank had failed first
+                causes = (name for name in failed if "because another rank failed first" not in self._tail(name))
+                first = next(causes, failed[0])
                 return first, int(codes[first] or 1)
             if ended := [name for name, code in codes.items() if code == 0 and name not in trainers]:
                 return ended[0], 1  # servers that end while there are ranks
             time.sleep(_TICK_S)
-
-    def _is_echo(self, name: str) -> bool:
-        """Whether it only failed because another rank had failed first."""
-        return "because another rank failed first" in self._tail(name)
-
-    def _is_alone(self, name: str) -> bool:
-        """Whether servers failed that the ranks can do without for a while, and that find their GPUs free again."""
-        is_separate = self._process(name).role == "servers" and self.plan.layout.placement == "separate"
-        return is_separate and self._ranks_run()
 
     def _ranks_run(self) -> bool:
         codes = self._codes()

@@ -305,17 +305,15 @@ class Misfit:
 
     @property
     def cause(self) -> str:
-        return max(self.device, key=lambda name: self.device[name])
+        return max(self.device, key=self.device.__getitem__)
 
     @property
     def text(self) -> str:
-        parts = ", ".join(f"{name} {bytes_text(self.device[name])}" for name in sorted(self.device, key=self._order))
+        names = sorted(self.device, key=self.device.__getitem__, reverse=True)
+        parts = ", ".join(f"{name} {bytes_text(self.device[name])}" for name in names)
         total, room = bytes_text(sum(self.device.values())), bytes_text(self.usable)
         need = "need" if self.where.startswith("ranks") else "needs"
         return f"{self.where} {need} {total} ({parts}), but {room} are usable of {bytes_text(self.given)}; {self.fix}"
-
-    def _order(self, name: str) -> float:
-        return -self.device[name]
 
 
 def misfits(run: PlannedRun, device_bytes: float) -> Iterator[Misfit]:

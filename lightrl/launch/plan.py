@@ -13,17 +13,99 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
+from lightrl.checks.disk_errors import check_local
 from lightrl.checks.printable import count_text
 from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES
 from lightrl.engines.sglang.registry import SCHEME
-from lightrl.launch.memory import PlannedRun
-from lightrl.launch.model_checks import check_memory, check_model
-from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.memory import PlannedRun, memory_line, misfits
 from lightrl.launch.settings import Launch, Layout, layout_of
+from lightrl.models import RoleMesh
+from lightrl.strategies.tensor_plans import check_sizes
 
+_GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
+_MAX_HOSTS = 16  # shown; of more the first and the last
 SERVER_OFFSET = 1  # ports of servers, after the trainer's store
 # In the launch's folder: the run's settings, what the plan changes, and where servers say that they are ready.
 CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run's own settings of ranks, servers and models."""
+
+    ranks: int = 1  # trainer.devices · trainer.num_nodes
+    servers: int = 0  # its SGLangEngine starts them
+    tp: int = 1  # each server's
+    strategy: str | None = None  # class name; None if the YAML leaves it to the trainer
+    trainer_pp: int = 1
+    trainer_tp: int = 1
+    on_cpu: bool = False
+    assumed: str = ""  # what that is if the accelerator is auto, for the plan's notes
+    engine: str | None = None  # class name
+    has_urls: bool = False  # the servers run already
+    transport: str = "disk"
+    weight_folder: str | None = None
+    meshes: Mapping[str, RoleMesh] = field(default_factory=dict)  # role → mesh
+    root: str = "."  # trainer.default_root_dir
+    planned: PlannedRun | None = None  # sizes of its models, from which memory follows; None if they are not known
+    unknown: str = ""  # why not
+
+
+def facts_of(settings: Mapping[str, Any]) -> RunFacts:
+    """Reads the settings of `lightrl fit` as the parser gives them.
+
+    Raises:
+        ValueError: if the trainer's devices are not a number that is known before the run.
+    """
+    trainer = settings["trainer"]
+    kind, strategy = _class(trainer.get("strategy"))
+    engine_kind, engine = _class(trainer.get("engine"))
+    _, model = _class(settings.get("model"))
+    check_local(default_root_dir=trainer.get("default_root_dir"))
+    return RunFacts(
+        ranks=num_devices(trainer.get("devices")) * int(trainer.get("num_nodes") or 1),
+        servers=int(engine.get("servers") or 0),
+        tp=int(engine.get("tp") or 1),
+        strategy=None if kind in (None, "auto") else kind,
+        trainer_pp=int(strategy.get("pp") or 1),
+        trainer_tp=int(strategy.get("tp") or 1),
+        on_cpu=trainer.get("accelerator") == "cpu",
+        assumed=_GPUS_ASSUMED if trainer.get("accelerator") in (None, "auto") else "",
+        engine=engine_kind,
+        has_urls=engine.get("urls") is not None,
+        transport=engine.get("transport") or "disk",
+        weight_folder=engine.get("weight_folder"),
+        meshes={
+            name: RoleMesh(**mesh) for name, value in model.items() if (mesh := _fields(_fields(value).get("mesh")))
+        },
+        root=str(trainer.get("default_root_dir") or "."),
+    )
+
+
+def _class(value: Any) -> tuple[str | None, Mapping[str, Any]]:
+    """Class name and arguments of `{class_path: …, init_args: …}` or of a bare name."""
+    if not isinstance(value, Mapping):
+        return (None if value is None else str(value).rpartition(".")[2]), {}
+    return str(value.get("class_path", "")).rpartition(".")[2], value.get("init_args") or {}
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    """A role's or a model's, which may be given as a class with its arguments."""
+    if not isinstance(value, Mapping):
+        return {}
+    return value.get("init_args") or {} if "class_path" in value else value
+
+
+def num_devices(devices: Any) -> int:
+    """Ranks per host; `auto` is one, since the launch says how many there are."""
+    if devices in (None, "auto"):
+        return 1
+    text = str(devices).strip("[] ")
+    if text.isdigit() and int(text) > 0 and not isinstance(devices, list):
+        return int(text)
+    if isinstance(devices, list) or "," in text:
+        return len([part for part in text.split(",") if part.strip()])
+    raise ValueError(f"lightrl launch needs a number of trainer.devices, or launch.ranks, got devices={devices!r}.")
 
 
 @dataclass(frozen=True)
@@ -86,7 +168,7 @@ def make_plan(
     gpus_per_host: int | None = None,
     python: str = "python",
 ) -> Plan:
-    """Places the ranks and servers of a run.
+    """Places the ranks and servers of a run; raises ValueError if something does not fit, before anything is started.
 
     Args:
         folder: of the launch; all hosts must see it.
@@ -94,9 +176,6 @@ def make_plan(
         hosts: names or addresses; else `node1`, `node2` and so on.
         gpus_per_host: that there are if the launch does not say.
         python: on the hosts.
-
-    Raises:
-        ValueError: if something does not fit, before anything is started.
     """
     layout = layout_of(launch, ranks=facts.ranks, servers=facts.servers, tp=facts.tp)
     served = layout.servers * layout.tp if layout.placement == "separate" else 0
@@ -258,3 +337,93 @@ def _servers(
         words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
         processes.append(Process(f"servers-{number}", "servers", host, gpus, (*command, *words), ports=ports))
     return processes
+
+
+def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None:
+    """Raises ValueError if ranks, meshes or the model's sizes do not allow the layout; `split` is (pp, tp)."""
+    pp, tp = split
+    if layout.ranks % (pp * tp):
+        raise ValueError(
+            f"{count_text(layout.ranks, 'trainer rank')} cannot be split by pp={pp} · tp={tp} = {pp * tp}, which must "
+            "divide them. Change launch.ranks, or pp and tp of trainer.strategy."
+        )
+    for role, mesh in facts.meshes.items():
+        try:
+            mesh.ranks(layout.ranks)
+        except ValueError as error:
+            ranks = count_text(layout.ranks, "rank")
+            raise ValueError(f"model.{role}.mesh does not fit the launch's {ranks}: {error}") from error
+    if facts.planned is None:
+        return
+    config = facts.planned.roles[0].config
+    if pp * tp > 1:
+        check_sizes(config, pp, tp, "1F1B", 1)
+    heads = int(config.num_attention_heads)
+    if layout.servers and heads % layout.tp:
+        raise ValueError(f"launch.tp={layout.tp} must divide the model's {heads} attention heads.")
+
+
+def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_memory_gb: float | None) -> list[str]:
+    """A line on the memory that ranks and servers need; raises ValueError if a GPU cannot have it."""
+    if facts.planned is None:
+        return [facts.unknown] if facts.unknown else []
+    run = facts.planned.launched(layout, *split)
+    if gpu_memory_gb is not None and not facts.on_cpu:
+        for misfit in misfits(run, gpu_memory_gb * 1e9):
+            raise ValueError(f"launch.gpu_memory_gb={gpu_memory_gb:g} is not enough: {misfit.text}.")
+    return [memory_line(run)]
+
+
+def picture(plan: Plan) -> str:
+    """One line per host, one cell per GPU.
+
+    node1 | rank 0 | rank 1 | server 0 | server 0
+    """
+    cells = [["idle"] * plan.gpus_per_host for _ in plan.hosts]
+    for process in plan.processes:
+        for index, gpu in enumerate(process.gpus):
+            row = cells[process.host]
+            text = _text(plan, process, index)
+            row[gpu] = text if row[gpu] == "idle" else f"{row[gpu]} + {text}"
+    kind = "slot" if plan.on_cpu else "GPU"
+    rows = [["", *(f"{kind} {gpu}" for gpu in range(plan.gpus_per_host))]]
+    rows += [[host, *row] for host, row in zip(plan.hosts, cells, strict=True)]
+    if len(rows) > _MAX_HOSTS + 1:
+        rows[_MAX_HOSTS:-1] = [[f"... {len(rows) - 1 - _MAX_HOSTS} more", *([""] * plan.gpus_per_host)]]
+    return _aligned(rows, " | ")
+
+
+def table(plan: Plan) -> str:
+    """One line per process: where it is, on which GPUs, and its log."""
+    rows = [["process", "host", "CPU" if plan.on_cpu else "GPUs", "listens on", "log"]]
+    for process in plan.processes:
+        ports = [process.environment["MASTER_PORT"]] if process.rank_environment.get("RANK") == "0" else process.ports
+        gpus = "-" if plan.on_cpu else ",".join(map(str, process.gpus))
+        listens = f"{plan.hosts[process.host]}:{','.join(map(str, ports))}" if ports else "-"
+        rows.append([process.name, plan.hosts[process.host], gpus, listens, plan.log_file(process)])
+    return _aligned(rows, "  ")
+
+
+def describe(plan: Plan) -> str:
+    """The picture, the table, and what there is to know of the plan."""
+    layout = plan.layout
+    on = "" if plan.on_cpu else f", {plan.gpus_per_host} GPUs each"
+    servers = count_text(layout.servers, "server")
+    servers = f"; {servers} with tp={layout.tp}, {layout.placement}" if layout.servers else ""
+    hosts, ranks = count_text(len(plan.hosts), "host"), count_text(layout.ranks, "trainer rank")
+    head = f"{plan.launch.launcher}: {hosts}{on}; {ranks}{servers}"
+    return "\n".join([head, "", picture(plan), "", table(plan), *(["", *plan.notes] if plan.notes else [])]) + "\n"
+
+
+def _text(plan: Plan, process: Process, index: int) -> str:
+    if process.role == "trainer":
+        return f"rank {process.name.rpartition('-')[2]}"
+    before = sum(len(one.ports) for one in plan.of("servers") if one.host < process.host)
+    return f"server {before + index // plan.layout.tp}"
+
+
+def _aligned(rows: list[list[str]], between: str) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        between.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -7,8 +7,7 @@ An actor holds the CPUs and GPUs of its host's processes, and starts, watches an
 ends the actors with the launcher, and each guard its process with the actor. When a host is lost, Ray places its bundle
 on another one; then the launcher starts again what ran there, and with ranks all of the run (local.py has the rules).
 
-Ray Train is not used. Its controller makes a placement group of its own for ranks alone, runs the training in a thread,
-where Lightning gets no signal to save a checkpoint, and makes a process group before the strategy does.
+Ray Train would run the training in a thread, where Lightning gets no signal to save a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ import yaml
 
 from lightrl.concurrency.guarded_processes import GuardedProcesses
 from lightrl.errors import LightRLError
+from lightrl.launch.launcher import placed
 from lightrl.launch.local import LOST, LocalLauncher
 from lightrl.launch.plan import Plan
-from lightrl.launch.scripts import placed
 
 _REACH_S = 10.0
 _SAY_EVERY_S = 30.0
@@ -80,11 +79,7 @@ class RayHost(GuardedProcesses):
 
 
 class RayLauncher(LocalLauncher):
-    """Starts a plan's processes on the hosts of a Ray cluster that runs already.
-
-    Args:
-        write: gets the followed output of rank 0, a line at a time.
-    """
+    """Starts a plan's processes on the hosts of a Ray cluster that runs already."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         if unknown := sorted(plan.launch.options.keys() - {"address"}):

@@ -22,10 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lightrl.errors import LightRLError
-from lightrl.launch.followed_log import FollowedLog
-from lightrl.launch.launcher import LaunchState
+from lightrl.launch.launcher import FollowedLog, Launcher, LaunchState, inside, script_head
 from lightrl.launch.plan import Plan, Process
-from lightrl.launch.scripts import inside, script_head
 
 _TICK_S = 1.0
 _CALL_TIMEOUT_S = 60.0
@@ -68,12 +66,8 @@ exit $code
 """
 
 
-class SlurmLauncher:
-    """Submits a plan with sbatch.
-
-    Args:
-        write: gets the followed output of rank 0, a line at a time.
-    """
+class SlurmLauncher(Launcher):
+    """Submits a plan with sbatch; `write` gets the followed output of rank 0, a line at a time."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         for name in [*plan.launch.options, *plan.launch.server_options]:
@@ -108,7 +102,8 @@ class SlurmLauncher:
         log: FollowedLog | None = None
         shown = ""
         while True:
-            state = self._job_state()
+            match = re.search(r"JobState=(\w+)", _call("scontrol", "show", "job", str(self.job)))
+            state = match[1] if match else "UNKNOWN"
             if state != shown:
                 self._write(f"job {self.job}: {state.lower()}\n")
                 shown = state
@@ -126,11 +121,6 @@ class SlurmLauncher:
         if self.job is not None:
             _call("scancel", "--batch", "--signal=TERM", self.job)
             self._write(f"Job {self.job} is asked to end. scancel {self.job} ends it at once.\n")
-
-    def _job_state(self) -> str:
-        shown = _call("scontrol", "show", "job", str(self.job))
-        match = re.search(r"JobState=(\w+)", shown)
-        return match[1] if match else "UNKNOWN"
 
     def _job(self) -> str:
         plan, launch = self.plan, self.plan.launch

@@ -11,17 +11,12 @@ import sys
 from collections.abc import Callable, Mapping
 
 from lightrl.concurrency import parent_guard
-from lightrl.launch.launcher import LaunchState
+from lightrl.launch.launcher import Launcher, LaunchState, inside, script_head
 from lightrl.launch.plan import Plan, Process
-from lightrl.launch.scripts import inside, script_head
 
 
-class TorchrunLauncher:
-    """Writes a plan's scripts.
-
-    Args:
-        write: gets what to start where.
-    """
+class TorchrunLauncher(Launcher):
+    """Writes a plan's scripts; `write` gets what to start where."""
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stdout.write) -> None:
         self.plan = plan
@@ -41,13 +36,6 @@ class TorchrunLauncher:
         text = "\n".join(lines)
         self._write(f"\nStart these, all at once; each writes its log below {self.plan.folder}:\n{text}\n")
         self._write("After a failure start all again, the trainer's with `--ckpt_path last`.\n")
-
-    def wait(self) -> int:
-        """Others watch."""
-        return 0
-
-    def end(self) -> None:
-        """Nothing runs."""
 
     def _scripts(self) -> dict[str, Process]:
         """One for each host and role; the first rank of a host stands for all of them."""

@@ -31,7 +31,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightrl.checks.printable import count_text
-from lightrl.concurrency.call_within import call_all
+from lightrl.concurrency.in_thread import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
 from lightrl.engines import LocalEngine, SGLangEngine, choose_devices

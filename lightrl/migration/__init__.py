@@ -2,8 +2,7 @@
 
 Reading order:
     convert.py      reads the file, applies the rules, prints the YAML and what has no counterpart
-    areal_keys.py   a row for each key of AReaL: its name here, or why it has none
-    areal_rules.py  the rules of keys that are more than a new name
+    areal_keys.py   a row for each key of AReaL: its name here, a rule, or why it has no counterpart
 
 May import: everything but commands. To convert one more key: its row in areal_keys.py.
 """

@@ -14,8 +14,15 @@ import yaml
 from jsonargparse import get_loader
 
 from lightrl.checks.printable import count_text
-from lightrl.migration.areal_keys import DEFAULTS, SUPERVISED, SUPERVISED_DEFAULTS, areal_key, rule_of
-from lightrl.migration.areal_rules import Outcome, has_critic
+from lightrl.migration.areal_keys import (
+    DEFAULTS,
+    SUPERVISED,
+    SUPERVISED_DEFAULTS,
+    Outcome,
+    areal_key,
+    has_critic,
+    rule_of,
+)
 
 _DESCRIPTION = """\
 Turns a configuration of AReaL (since August 2025) into a YAML for lightrl fit and launch, on stdout or in FILE. On

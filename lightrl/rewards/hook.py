@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from typing import Any, Protocol, runtime_checkable
 
-from lightrl.checks.choices import check_effect
+from lightrl.checks.bounds import check_effect
 from lightrl.rewards.judgment import Judgment, Outcome, Runner
 from lightrl.rewards.parts import Reward, RewardPart, check_takes_trajectory
 from lightrl.rewards.pool import RewardPool

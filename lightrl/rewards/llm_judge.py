@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.concurrency.body import body_of
+from lightrl.concurrency.line_buffer import body_of
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import label
 from lightrl.trajectory import Trajectory, chat_as_text

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import escape_unprintable
-from lightrl.concurrency.fresh_python import ONE_THREAD, command, import_path
+from lightrl.concurrency.guarded_processes import ONE_THREAD, command, import_path
 from lightrl.concurrency.line_buffer import LineBuffer
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.concurrency.channel import Channel
-from lightrl.concurrency.fresh_python import ONE_THREAD, command, import_path
-from lightrl.concurrency.guarded_processes import GuardedProcesses
+from lightrl.concurrency.guarded_processes import ONE_THREAD, GuardedProcesses, command, import_path
 from lightrl.engines import RolloutEngine, SGLangEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rollout.resume import InFlightCompletions

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_bounds, check_positive, finite_number
-from lightrl.checks.dotted_path import function_of
+from lightrl.checks.user_code import function_of
 from lightrl.concurrency.abandon import wait_or_abandon
-from lightrl.concurrency.call_within import CallTimeout, call_within
+from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.agent_session import AgentSession

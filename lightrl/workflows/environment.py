@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightrl.checks.bounds import finite_number
-from lightrl.checks.dotted_path import function_of
-from lightrl.concurrency.call_within import call_within
+from lightrl.checks.user_code import function_of
+from lightrl.concurrency.in_thread import call_within
 from lightrl.errors import RolloutError
 from lightrl.rewards import Judgment
 from lightrl.trajectory import Prompt, Trajectory

@@ -29,9 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.checks.dotted_path import function_of
-from lightrl.checks.user_code import user_code
-from lightrl.concurrency.call_within import CallTimeout, call_within
+from lightrl.checks.user_code import function_of, user_code
+from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rewards.sandbox import Limits, LocalSandbox
 from lightrl.trajectory import Prompt

@@ -70,7 +70,7 @@ def test_the_loss_of_the_likeliest_tokens_is_the_divergence_from_the_teacher(div
         "teacher": SingleModel(module.teacher, rules),
         "policy": SingleModel(module.policy, rules),
     }
-    experience = score(module, random_experience(is_scored=False, num_turns=2))
+    experience = score(module, random_experience(is_scored=False, num_turns=2)).local
     assert experience.advantages is not None
     assert not experience.advantages.any()
 
@@ -99,7 +99,7 @@ def test_fewer_tokens_leave_a_rest_and_less_of_the_divergence() -> None:
         module = make(teacher_topk=num)
         module.configure_model()
         module.parallel_models = {"teacher": SingleModel(module.teacher, LogprobSettings())}
-        found[num] = minibatch_gradient(module, score(module, random_experience()))[1]
+        found[num] = minibatch_gradient(module, score(module, random_experience()).local)[1]
     rests = [metrics["teacher_rest_fraction"] for metrics in found.values()]
     assert 0.9 > rests[0] > rests[1] > rests[2]
     divergences = [metrics["teacher_divergence_nats"] for metrics in found.values()]

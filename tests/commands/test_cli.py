@@ -17,10 +17,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from parsed import parsed
 
 import lightrl
-from lightrl.commands.cli import without_secrets
+from lightrl.commands.cli import last_checkpoint, without_secrets
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import _is_of_interest, reported
-from lightrl.commands.earlier_runs import last_checkpoint
 from lightrl.commands.main import COMMANDS, main
 from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.errors import OtherRankFailed

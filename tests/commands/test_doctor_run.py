@@ -11,8 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightrl.checks.printable import duration_text
-from lightrl.commands.doctor.machine import Finding, disk
-from lightrl.commands.doctor.run import Trial, forecast, run_length
+from lightrl.commands.doctor.run import Finding, Trial, disk_finding, forecast, run_length
 from lightrl.commands.main import main
 
 
@@ -110,8 +109,8 @@ def test_a_server_that_does_not_answer_fails_the_trial_soon_and_with_its_url(set
 
 
 def test_a_disk_too_small_for_the_run_fails(tmp_path):
-    assert disk(str(tmp_path / "not" / "there")).verdict == "ok"
-    assert disk(str(tmp_path), needed_bytes=1e18).verdict == "fails"
+    assert disk_finding(str(tmp_path / "not" / "there")).verdict == "ok"
+    assert disk_finding(str(tmp_path), needed_bytes=1e18).verdict == "fails"
 
 
 @pytest.mark.parametrize(

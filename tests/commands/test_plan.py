@@ -14,7 +14,7 @@ from examples.quickstart.task import LargestDigit
 from lightrl import Trainer
 from lightrl.algorithms import GRPO, PPO, AdaptiveKL, Distillation
 from lightrl.commands import launch
-from lightrl.commands.doctor.machine import memory_on_paper
+from lightrl.commands.doctor.run import memory_on_paper
 from lightrl.commands.plan import plan_mermaid, plan_text, run
 from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.models import ModelSpec, Role, RoleMesh

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from lightrl.concurrency.call_within import call_all
+from lightrl.concurrency.in_thread import call_all
 
 
 def test_all_steps_run_and_the_first_error_is_raised_amid_the_one_that_led_here(caplog):

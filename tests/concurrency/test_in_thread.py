@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from lightrl.concurrency import in_thread as module
-from lightrl.concurrency.call_within import CallTimeout, call_within
+from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import RolloutError
 
 

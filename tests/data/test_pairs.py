@@ -30,7 +30,7 @@ def test_a_pair_is_two_rows_with_the_loss_on_completion_and_end(tmp_path: Path) 
     assert batch.token_ids.tolist() == [[4, 14, 4, 13, 5, 1, 0], [4, 14, 4, 13, 4, 4, 1]]
     assert batch.loss_mask.tolist() == [[False] * 4 + [True] * 2 + [False], [False] * 4 + [True] * 3]
     assert batch.lengths.tolist() == [6, 7]
-    assert batch.num_pairs == 1
+    assert batch.num_measured == 1
 
 
 def test_as_experience_a_pair_is_a_group_and_a_unit(tmp_path: Path) -> None:

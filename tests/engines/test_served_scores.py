@@ -44,7 +44,7 @@ def scored(teacher: ModelSpec, experience: Experience, **settings: Any) -> Exper
         for name, role in module.models().items()
         if role.spec.url is None
     }
-    return score(module, experience)
+    return score(module, experience).local
 
 
 @pytest.mark.parametrize("topk", [None, 5], ids=["sampled tokens", "likeliest tokens"])

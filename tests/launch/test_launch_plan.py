@@ -4,9 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun
-from lightrl.launch.picture import describe, picture
-from lightrl.launch.plan import make_plan, place
-from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.plan import RunFacts, describe, make_plan, picture, place
 from lightrl.launch.settings import Launch, Layout
 from lightrl.models import RoleMesh
 

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
 from lightrl.algorithms import ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
+from lightrl.commands.plan import batch_rows
 from lightrl.commands.plan_run import planned_run, planned_training
-from lightrl.commands.plan_tables import batch_rows
 from lightrl.launch.memory import Misfit, PlannedEngine, PlannedRun, engine_memory, misfits, rank_memories, role_cost
 from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.module import RLModule

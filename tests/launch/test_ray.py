@@ -20,13 +20,11 @@ from test_local import NOTES, WAITS, notes, state, wait_for
 
 from benchmarks.recovery import LaunchedRun, _runs, settings
 from lightrl.checks.status_files import host_names
+from lightrl.commands.launch import free_ports
 from lightrl.commands.status import status_text
-from lightrl.launch.free_ports import free_ports
-from lightrl.launch.launcher import make_folder, write_files
-from lightrl.launch.plan import Plan, Process, make_plan
+from lightrl.launch.launcher import make_folder, placed, write_files
+from lightrl.launch.plan import Plan, Process, RunFacts, make_plan
 from lightrl.launch.ray import RayLauncher
-from lightrl.launch.run_facts import RunFacts
-from lightrl.launch.scripts import placed
 from lightrl.launch.settings import Launch, Layout, Recover
 
 WHY_NOT = why_not()

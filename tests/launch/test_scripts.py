@@ -8,8 +8,7 @@ import yaml
 from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec, TrainerV1alpha1TrainJob
 
 from lightrl.launch.kubernetes import KubernetesLauncher
-from lightrl.launch.plan import Plan, make_plan
-from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.plan import Plan, RunFacts, make_plan
 from lightrl.launch.settings import Launch
 from lightrl.launch.torchrun import TorchrunLauncher
 

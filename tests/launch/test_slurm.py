@@ -15,8 +15,7 @@ from slurm_box import Slurm, why_not
 from lightrl.checks.status_files import host_names
 from lightrl.commands.status import status_text
 from lightrl.launch.launcher import make_folder, write_files
-from lightrl.launch.plan import Plan, make_plan
-from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.plan import Plan, RunFacts, make_plan
 from lightrl.launch.settings import Launch, Recover
 from lightrl.launch.slurm import SlurmLauncher
 

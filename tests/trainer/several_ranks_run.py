@@ -40,14 +40,20 @@ class Recorded(BySGD, TinyGRPO):
     """Keeps the metrics of each update.
 
     `is_batch_wide` compares with the whole iteration instead of the group; with `loses_some` one reward of each
-    iteration raises.
+    iteration raises; `max_loss_tokens` bounds what trains of each trajectory.
     """
 
     def __init__(
-        self, is_batch_wide: bool = False, loses_some: bool = False, loss_unit: LossUnit = "trajectory", **kwargs: Any
+        self,
+        is_batch_wide: bool = False,
+        loses_some: bool = False,
+        loss_unit: LossUnit = "trajectory",
+        max_loss_tokens: int | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**{"lr": 0.1, **kwargs})
         self.loss_unit = loss_unit
+        self.max_loss_tokens = max_loss_tokens
         self.is_batch_wide = is_batch_wide
         self.loses_some = loses_some
         self.updates: list[dict[str, float]] = []
@@ -66,6 +72,13 @@ class Recorded(BySGD, TinyGRPO):
         if not self.is_batch_wide:
             return super().advantages(experience)
         return (experience.rewards - experience.rewards.mean()) / (experience.rewards.std() + 1e-4)
+
+    def on_experience_ready(self, experience: Experience) -> Experience | None:  # type: ignore[override]
+        super().on_experience_ready(experience)
+        if self.max_loss_tokens is None:
+            return None
+        mask = experience.local.loss_mask
+        return replace(experience.local, loss_mask=mask & (mask.cumsum(1) <= self.max_loss_tokens))
 
     def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
         self.updates.append(dict(metrics))

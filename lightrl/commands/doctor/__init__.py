@@ -11,8 +11,7 @@ Nothing is kept: what a run would write goes to a temporary folder.
 Reading order:
     command.py  the command line; doctor reward and doctor replay; rewards.py: completions with their rewards
     data.py     doctor data
-    machine.py  Finding, a check and its verdict; what doctor run checks of machine, model and data before the trial
-    run.py      doctor run: what two iterations show of logprobs, rewards, completions; hours and bytes of the run
+    run.py      doctor run: machine, model and data, then what two iterations show; hours and bytes of the run
 
 May import: what commands/ may. To add a check: a function that returns findings, called in run.py.
 """

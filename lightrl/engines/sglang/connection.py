@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from lightrl.concurrency.body import body_of
+from lightrl.concurrency.line_buffer import body_of
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable

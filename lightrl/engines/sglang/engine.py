@@ -29,7 +29,7 @@ import torch
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import check_local
-from lightrl.concurrency.call_within import call_all
+from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.abilities import ContinuesCompletions, HasReplicas, NamesDtypes, ScoresTokens, Verification
 from lightrl.engines.engine import Completion, RolloutEngine

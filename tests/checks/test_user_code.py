@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightrl.checks.dotted_path import function_of
+from lightrl.checks.user_code import function_of
 
 
 def test_a_path_gives_the_function_and_a_function_is_itself():
