@@ -236,4 +236,8 @@ def shards_of(make: Callable[[], Iterable[Any]]) -> list[OpenShard]:
     if not isinstance(dataset, datasets.IterableDataset):
         return [make]
     num = dataset.num_shards  # each shard is a new object, which begins at its first row
-    return [lambda index=index: dataset.shard(num_shards=num, index=index) for index in range(num)]
+
+    def open_shard(index: int) -> OpenShard:
+        return lambda: dataset.shard(num_shards=num, index=index)
+
+    return [open_shard(index) for index in range(num)]
