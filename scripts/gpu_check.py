@@ -45,25 +45,15 @@ SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
         [*_TESTS, "-n0", "tests/gpu/test_gpu_training.py", "-k", "quickstart"],
         [],
     ),
-    "update_0.6b": (
-        "update and logprobs, Qwen3 0.6B: tokens/s, MFU, memory, against a plain loop",
-        ["-m", "benchmarks.gpu_update", "--models", "qwen3-0.6b", "--tokens", "4096,16384"],
-        ["-m", "benchmarks.gpu_update", "--quick"],
-    ),
-    "update_1.7b": (
-        "update and logprobs, Qwen3 1.7B",
-        ["-m", "benchmarks.gpu_update", "--models", "qwen3-1.7b", "--tokens", "16384"],
+    "update": (
+        "the update of Qwen3 0.6 B and 1.7 B: tokens/s, MFU, memory, against a plain loop",
+        ["-m", "benchmarks.gpu_update"],
         ["-m", "benchmarks.gpu_update", "--quick"],
     ),
     "local_engine": (
         "LocalEngine, 0.6 B",
         ["-m", "benchmarks.local_engine", "--models=0.6B", "--batches=256", "--cap=1024", "--alone", "--device=cuda"],
         ["-m", "benchmarks.local_engine", "--quick"],
-    ),
-    "update_vs_sft": (
-        "an RL update against supervised fine-tuning on the same path",
-        ["-m", "benchmarks.update_vs_sft", "--accelerator", "gpu", "--models", "27M", "--processes", "1"],
-        ["-m", "benchmarks.update_vs_sft", "--quick"],
     ),
 }
 
