@@ -205,11 +205,11 @@ class ModelSpec:
         """Raises OSError if the config is on a hub that does not answer: its client would try for half a minute."""
         from huggingface_hub import constants, try_to_load_from_cache
 
-        if self.path is None or _looks_local(self.path) or constants.HF_HUB_OFFLINE or getproxies():
+        hub = urlsplit(constants.ENDPOINT)
+        if self.path is None or _looks_local(self.path) or constants.HF_HUB_OFFLINE or hub.scheme in getproxies():
             return
         if try_to_load_from_cache(self.path, "config.json"):
             return
-        hub = urlsplit(constants.ENDPOINT)
         try:
             socket.create_connection((hub.hostname, hub.port or 443), timeout=_HUB_ANSWER_S).close()
         except OSError as error:
