@@ -16,7 +16,7 @@ from lightrl import FakeEngine, Prompt, PromptDataModule, Role, Sampling, Traine
 from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.errors import RolloutError
 from lightrl.experience import Experience
-from lightrl.models import ModelSpec, Outputs, load_role
+from lightrl.models import ModelSpec, Outputs, role
 from lightrl.models.optimizer import with_schedule
 from lightrl.module import RLModule
 from lightrl.workflows import AgentWorkflow, MultiTurn
@@ -187,7 +187,7 @@ def test_a_role_that_reads_other_tokens_is_refused(monkeypatch, caplog):
         ValueError, match=r"tokenizer of the reference .* other tokens at 2 of .* '4' at \d+ instead of"
     ):
         GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
-    monkeypatch.setattr(load_role, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
+    monkeypatch.setattr(role, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
     GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
     assert "tokenizer of the reference" in caplog.text
 

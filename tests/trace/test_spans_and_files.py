@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,5 +200,6 @@ def test_the_peak_of_a_block_has_nothing_of_the_block_before() -> None:
 
 
 def hold_64_mib() -> None:
-    block = bytearray(64 * 2**20)
-    block[:: 2**12] = b"x" * len(block[:: 2**12])
+    with mmap.mmap(-1, 64 * 2**20) as block:  # pages that the process does not have yet
+        for start in range(0, len(block), 2**12):
+            block[start] = 1

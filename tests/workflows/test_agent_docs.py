@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,3 +26,7 @@ def test_the_agent_of_the_page_is_trained_on_both_of_its_turns() -> None:
         "42<|im_end|>",
     ]
     assert trajectory.rewards[-1] == 1.0
+    names.clear()
+    with warnings.catch_warnings():  # the page's client keeps its connections until the process ends
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
