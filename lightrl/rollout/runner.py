@@ -301,7 +301,7 @@ class Rewards:
     def _set(
         self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, judgment: asyncio.Future[Judgment]
     ) -> None:
-        if self._judgments.pop(is_kept, None) is None or judgment.cancelled():
+        if self._judgments.pop(is_kept, None) is None or judgment.cancelled() or is_kept.cancelled():
             is_kept.cancel()
             return
         record("reward", "reward", "rewards", start_ns)
