@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from lightrl.errors import EngineError, RewardError, RolloutError
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController
+from lightrl.rollout.runner import Rewards
+from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.workflows.workflow import Generate, GroupGenerate, SingleTurn
 
@@ -230,3 +233,23 @@ def test_an_engine_whose_fields_differ_in_length_ends_the_run_by_name(engine: An
 
     with pytest.raises(EngineError, match=r"(\d+) token ids, \d+ logprobs and \1 weight versions for turn 0 of prompt"):
         make(Short()).take(0)
+
+
+def test_a_reward_that_comes_after_its_trajectory_was_given_up_sets_nothing() -> None:
+    async def main() -> tuple[list[str], bool]:
+        loop, problems = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: problems.append(context["message"]))
+        computing: list[asyncio.Future[Judgment]] = [loop.create_future()]
+        worker: Any = SimpleNamespace(score_group=lambda trajectories: computing)
+        drops: Any = SimpleNamespace()
+        rewards = Rewards(worker, drops, Tasks())
+        prompt = Prompt("a", token_ids=[1])
+        trajectory = Trajectory(prompt, 0, 0, [1, 2], [False, True], [0.0, -1.0], [-1, 0], [2], "2")
+        is_kept = rewards.compute(trajectory)
+        await asyncio.sleep(0.01)  # the request is sent
+        is_kept.cancel()  # as the end of its group does, in the tick in which the reward comes
+        computing[0].set_result(Judgment(1.0))
+        await asyncio.sleep(0.01)
+        return problems, trajectory.reward is None
+
+    assert asyncio.run(main()) == ([], True)
