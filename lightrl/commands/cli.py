@@ -40,7 +40,7 @@ from lightrl.commands.config_layers import ConfigText, UsageError, Written, near
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.commands.setting_help import asked_help
 from lightrl.launch import Launch
-from lightrl.loops.resume import by_path
+from lightrl.loops.resume import SECRETS, by_path
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group
@@ -48,7 +48,6 @@ from lightrl.trajectory import Group
 log = logging.getLogger(__name__)
 
 _Level = Literal["debug", "info", "warning", "error"]
-_SECRETS = ("token", "api_key", "password")  # names of settings
 # What makes an experiment: two runs that differ here continue from each other by mistake only.
 _SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
 ANEW = "The run starts from the beginning."
@@ -295,7 +294,7 @@ def without_secrets(config: Namespace) -> Namespace:
     """A copy without tokens, keys and passwords: files of a run are shared, the environment is not."""
     public = config.clone()
     for name, value in config.items():
-        if isinstance(value, str) and name.rpartition(".")[2] in _SECRETS:
+        if isinstance(value, str) and name.rpartition(".")[2] in SECRETS:
             public[name] = None
             log.info("%s is not saved in config.yaml.", name)
     return public

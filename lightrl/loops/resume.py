@@ -27,6 +27,7 @@ from lightrl.strategies.checkpoint import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
 
+SECRETS = ("token", "api_key", "password")  # names of settings that no file of a run keeps
 OptimizerSettings = list[list[dict[str, Any]]]  # optimizers, their groups, and each group's numbers by name
 
 
@@ -69,13 +70,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def by_path(value: Any, path: str = "") -> dict[str, Any]:
-    """Settings such as `model.sampling.temperature`: without `init_args`, a class in a list by its name."""
+    """Settings such as `model.sampling.temperature`: no secrets, no `init_args`, a class in a list by its name."""
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         value = {str(one.get("class_path", index)).rpartition(".")[2]: one for index, one in enumerate(value)}
     if not isinstance(value, Mapping):
-        return {path: list(value) if isinstance(value, tuple) else value}
+        return {} if path.rpartition(".")[2] in SECRETS else {path: list(value) if isinstance(value, tuple) else value}
     found: dict[str, Any] = {}
     for name, inner in value.items():
         found |= by_path(inner, path if name == "init_args" else f"{path}.{name}".lstrip("."))

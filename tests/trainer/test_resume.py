@@ -7,6 +7,7 @@ import logging
 import os
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightrl import Experience, FakeEngine, HuggingFaceExport, Outputs, Sampling, StalenessControl
 from lightrl.concurrency.owner import own_mark
+from lightrl.loops.resume import settings_of
 from lightrl.strategies import AtomicCheckpointIO
 
 NUM_ITERATIONS = 7  # epochs of 3: iterations 3 and 6 are ends of epochs
@@ -377,3 +379,9 @@ def test_a_failed_run_can_go_on_with_the_same_trainer(tmp_path: Path) -> None:
     assert module.trained == [[2, 3], [4, 5], [6, 7]]
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert (tmp_path / "a.ckpt").exists()
+
+
+def test_no_checkpoint_holds_a_secret_of_the_settings() -> None:
+    settings = {"model": {"api_key": "s3cret", "group_size": 4}, "trainer": {"engine": {"token": "s3cret"}}}
+    found = settings_of(SimpleNamespace(settings=settings), [])
+    assert found == {"model.group_size": 4}
