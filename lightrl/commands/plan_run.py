@@ -132,7 +132,8 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
         chosen.append(f"model.microbatch_tokens is {run.microbatch_tokens}")
     if run.engine is not None and run.engine.place == "rank 0":
         engine = trainer.engine = engine or LocalEngine()
-        vars(engine)["key_value_bytes"] = memory.key_value_room(run, device_bytes)
+        if isinstance(engine, LocalEngine):
+            engine.key_value_bytes = memory.key_value_room(run, device_bytes)
     if isinstance(engine, SGLangEngine) and engine.num_servers and engine.placement == "colocated":
         fraction = engine.server_args.setdefault("mem_fraction_static", memory.served_fraction(run, device_bytes))
         chosen.append(f"trainer.engine's mem_fraction_static is {fraction}")

@@ -25,6 +25,7 @@ from lightrl.checks.printable import count_text
 from lightrl.commands.config_errors import explain
 from lightrl.commands.config_layers import UsageError, Written
 from lightrl.commands.console import reported
+from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.sglang.processes.command import usable_token
@@ -120,8 +121,7 @@ def serve(
                 if announcement is not None and not announcement.leave(leave_s):
                     log.warning("No run has let go of these servers; they end all the same.")
         finally:
-            end_all(processes)
-            receivers.stop()
+            call_all(lambda: end_all(processes), receivers.stop)
 
 
 async def _keep_all(servers: Sequence[ServerProcess], receiver: ServerProcess, ended: threading.Event) -> None:
