@@ -1,6 +1,6 @@
 """lightrl: reinforcement learning for language models, the Lightning way.
 
-The rooms, from the ground up; each imports only from rooms above it in this list:
+The packages; each imports only from those above it in this list:
 
     errors        the exceptions of a run, as a tree
     checks        what a configuration says, checked with clear errors

@@ -1,4 +1,4 @@
-"""Strategies: where a model's parameters and its work live. Each gives a ParallelModel (models room) for a role.
+"""Strategies: where a model's parameters and its work live. Each gives a ParallelModel (models package) for a role.
 
 Reading order:
     single.py             one process, one device: no padding, logprobs from hidden states
