@@ -72,7 +72,7 @@ class RunFiles(RLCallback):
         log_dir = trainer.log_dir  # on all ranks: it comes from rank 0
         for saves in trainer.checkpoint_callbacks if log_dir else []:
             if isinstance(saves, ModelCheckpoint) and saves.dirpath is None:
-                saves.dirpath = str(Path(str(log_dir)) / "checkpoints")  # Lightning's default, unless CSVLogger is not the first
+                saves.dirpath = str(Path(str(log_dir)) / "checkpoints")  # so where CSVLogger is not the first too
         folder = _written_folder(trainer)
         if folder is None:
             return
