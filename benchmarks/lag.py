@@ -174,7 +174,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
 
 
 def sample(policy: Module, prompts: list[Prompt], version: int) -> Experience:
-    """`GROUP_SIZE` judged trajectories of each prompt, which all have the same length."""
+    """`GROUP_SIZE` trajectories of each prompt, which all have the same length."""
     import torch
 
     from examples.quickstart.task import VOCABULARY

@@ -7,8 +7,8 @@
 
 A key is the name of a field or an extra of Experience. A call runs as soon as its inputs exist; each trajectory passes
 each call once. Calls of models that share ranks run one after another, in the same order on each; those of roles with
-ranks of their own run at the same time; calls without a role (a judge behind a server, a function) run beside them on
-rank 0, each in its own thread. loops/run_calls.py executes the graph.
+ranks of their own run at the same time; calls without a role (an LLM judge behind a server, a function) run
+meanwhile on rank 0, each in its own thread. loops/run_calls.py executes the graph.
 """
 
 from __future__ import annotations
@@ -233,10 +233,10 @@ def iteration_graph(
             f"Model call {wrong.name!r} in score_calls must have kind 'infer', got {wrong.kind!r}. Updates belong in "
             "train_calls."
         )
-    judged = ("rewards", "token_rewards")
+    reward_fields = ("rewards", "token_rewards")
     rollout = [
-        ModelCall(GENERATE, "policy", "generate", (), tuple(sorted(ROLLOUT_FIELDS.difference(judged)))),
-        ModelCall(REWARD, None, "infer", ("token_ids",), judged, run=reward),
+        ModelCall(GENERATE, "policy", "generate", (), tuple(sorted(ROLLOUT_FIELDS.difference(reward_fields)))),
+        ModelCall(REWARD, None, "infer", ("token_ids",), reward_fields, run=reward),
     ]
     late = _later_than_advantages(score_calls, advantage_keys)
     inputs = ("rewards", *(key for call in score_calls for key in call.outputs if call.name not in late))

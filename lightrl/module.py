@@ -61,7 +61,7 @@ class RLModule(L.LightningModule):
         reward: instead of the `reward` hook, a function or its dotted path, such as `my_project.rewards.exact`; a
             RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Paths run
             in processes that can be killed; a hook that uses `self` runs in a thread.
-        reward_model: a network that judges whole trajectories, such as a RewardModel's export, with the policy's
+        reward_model: a network that scores whole trajectories, such as a RewardModel's export, with the policy's
             tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be behind
             an SGLang server: `{url: ...}`.
         reward_model_coef: factor on that score.
@@ -83,9 +83,9 @@ class RLModule(L.LightningModule):
         warmup_iterations: linear warm-up of the learning rate; a number below 1 is a share of the run.
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
         min_lr_ratio: part of `lr` at the end of a decay.
-        reward_workers: processes that judge, for a reward given by dotted path.
+        reward_workers: processes that compute rewards, for a reward given by dotted path.
         reward_timeout_s: deadline of one call of the reward.
-        reward_memory_mib: memory limit of each process that judges; None for no limit.
+        reward_memory_mib: memory limit of each of these processes; None for no limit.
         reward_recycle_after: calls after which such a process is replaced by a fresh one; None for never.
         max_failed_fraction: the run ends if more of an iteration's trajectories fail.
         max_skipped_updates: the run ends after this many updates in a row with non-finite gradients.
@@ -220,7 +220,7 @@ class RLModule(L.LightningModule):
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # role → model; the trainer fills it in
         self.value_head: torch.nn.Linear | None = None  # a critic's, on the policy's body
-        # Your own, by name: each is updated with the judged groups of every validation or test batch.
+        # Your own, by name: each is updated with the groups of every validation or test batch.
         self.validation_metrics: dict[str, Metric] = {}
         self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
@@ -230,15 +230,15 @@ class RLModule(L.LightningModule):
 
     def models(self) -> dict[str, Role]:
         """The roles by name; the model of each becomes the attribute `self.<name>`."""
-        judge = {} if self.reward_model_role is None else {"reward_model": self.reward_model_role}
-        return {"policy": self.policy_role, **judge}
+        reward_model = {} if self.reward_model_role is None else {"reward_model": self.reward_model_role}
+        return {"policy": self.policy_role, **reward_model}
 
     def configure_workflow(self) -> Workflow:
         """Builds the workflow, which maps a prompt to a trajectory, with the policy's tokenizer."""
         return SingleTurn(self.tokenizer) if self.workflow is None else self.workflow(self.tokenizer)
 
     def reward(self, trajectory: Trajectory) -> Any:
-        """The number that judges a trajectory; may be async. Must be written, unless `reward=` was given.
+        """The reward of a trajectory; may be async. Must be written, unless `reward=` was given.
 
         Returns:
             A float, or a dict with `reward` and further numbers to log by name, such as `accuracy`.
@@ -282,7 +282,7 @@ class RLModule(L.LightningModule):
     def score_calls(self) -> list[ModelCall]:
         """The model calls between rollout and advantages, in any order; each runs once on the whole iteration.
 
-        Add one of your own, such as a second judge, with `run=` a function; its output is `experience["key"]`.
+        Add one of your own, such as an LLM judge, with `run=` a function; its output is `experience["key"]`.
         """
         calls: list[ModelCall] = []
         if self.reward_model_role is not None:
@@ -333,7 +333,7 @@ class RLModule(L.LightningModule):
         return parameter_groups(self, {name: roles[name] for name in self.trained_roles()}, lr=self.lr)
 
     def validation_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs mean reward, accuracy, pass@k and the reward's further numbers of judged validation groups.
+        """Logs mean reward, accuracy, pass@k and the reward's further numbers of the validation groups.
 
         With several labeled sources each also has its own: `val/reward/<label>`. With several loaders Lightning adds
         `/dataloader_idx_<n>` to the names.
@@ -352,7 +352,7 @@ class RLModule(L.LightningModule):
         """Everything that an iteration computes, from the prompt to the updates, as one checked graph.
 
         Args:
-            from_file: trajectories come from a file, so nothing is generated and judged.
+            from_file: trajectories come from a file, so nothing is generated and no reward computed.
 
         Raises:
             ValueError: if the calls make no graph (see DataFlowGraph), or a server cannot answer its call.

@@ -67,7 +67,7 @@ torch.serialization.add_safe_globals([
 INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     # Models stay in evaluation mode: dropout would make trainer and engine disagree.
     (r"Found \d+ module\(s\) in eval mode", UserWarning),
-    # Validation batches become judged groups in a module hook, whatever data module they come from.
+    # Validation batches become groups with rewards in a module hook, whatever data module they come from.
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
     # The loader only counts iterations: prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
@@ -226,7 +226,7 @@ class Trainer(RLTrainer):
                 "callbacks may be those of the checkpoint. Create a new Trainer and new callbacks."
             )
         is_recorded = any(hasattr(data, "recorded_groups") for data in (*args, *kwargs.values()))
-        with self._checked(model, has_judge=not is_recorded, is_fit=True):
+        with self._checked(model, needs_rewards=not is_recorded, is_fit=True):
             super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -240,13 +240,13 @@ class Trainer(RLTrainer):
             return super().test(model, *args, **kwargs)
 
     def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Plays the test prompts, judged and not trained on; the arguments are Lightning's."""
+        """Rolls out the test prompts, with rewards, and does not train on them; the arguments are Lightning's."""
         with self._checked(model):
             return super().predict(model, *args, **kwargs)
 
     @contextlib.contextmanager
     def _checked(
-        self, model: L.LightningModule | None, *, has_judge: bool = True, is_fit: bool = False
+        self, model: L.LightningModule | None, *, needs_rewards: bool = True, is_fit: bool = False
     ) -> Iterator[None]:
         """Refuses, before any model is built, what cannot train an RLModule; inside, Lightning's warnings fit one."""
         module = self.lightning_module if model is None else model
@@ -265,9 +265,9 @@ class Trainer(RLTrainer):
                 for message, category in INTENDED:
                     warnings.filterwarnings("ignore", message, category)
             try:
-                if isinstance(module, RLModule) and has_judge and vars(rank_zero_only)["rank"] == 0:
+                if isinstance(module, RLModule) and needs_rewards and vars(rank_zero_only)["rank"] == 0:
                     self._check_engine(is_fit=is_fit)
-                    self._stage.start_judge(module)
+                    self._stage.start_reward_worker(module)
                 yield
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error

@@ -25,7 +25,7 @@ _Number = TypeVar("_Number", bound=float, covariant=True)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A task given to the policy, with what the reward needs to judge it.
+    """A task given to the policy, with what the reward needs.
 
     `token_ids` or `messages` must be set; the data module computes `token_ids` from `messages` with the policy's chat
     template. `images` are in the order of the messages' `{"type": "image"}` parts, and `token_ids` has each one's image
@@ -337,13 +337,13 @@ class Trajectory:
     completion: str  # its text, from the <think> that the prompt opened on, without end tokens
     finish_reason: FinishReason = "stop"
     is_truncated: bool = False  # ended by a length limit
-    reward: float | None = None  # None until judged
+    reward: float | None = None  # None until it is computed
     rewards: Sequence[float] | None = None  # float64 [T], for rewards per token; then `reward` is their sum
     # uint8, the codes of the T tokens' supports (functional/supports.py); None if no draw was truncated.
     supports: Sequence[int] | None = None
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
-    # Recorded, of judges and teachers, by key: a number, or a numpy array [T, ...].
+    # Recorded outputs of model calls, by key: a number, or a numpy array [T, ...].
     call_outputs: dict[str, Any] = field(default_factory=dict)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Distillation: the policy generates, a teacher judges every token.
+"""Distillation: the policy generates, a teacher computes logprobs of every token.
 
 Shapes: B trajectories, T tokens, K of the teacher's likeliest tokens at each place.
 """

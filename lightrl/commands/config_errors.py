@@ -2,7 +2,7 @@
 
 jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead walks the merged layers
 along the classes that they configure until it finds the setting at fault. It runs only after the parser has refused, or
-to judge empty sections; if it finds nothing, the parser's message stands.
+for empty sections; if it finds nothing, the parser's message stands.
 """
 
 from __future__ import annotations

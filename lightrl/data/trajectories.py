@@ -20,7 +20,7 @@ class TrajectoryDataModule(L.LightningDataModule):
 
     From the same weights, with the same module, seed and callbacks, it repeats bit for bit the run that wrote the files
     with `TrajectoryLog(every_n_iterations=1)`; with another loss it shows what that makes of the same trajectories.
-    Rewards come from the files, and so do the outputs of a judge, teacher or reward model outside the trainer
+    Rewards come from the files, and so do the outputs of an LLM judge, teacher or reward model outside the trainer
     (`call_outputs`; if missing, they are requested again). Iteration k of the run uses iteration k of the files and
     starts over after the last; a run that resumes from iteration k continues with the k-th.
 

@@ -1,7 +1,7 @@
 """Supports: the tokens that could be drawn at a position, under top-p or top-k; as bytes, and in a softmax.
 
 The logprob of a token drawn from a truncated distribution is that of the softmax over its support. So the support of
-each draw travels with the token, and every model that judges the token renormalizes over it:
+each draw travels with the token, and every model that computes its logprob renormalizes over it:
 
     engine ── bytes ──► Completion ──► Trajectory ──► Experience ── Supports.at ──► logits of M ids ──► softmax
 

@@ -1,4 +1,4 @@
-"""RolloutStage: what a fit, validate, test or predict of an RLModule opens: models, judge, engine and rollout.
+"""RolloutStage: what a fit, validate, test or predict of an RLModule opens: models, reward worker, engine and rollout.
 
 It checks their settings before a device is touched, logs what follows from them, and closes each in any case.
 """
@@ -41,7 +41,7 @@ from lightrl.models import ParallelModel
 from lightrl.models.chat_template import with_stop_tokens
 from lightrl.models.lora import AdapterShape
 from lightrl.module import RLModule
-from lightrl.rewards import FailureLog, JudgesGroups, make_judge
+from lightrl.rewards import FailureLog, RewardWorker, make_reward_worker
 from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.rollout.workflow_pool import check_workers
@@ -116,7 +116,7 @@ class RolloutStage:
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         self.trainer = trainer
         self.resume = resume
-        self._judge: JudgesGroups | None = None
+        self._reward_worker: RewardWorker | None = None
         self._engine_is_open = False
         self._num_threads = 0  # before the stage, while it is open
         self._precision: Precision | None = None  # before the stage, while it is open
@@ -143,10 +143,10 @@ class RolloutStage:
             check_workers(self.trainer.engine or LocalEngine(), module.workflow_workers)
         check_callbacks(getattr(self.trainer, "callbacks", ()))
 
-    def start_judge(self, module: RLModule) -> None:
+    def start_reward_worker(self, module: RLModule) -> None:
         """Before any model is built, on the main process alone: fails if there is no such reward function."""
-        self._judge = _judge_of(module)
-        self._judge.start()
+        self._reward_worker = _make_reward_worker(module)
+        self._reward_worker.start()
 
     def open(self, module: RLModule) -> None:
         """Once the module has its models and its restored state.
@@ -194,8 +194,8 @@ class RolloutStage:
         steps: list[Callable[[], None]] = []
         if self.trainer.open_rollout is not None:
             steps += [self.resume.keep_rollout, self._close_rollout]
-        if self._judge is not None:
-            steps.append(self._close_judge)
+        if self._reward_worker is not None:
+            steps.append(self._close_reward_worker)
         if self._engine_is_open:
             steps.append(self._close_engine)
         call_all(*steps)
@@ -204,10 +204,10 @@ class RolloutStage:
         self.trainer.rollout.close()
         self.trainer.open_rollout = None
 
-    def _close_judge(self) -> None:
-        assert self._judge is not None
-        self._judge.close()
-        self._judge = None
+    def _close_reward_worker(self) -> None:
+        assert self._reward_worker is not None
+        self._reward_worker.close()
+        self._reward_worker = None
 
     def _close_engine(self) -> None:
         assert self.trainer.engine is not None
@@ -251,10 +251,10 @@ class RolloutStage:
         prompts: PromptStream | None,
         folder: Path,
     ) -> RolloutController:
-        """Judge, engine and controller; on rank 0 only."""
-        judge = _judge_of(module) if self._judge is None else self._judge
-        self._judge = judge if failures is None else FailureLog(judge, failures)
-        self._judge.start()
+        """Reward worker, engine and controller; on rank 0 only."""
+        worker = _make_reward_worker(module) if self._reward_worker is None else self._reward_worker
+        self._reward_worker = worker if failures is None else FailureLog(worker, failures)
+        self._reward_worker.start()
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
@@ -273,7 +273,7 @@ class RolloutStage:
         return RolloutController(
             engine,
             workflow,
-            self._judge,
+            self._reward_worker,
             settings,
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
@@ -282,9 +282,9 @@ class RolloutStage:
         )
 
 
-def _judge_of(module: RLModule) -> JudgesGroups:
+def _make_reward_worker(module: RLModule) -> RewardWorker:
     """Builds what computes the rewards of the module's trajectories, not started."""
-    return make_judge(
+    return make_reward_worker(
         module.reward_source if module.reward_source is not None else module.reward,
         workers=module.reward_workers,
         timeout_s=module.reward_timeout_s,

@@ -1,6 +1,6 @@
 """run_calls: executes the infer calls of a DataFlowGraph, each as soon as its inputs are there.
 
-rank 0    policy's calls ...      judge (thread) ...  ─┐
+rank 0    policy's calls ...   function (thread) ...  ─┐
 rank 1    critic's calls ...                          ─┴─► each result to all ranks when a call needs it, or at the end
 """
 

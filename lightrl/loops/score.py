@@ -35,7 +35,7 @@ def asked_once(
 ) -> Mapping[str, Tensor]:
     """The call's outputs, [B] or [B, T, ...]: from its trajectories if TrajectoryLog recorded them, else from `ask()`.
 
-    Asked again, a judge or a server might answer differently, or be gone. Floats are float32, asked or recorded.
+    Asked again, a function or a server might answer differently, or be gone. Floats are float32, asked or recorded.
     Recorded ones have 0 on the padding.
     """
     recorded = [item.call_outputs for item in trajectories]
@@ -71,7 +71,7 @@ def score(
     Args:
         module: has `score_calls`, `advantages` and the models.
         experience: of the whole iteration, or what `shard` made of it. Each of its ranks infers its share of the rows,
-            for the roles that it holds; functions and servers are called on rank 0 only, because a judge may answer
+            for the roles that it holds; functions and servers are called on rank 0 only, because a function may answer
             differently the second time.
         trajectories: its rows, for calls that read texts; on rank 0.
         forward_context: the precision plugin's, around the models only: half precision would make bfloat16 the default

@@ -2,7 +2,7 @@
 
     rank 0 ── rows ──► who works on them        once, after the rollout
     who inferred ── values … ──► who works on the same rows, where that is another rank
-    rank 0 ── answers of judges, rewards per token ──► who works on the rows
+    rank 0 ── outputs of functions, rewards per token ──► who works on the rows
 
 B trajectories, W ranks.
 """
@@ -176,7 +176,7 @@ def share_outputs(
             if not len(kinds[name]):
                 tokens = {name: outputs[name] if name in outputs else _nowhere(experience, kinds[name])}
                 needed = needs.clone()
-                needed[0] |= name in read_on_rank_0 or holders is None  # the trajectory log keeps a judge's answers
+                needed[0] |= name in read_on_rank_0 or holders is None  # the trajectory log keeps a function's outputs
                 shared |= exchange(experience, tokens, has, needed)
             elif holders is None:
                 shared[name] = kinds[name]

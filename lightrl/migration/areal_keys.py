@@ -506,7 +506,7 @@ ROWS: dict[str, Rule] = {
     "actor.gae_lambda": for_critic("model.lam"),
     "actor.overlong_reward_penalty": overlong,
     "actor.overlong_*": used_by("actor.overlong_reward_penalty"),
-    "actor.mask_no_eos_with_zero": only(False, else_="truncated completions are judged by the reward like others"),
+    "actor.mask_no_eos_with_zero": only(False, else_="truncated completions get a reward like others"),
     "actor.dynamic_sampling": dynamic,
     "actor.log_agent_stats*": only(False, [], else_="what a reward returns beside `reward` is logged"),
     "*.scheduling_spec": left(_OWN_SCRIPT),

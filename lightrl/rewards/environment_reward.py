@@ -1,4 +1,4 @@
-"""environment_reward: the rewards that the environment of a workflow gave, as the judgment."""
+"""environment_reward: the rewards that the environment of a workflow gave."""
 
 from __future__ import annotations
 

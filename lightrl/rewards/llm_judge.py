@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.line_buffer import body_of
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import label
+from lightrl.rewards.reward_result import label
 from lightrl.trajectory import Trajectory, chat_as_text
 
 if TYPE_CHECKING:

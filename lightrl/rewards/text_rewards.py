@@ -1,4 +1,4 @@
-"""Rewards for the text alone: pattern, tags, length, repetition, JSON. Add them to one that judges the content.
+"""Rewards for the text alone: pattern, tags, length, repetition, JSON. Add them to one for the content.
 
 Lengths count the tokens that the policy wrote, over all turns.
 """

@@ -1,10 +1,10 @@
-"""The child's side of RewardPool: a fresh interpreter that imports one function and judges what comes through a pipe.
+"""The child's side of RewardPool: a fresh interpreter that imports a function and calls it on what the pipe has.
 
 Both directions carry one JSON value per line; a batch of trajectories follows the line with their lengths in bytes.
 
     pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
                      [number of bytes, ...], then the trajectories (transport.py)
-    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory as soon as it is judged:
+    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory when it is done:
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
 
@@ -33,8 +33,8 @@ from typing import Any, NoReturn
 from lightrl.checks.user_code import user_code
 from lightrl.concurrency import parent_guard
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import Outcome, Runner, user_traceback
 from lightrl.rewards.parts import RewardPart, bound, summed
+from lightrl.rewards.reward_result import Outcome, Runner, user_traceback
 from lightrl.rewards.transport import trajectory_from_bytes
 from lightrl.trajectory import Trajectory
 

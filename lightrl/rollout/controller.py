@@ -24,7 +24,7 @@ from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.engines import SGLangEngine
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
-from lightrl.rewards import JudgesGroups
+from lightrl.rewards import RewardWorker
 from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
 from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead
 from lightrl.rollout.protocol import OnWait
@@ -95,7 +95,7 @@ class RolloutController:
         self,
         engine: RolloutEngine,
         workflow: Workflow,
-        reward_worker: JudgesGroups,
+        reward_worker: RewardWorker,
         settings: RolloutSettings,
         *,
         sampling: Sampling,

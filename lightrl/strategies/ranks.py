@@ -70,7 +70,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process has controller, engine and judge, writes files and prints."""
+        """Whether this process has controller, engine and reward worker, writes files and prints."""
         return self.is_here and self.rank == 0
 
     def of_role(self, role: str) -> Ranks:

@@ -24,7 +24,7 @@ _PHASES = {"rewards": "reward", "score": "score", "update": "update", "sync": "s
 Intervals = list[tuple[int, int]]  # disjoint, in order
 
 _ADVICE = {
-    "reward": "Give the reward more processes (reward_workers) or make it faster; a judge's server may need replicas.",
+    "reward": "Give the reward more processes (reward_workers) or make it faster; an LLM judge may need replicas.",
     "score": "Raise microbatch_tokens while memory lasts, or drop a model that nothing needs.",
     "update": "Raise microbatch_tokens while memory lasts, use more devices, or update_epochs=1.",
     "sync": "Fewer, larger iterations sync less often, and so does WeightSync.every_n_iterations.",
@@ -56,14 +56,14 @@ def area_times(events: Iterable[Event], start_ns: int, end_ns: int) -> AreaTimes
             waiting.append((phase.start_ns, phase.end_ns))
         else:
             areas[_PHASES[phase.name]] += phase.end_ns - phase.start_ns
-    writing, judging, making = (
+    generating, rewarding, making = (
         union((event.start_ns, event.end_ns) for event in by_category.get(category, ()))
         for category in ("generate", "reward", "data")
     )
-    areas["reward"] += length(only_judged := without(common(waiting, judging), writing))
-    areas["data"] += length(only_made := without(common(waiting, making), writing + judging))
+    areas["reward"] += length(only_rewards := without(common(waiting, rewarding), generating))
+    areas["data"] += length(only_data := without(common(waiting, making), generating + rewarding))
     areas["data"] += sum(one.end_ns - one.start_ns for one in by_category.get("loader", ()))
-    areas["rollout"] += length(waiting) - length(only_judged) - length(only_made)
+    areas["rollout"] += length(waiting) - length(only_rewards) - length(only_data)
     servers: dict[str, list[tuple[int, int]]] = {}
     for event in by_category.get("server", ()):
         servers.setdefault(event.track, []).append((event.start_ns, event.end_ns))

@@ -40,7 +40,7 @@ class AgentWorkflow(Workflow):
     The function's chat completions become one trajectory (see agent_session.py: which requests continue which, and
     what happens to the others). The loss mask is True on the policy's tokens only. The function's return value goes
     into `Trajectory.rewards`, on the last token: with `reward: lightrl.rewards.environment_reward` that is the
-    judgment; any other reward judges the trajectory instead. None leaves `Trajectory.rewards` unset.
+    result; any other reward is computed from the trajectory instead. None leaves `Trajectory.rewards` unset.
 
     A function that raises, hangs, returns no number or sends no request drops its trajectory, which is counted.
 

@@ -23,7 +23,7 @@ from lightrl.checks.bounds import finite_number
 from lightrl.checks.user_code import function_of
 from lightrl.concurrency.in_thread import call_within
 from lightrl.errors import RolloutError
-from lightrl.rewards import Judgment
+from lightrl.rewards import RewardResult
 from lightrl.trajectory import Prompt, Trajectory
 
 # What the policy reads next: the text of a user's turn, one chat message, or several; None adds nothing.
@@ -175,7 +175,7 @@ class RetryWithFeedback(Environment):
     discount), and failing first never pays.
 
     Args:
-        reward: judges each completion: a sync function of a Trajectory or its dotted path. It sees `prompt` and
+        reward: for each completion: a sync function of a Trajectory or its dotted path. It sees `prompt` and
             `completion`, no token ids, and runs in a thread of this process, with the deadline of a step.
         feedback: what the policy reads after a wrong completion; a format string that may use the reward function's
             metrics, such as `{format}`.
@@ -201,12 +201,12 @@ class RetryWithFeedback(Environment):
         self.prompt = prompt
 
     def step(self, completion: str) -> Step:
-        judgment = self._judge(completion)
-        earned = judgment.reward if self.best is None else max(0.0, judgment.reward - self.best)
-        self.best = judgment.reward if self.best is None else max(self.best, judgment.reward)
-        solved = judgment.reward >= self.solved_reward
-        self.accuracies.append(judgment.metrics.get("accuracy", float(solved)))
-        return self.feedback.format_map({**judgment.metrics, "reward": judgment.reward}), earned, solved
+        result = self._compute_reward(completion)
+        earned = result.reward if self.best is None else max(0.0, result.reward - self.best)
+        self.best = result.reward if self.best is None else max(self.best, result.reward)
+        solved = result.reward >= self.solved_reward
+        self.accuracies.append(result.metrics.get("accuracy", float(solved)))
+        return self.feedback.format_map({**result.metrics, "reward": result.reward}), earned, solved
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "accuracies": self.accuracies}
@@ -218,7 +218,7 @@ class RetryWithFeedback(Environment):
         first = self.accuracies[0] if self.accuracies else 0.0  # empty if the first turn was cut off
         return {"accuracy": max(self.accuracies, default=0.0), "first_turn_accuracy": first}
 
-    def _judge(self, completion: str) -> Judgment:
+    def _compute_reward(self, completion: str) -> RewardResult:
         trajectory = Trajectory(
             self.prompt,
             group_id=-1,
@@ -230,4 +230,4 @@ class RetryWithFeedback(Environment):
             completion_ids=[],
             completion=completion,
         )
-        return Judgment.of(self.reward(trajectory), trajectory)
+        return RewardResult.of(self.reward(trajectory), trajectory)

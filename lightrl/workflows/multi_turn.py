@@ -34,7 +34,7 @@ class MultiTurn(Workflow):
 
     The loss mask is True on the policy's tokens only. `Trajectory.rewards` has the reward of turn k (from 0), times
     `discount**k`, on the last token of that turn; with `reward: lightrl.rewards.environment_reward` they are the
-    judgment. Any other reward judges the trajectory instead, as after a single turn.
+    result. Any other reward is computed from the trajectory instead, as after a single turn.
 
     A trajectory is truncated if a completion was cut off (`sampling.max_new_tokens`), `max_tokens` leaves no room for
     another, or its time is over. Reaching `max_turns` is not a truncation but a rule of the game.

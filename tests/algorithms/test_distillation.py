@@ -31,9 +31,9 @@ def test_the_advantage_of_a_token_is_what_the_teacher_thinks_of_it() -> None:
 
 def test_a_reward_can_be_trained_on_too() -> None:
     experience = random_experience()
-    plain, judged = make().advantages(experience), make(reward_coef=0.5, group_size=3).advantages(experience)
+    plain, rewarded = make().advantages(experience), make(reward_coef=0.5, group_size=3).advantages(experience)
     expected = 0.5 * group_advantages(experience.rewards, experience.group_ids)[:, None].expand(plain.shape)
-    torch.testing.assert_close(judged - plain, expected)
+    torch.testing.assert_close(rewarded - plain, expected)
 
 
 def test_on_policy_the_gradient_is_that_of_the_sampled_reverse_kl() -> None:

@@ -60,11 +60,11 @@ def test_beside_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() 
     columns = torch.arange(experience.token_ids.shape[1])
     num_tokens = torch.tensor([4, 6, 8])[:, None]
     experience = replace(experience, loss_mask=(columns >= 1) & (columns <= num_tokens))
-    judged = torch.where(experience.loss_mask, 0.5, 0.0)
+    given = torch.where(experience.loss_mask, 0.5, 0.0)
     module = ppo(reward_shaping=RewardShaping(bias=-0.25, scaling=2.0), overlong_penalty=OverlongPenalty(4))
-    found = module.token_rewards(replace(experience, token_rewards=judged))
+    found = module.token_rewards(replace(experience, token_rewards=given))
     lost = torch.where(columns == num_tokens, torch.tensor([[0.25], [0.75], [1.25]]), 0.0)
-    torch.testing.assert_close(found, 2 * (judged - lost))
+    torch.testing.assert_close(found, 2 * (given - lost))
 
 
 def test_the_kl_weight_of_the_next_iteration_follows_the_kl_of_the_loss_tokens() -> None:

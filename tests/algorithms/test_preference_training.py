@@ -169,16 +169,16 @@ def test_exports_load_as_what_they_are_and_begin_the_next_stage(tmp_path: Path) 
             module, Digits(None, batch_size=5)
         )
 
-    policy, judge = DPO(tiny_spec()), RewardModel(tiny_spec())
+    policy, trained = DPO(tiny_spec()), RewardModel(tiny_spec())
     train(policy, "dpo")
-    train(judge, "reward_model")
+    train(trained, "reward_model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dpo")
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in policy.policy.state_dict().items())
     scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model").eval()
     token_ids = make_batch().token_ids[1]
-    assert reward_of(scorer, token_ids) == pytest.approx(reward_of(judge.reward_model.eval(), token_ids), rel=1e-5)
+    assert reward_of(scorer, token_ids) == pytest.approx(reward_of(trained.reward_model.eval(), token_ids), rel=1e-5)
     again = attached(RewardModel(ModelSpec(path=str(tmp_path / "reward_model"))), tmp_path)
-    assert torch.equal(again.reward_model.score.weight, judge.reward_model.score.weight)
+    assert torch.equal(again.reward_model.score.weight, trained.reward_model.score.weight)
     from_language_model = attached(RewardModel(ModelSpec(path=str(tmp_path / "dpo"))), tmp_path)
     torch.testing.assert_close(
         from_language_model.reward_model.model.embed_tokens.weight, loaded.model.embed_tokens.weight

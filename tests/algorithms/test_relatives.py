@@ -30,7 +30,7 @@ from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights
 
 
-def judged(rewards: list[float], group_ids: list[int]) -> Experience:
+def experience_with(rewards: list[float], group_ids: list[int]) -> Experience:
     experience = random_experience(num_groups=len(rewards), group_size=1)
     return replace(experience, rewards=torch.tensor(rewards), group_ids=torch.tensor(group_ids))
 
@@ -58,7 +58,7 @@ def judged(rewards: list[float], group_ids: list[int]) -> Experience:
 )
 def test_advantages_are_those_of_the_paper(algorithm: type[GRPO], expected: list[float]) -> None:
     module = algorithm(tiny_spec(), reward=len)
-    found = module.advantages(judged([1.0, 0.0, 0.0, 0.0, 1.0, 1.0], [5, 5, 5, 5, 2, 2]))
+    found = module.advantages(experience_with([1.0, 0.0, 0.0, 0.0, 1.0, 1.0], [5, 5, 5, 5, 2, 2]))
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
@@ -182,7 +182,7 @@ def test_reinforce_plus_plus_normalizes_returns_over_all_tokens_of_the_batch() -
 
 def test_the_baseline_of_reinforce_plus_plus_is_taken_off_first() -> None:
     module = ReinforcePlusPlus(tiny_spec(), reward=len, advantage_mean="group", group_size=2)
-    experience = judged([1.0, 0.0, 5.0, 5.0], [0, 0, 1, 1])
+    experience = experience_with([1.0, 0.0, 5.0, 5.0], [0, 0, 1, 1])
     found = module.advantages(experience)
     assert (found[:2].sum(1).sign() == torch.tensor([1, -1])).all()
     centered = torch.tensor([0.5, -0.5, 0.0, 0.0])[:, None].expand(experience.loss_mask.shape)[experience.loss_mask]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rank_scripts import ROUNDING, left_by, run
-from supervised_ranks_run import CASES, play, save_judge
+from supervised_ranks_run import CASES, play, save_reward_model
 from transformers import AutoModelForCausalLM
 
 from lightrl import Trainer
@@ -20,7 +20,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder that two processes worked in, and what each of them found."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    save_judge(folder)
+    save_reward_model(folder)
     run(Path(__file__).with_name("supervised_ranks_run.py"), folder)
     return folder, left_by(2, folder)
 
@@ -28,7 +28,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("one_process")
-    save_judge(folder)
+    save_reward_model(folder)
     return {name: play(name, folder, devices=1) for name in CASES}
 
 

@@ -30,7 +30,7 @@ CHANCE = random.SystemRandom()
 
 
 class LikesLowTokens(GRPO):
-    """Learns to write tokens below 20 of 61; judged in this process."""
+    """Learns to write tokens below 20 of 61; rewards come from this process."""
 
     def reward(self, trajectory: Trajectory) -> float:
         return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)

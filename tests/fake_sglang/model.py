@@ -311,7 +311,7 @@ class EmbeddedModel(ScriptedModel):
         return tensors
 
 
-class JudgingModel(ScriptedModel):
+class RewardModel(ScriptedModel):
     """A tiny reward model from a Hugging Face folder, one row at a time; it generates by rule."""
 
     def __init__(self, folder: str, *, version: str = "default") -> None:

@@ -183,10 +183,10 @@ class FakeServer:
         rows: list[list[int]] = body["input_ids"]
         for row in rows:
             self._check(row, 0)
-        judged = await asyncio.to_thread(self.model.classify, rows)
+        rewards = await asyncio.to_thread(self.model.classify, rows)
         return [
             {"embedding": numbers, "meta_info": {"prompt_tokens": len(row), "weight_version": self.model.version}}
-            for row, numbers in zip(rows, judged, strict=True)
+            for row, numbers in zip(rows, rewards, strict=True)
         ]
 
     def _check(self, prompt: Any, max_new_tokens: int) -> None:
@@ -418,10 +418,10 @@ async def _serve(options: argparse.Namespace) -> None:
             version=options.weight_version,
         )
     else:
-        from fake_sglang.model import DraftModel, EmbeddedModel, JudgingModel
+        from fake_sglang.model import DraftModel, EmbeddedModel, RewardModel
 
         model = (
-            JudgingModel(options.model_path, version=options.weight_version)
+            RewardModel(options.model_path, version=options.weight_version)
             if options.is_embedding
             else EmbeddedModel(
                 options.model_path,

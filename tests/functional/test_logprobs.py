@@ -46,7 +46,7 @@ def head_case(num: int = 7, hidden: int = 5, vocabulary: int = 11, **options: ob
     return *tensors, torch.randint(0, vocabulary, (num,), generator=generator)
 
 
-def test_a_token_is_judged_by_the_logits_of_the_position_before_it() -> None:
+def test_a_tokens_logprob_comes_from_the_logits_of_the_position_before_it() -> None:
     # softmax(log 1, log 3) = (1/4, 3/4); token 1 has probability 3/4, its logits are at position 0.
     logits = torch.tensor([[[0.0, math.log(3.0)], [50.0, -50.0]]])
     logprobs, entropy = token_logprobs(logits, torch.tensor([[0, 1]]))

@@ -211,7 +211,7 @@ def test_importance_weights_worked_by_hand(settings: dict[str, object], expected
 
 @pytest.mark.parametrize("metric", ["ratio", "k1", "k2", "k3"])
 @pytest.mark.parametrize("aggregation", [None, "mean", "sum", "max"])
-def test_a_trajectory_is_judged_without_its_masked_tokens_and_without_the_others(metric, aggregation):
+def test_a_trajectorys_weight_ignores_its_masked_tokens_and_the_other_trajectories(metric, aggregation):
     proximal, behavior = of_ratio(0.5, 2.0, 8.0)
     mask = torch.ones(1, 3, dtype=torch.bool)
     settings: dict[str, object] = {"metric": metric, "aggregation": aggregation, "cap": 2.1}

@@ -180,8 +180,8 @@ def test_a_hook_that_returns_no_experience_with_advantages_is_told_so(changed: A
 # ---------------------------------------------------------------------- calls of one's own
 
 
-class TwoJudges(GRPO):
-    """README's and docs' example: a second judge whose number is added to the reward."""
+class TwoRewards(GRPO):
+    """README's and docs' example: an LLM judge whose number is added to the reward."""
 
     def score_calls(self) -> list[ModelCall]:
         return [*super().score_calls(), ModelCall("style", outputs=("style_rewards",), run=self.style)]
@@ -193,14 +193,14 @@ class TwoJudges(GRPO):
         return super().shaped_rewards(experience) + experience["style_rewards"]
 
 
-def two_judges(**settings: Any) -> TwoJudges:
-    module = TwoJudges(tiny_spec(), reward=len, **settings)
+def two_rewards(**settings: Any) -> TwoRewards:
+    module = TwoRewards(tiny_spec(), reward=len, **settings)
     module.configure_model()
     return module
 
 
 def test_a_call_of_the_users_own_adds_to_the_reward() -> None:
-    module, trajectories = two_judges(group_size=3), random_trajectories()
+    module, trajectories = two_rewards(group_size=3), random_trajectories()
     experience = score(module, Experience.from_trajectories(trajectories), trajectories)
     assert torch.equal(experience["style_rewards"], experience.lengths.float())
     expected = group_advantages(experience.rewards + experience.lengths, experience.group_ids)
@@ -220,9 +220,9 @@ def test_a_call_of_the_users_own_may_come_after_any_other() -> None:
 
         return run
 
-    module = two_judges()
+    module = two_rewards()
     module.score_calls = lambda: [  # type: ignore[method-assign]
-        *TwoJudges.score_calls(module),
+        *TwoRewards.score_calls(module),
         ModelCall("early", outputs=("early",), run=look("early"), after=("reward",)),
         ModelCall("late", inputs=("advantages",), outputs=("late",), run=look("late")),
     ]
@@ -243,14 +243,14 @@ def test_a_call_of_the_users_own_may_come_after_any_other() -> None:
     ids=["too few", "a list", "another key"],
 )
 def test_what_a_call_of_the_users_own_returns_is_checked(returned: Any, message: str) -> None:
-    module = two_judges()
+    module = two_rewards()
     module.style = lambda *_: returned  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=message):
         score(module, random_experience(is_scored=False))
 
 
 def test_what_a_call_of_the_users_own_raises_names_the_call() -> None:
-    module = two_judges()
+    module = two_rewards()
 
     def ask(*_: Any) -> Any:
         raise KeyError("score")

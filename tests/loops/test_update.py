@@ -303,7 +303,7 @@ def fit(folder: Path, module: GRPO, *callbacks: L.Callback, num_iterations: int 
 
 def module_to_fit(algorithm: str = "GRPO", **settings: Any) -> GRPO:
     defaults: dict[str, Any] = {
-        # A lambda is judged in this process; a function would cost each test the start of a worker.
+        # A lambda runs in this process; a function would cost each test the start of a worker.
         "reward": lambda trajectory: float(trajectory.completion_ids[0] % 3),
         "group_size": 3,
         "sampling": Sampling(max_new_tokens=6),

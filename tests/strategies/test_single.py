@@ -122,7 +122,7 @@ def test_logprobs_and_entropy_equal_a_slow_loop(family: str, temperature: float,
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2 with capped logits"])
-def test_truncated_draws_are_judged_within_their_supports(family: str, form: Form) -> None:
+def test_truncated_samples_have_logprobs_within_their_supports(family: str, form: Form) -> None:
     """Whichever rows a microbatch has, logprobs, entropies and gradient are those of a softmax over the supports."""
     model = tiny_model(family)
     experience, allowed = with_supports(random_experience(num_turns=2, completion_tokens=(3, 6)))

@@ -83,7 +83,7 @@ def test_a_critic_is_loaded_from_a_language_model_or_from_a_reward_model(tmp_pat
     assert torch.equal(other.score.weight, again.score.weight)
 
 
-class Judged(RLModule):
+class WithJudge(RLModule):
     """A policy, a critic and a reward model."""
 
     def models(self) -> dict[str, Role]:
@@ -98,7 +98,7 @@ class Judged(RLModule):
 
 @pytest.mark.parametrize("microbatch_tokens", [1, 30, 10**6])
 def test_values_bootstrap_truncated_ends_and_scores_read_all_ends(microbatch_tokens: int) -> None:
-    module: Any = Judged(tiny_spec(), reward=len, microbatch_tokens=microbatch_tokens)
+    module: Any = WithJudge(tiny_spec(), reward=len, microbatch_tokens=microbatch_tokens)
     module.configure_model()
     module.critic = module.judge = critic_that_says_something()
     module.parallel_models = {role: SingleModel(getattr(module, role), LogprobSettings()) for role in module.models()}
@@ -121,10 +121,10 @@ def test_a_reward_models_number_is_added_to_the_reward(tmp_path: Path) -> None:
     found = score(module, experience)
     given = 0.5 * slow_values(module.reward_model, experience)[1]
     torch.testing.assert_close(found.rewards, experience.rewards + given, rtol=1e-4, atol=1e-4)
-    judged = torch.where(experience.loss_mask, 0.25, 0.0)
-    found = score(module, replace(experience, token_rewards=judged))
+    given = torch.where(experience.loss_mask, 0.25, 0.0)
+    found = score(module, replace(experience, token_rewards=given))
     earned = torch.where(found.loss_mask & (found.loss_mask.flip(1).cumsum(1).flip(1) == 1), given[:, None], 0.0)
-    torch.testing.assert_close(found.token_rewards, judged + earned, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.token_rewards, given + earned, rtol=1e-4, atol=1e-4)
     assert module.trained_roles() == ["policy"]
 
 

@@ -69,7 +69,7 @@ KINDS = [FailingPPO, lambda: FailingSome(decoupled=True, num_minibatches=2)]
 
 
 def played_both_ways(kind, folder, monkeypatch, **attributes):
-    """The module and what was seen of a run that judges later, and of one that judges before it scores."""
+    """Module and records of a run whose rewards come after its model calls, and of one where they come before."""
     later, before = kind(), kind()
     vars(later).update(attributes)
     vars(before).update(attributes)
@@ -196,9 +196,9 @@ def test_a_checkpoint_keeps_groups_whose_rewards_are_awaited(is_later, tmp_path,
     played(whole, tmp_path)
     loops = torch.load(path)["loops"]["fit_loop"]
     groups = loops["epoch_loop.automatic_optimization.state_dict"]["rollout"]["finished"]
-    unjudged = [[item["sample"] for item in group["trajectories"] if item["reward"] is None] for group in groups]
-    assert all(1 in samples for samples in unjudged)
-    assert len(unjudged) == BATCH_SIZE
+    unrewarded = [[item["sample"] for item in group["trajectories"] if item["reward"] is None] for group in groups]
+    assert all(1 in samples for samples in unrewarded)
+    assert len(unrewarded) == BATCH_SIZE
 
     if not is_later:
         monkeypatch.setattr(DataFlowGraph, "beside_rewards", lambda self: set())

@@ -1,4 +1,4 @@
-"""Judgment: the checked result of a reward function for one trajectory; Runner: calls the function and never raises.
+"""RewardResult, the checked result of a reward function for a trajectory; Runner, which calls it and never raises.
 
 The worker process and the thread on rank 0 both use this file, so that a reward means the same in both.
 T is the number of tokens of the trajectory.
@@ -30,16 +30,16 @@ _invalid = functools.partial(RewardError, reason="invalid")
 _MAX_NAMES = 1_000  # in the dict of a trajectory
 _OWN_FILES = (
     "lightrl/checks/user_code.py",
-    *(f"lightrl/rewards/{name}.py" for name in ("judgment", "parts", "worker")),
+    *(f"lightrl/rewards/{name}.py" for name in ("reward_result", "parts", "worker")),
 )
 
 
 @dataclass(frozen=True)
-class Judgment:
+class RewardResult:
     """The result of a reward function for one trajectory; every number is finite.
 
     Example:
-        Judgment(reward=1.0, metrics={"accuracy": 1.0, "format": 1.0})
+        RewardResult(reward=1.0, metrics={"accuracy": 1.0, "format": 1.0})
     """
 
     reward: float
@@ -48,13 +48,13 @@ class Judgment:
     extracted: str | None = None  # the answer that the function read in the completion; for `replay`, never logged
 
     @classmethod
-    def of(cls, value: object, trajectory: Trajectory) -> Judgment:
+    def of(cls, value: object, trajectory: Trajectory) -> RewardResult:
         """Checks what a reward function returned.
 
         Args:
             value: a number; a dict with `reward` (a number) or `rewards` (T numbers), perhaps `extracted` (text or
-                None), and other named numbers; or a Judgment, which is returned unchanged.
-            trajectory: the one that was judged.
+                None), and other named numbers; or a RewardResult, which is returned unchanged.
+            trajectory: the one that the function was called with.
 
         Raises:
             RewardError: reason `not_finite` for NaN and infinities, `invalid` for anything else that is not one.
@@ -105,11 +105,11 @@ class Judgment:
         trajectory.metrics.update(self.metrics)
 
 
-Outcome = Judgment | RewardError
+Outcome = RewardResult | RewardError
 
 
 class Runner:
-    """Calls one reward function; as long as the process lives, every call ends in a Judgment or a RewardError.
+    """Calls one reward function; as long as the process lives, every call ends in a RewardResult or a RewardError.
 
     A sync function gets one trajectory after another. An async one gets all of a batch at once, on an event loop that
     lives as long as the Runner, and each of its calls is cancelled after `timeout_s`. A sync call that hangs is ended
@@ -133,12 +133,12 @@ class Runner:
         """(position, outcome) of each trajectory as soon as it is there; positions in order for a sync function."""
         if not self.runs_together:
             for index, trajectory in enumerate(trajectories):
-                outcome = self._judge(trajectory)
+                outcome = self._compute(trajectory)
                 end_if_forked(self._process)
                 yield index, outcome
             return
         loop = self._event_loop()
-        pending = {loop.create_task(self._judge_async(index, item)) for index, item in enumerate(trajectories)}
+        pending = {loop.create_task(self._compute_async(index, item)) for index, item in enumerate(trajectories)}
         while pending:
             done, pending = loop.run_until_complete(asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED))
             end_if_forked(self._process)
@@ -158,18 +158,18 @@ class Runner:
             self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT_S))
         self._loop.close()
 
-    def _judge(self, trajectory: Trajectory) -> Outcome:
+    def _compute(self, trajectory: Trajectory) -> Outcome:
         try:
             with self._border(trajectory):
                 value = self._function(trajectory)
                 if isinstance(value, float | dict) or not inspect.isawaitable(value):
-                    return Judgment.of(value, trajectory)
+                    return RewardResult.of(value, trajectory)
         except RewardError as error:
             return error
         # a plain function that returns a coroutine, as a lambda may
         return self._event_loop().run_until_complete(self._within_deadline(value, trajectory))
 
-    async def _judge_async(self, index: int, trajectory: Trajectory) -> tuple[int, Outcome]:
+    async def _compute_async(self, index: int, trajectory: Trajectory) -> tuple[int, Outcome]:
         async def call() -> Any:
             return await self._function(trajectory)
 
@@ -186,7 +186,7 @@ class Runner:
     async def _awaited(self, awaitable: Awaitable[Any], trajectory: Trajectory) -> Outcome:
         try:
             with self._border(trajectory):
-                return Judgment.of(await awaitable, trajectory)
+                return RewardResult.of(await awaitable, trajectory)
         except RewardError as error:
             return error
 

@@ -10,7 +10,7 @@ import torch
 from reward_functions import trajectory_that
 
 from lightrl.errors import RewardError
-from lightrl.rewards import Judgment
+from lightrl.rewards import RewardResult
 
 
 @pytest.mark.parametrize(
@@ -19,20 +19,20 @@ from lightrl.rewards import Judgment
     ids=["float", "int", "bool", "numpy float", "numpy int", "tensor", "decimal", "fraction", "dict"],
 )
 def test_numbers_of_any_kind_are_rewards(value):
-    judgment = Judgment.of(value, trajectory_that())
-    assert judgment == Judgment(reward=1.0)
-    assert type(judgment.reward) is float
+    result = RewardResult.of(value, trajectory_that())
+    assert result == RewardResult(reward=1.0)
+    assert type(result.reward) is float
 
 
 def test_further_numbers_of_a_dict_are_metrics():
-    judgment = Judgment.of({"reward": 0.5, "accuracy": False, "format": 1}, trajectory_that())
-    assert judgment == Judgment(reward=0.5, metrics={"accuracy": 0.0, "format": 1.0})
+    result = RewardResult.of({"reward": 0.5, "accuracy": False, "format": 1}, trajectory_that())
+    assert result == RewardResult(reward=0.5, metrics={"accuracy": 0.0, "format": 1.0})
 
 
 @pytest.mark.parametrize("rewards", [[0, 0, 0.5, 1], np.array([0, 0, 0.5, 1])], ids=["list", "array"])
 def test_rewards_per_token_sum_to_the_reward(rewards):
-    judgment = Judgment.of({"rewards": rewards, "turns": 1}, trajectory_that())
-    assert judgment == Judgment(reward=1.5, metrics={"turns": 1.0}, rewards=[0.0, 0.0, 0.5, 1.0])
+    result = RewardResult.of({"rewards": rewards, "turns": 1}, trajectory_that())
+    assert result == RewardResult(reward=1.5, metrics={"turns": 1.0}, rewards=[0.0, 0.0, 0.5, 1.0])
 
 
 @pytest.mark.bad_input
@@ -41,7 +41,7 @@ def test_rewards_per_token_sum_to_the_reward(rewards):
 )
 def test_a_number_that_is_not_finite_is_refused(value):
     with pytest.raises(RewardError, match="It must be finite") as caught:
-        Judgment.of(value, trajectory_that())
+        RewardResult.of(value, trajectory_that())
     assert caught.value.reason == "not_finite"
 
 
@@ -49,9 +49,9 @@ def test_a_number_that_is_not_finite_is_refused(value):
 @pytest.mark.parametrize("value", [1e300, {"reward": -1e16}, {"rewards": [0, 0, 1e20, 0]}, {"reward": 1, "size": 1e39}])
 def test_a_number_that_training_would_overflow_on_is_refused(value):
     with pytest.raises(RewardError, match=r"It must be at most 1e\+(15|38), or training would overflow") as caught:
-        Judgment.of(value, trajectory_that())
+        RewardResult.of(value, trajectory_that())
     assert caught.value.reason == "not_finite"
-    assert Judgment.of({"reward": 1e15, "time_ns": 1.8e18}, trajectory_that()).metrics == {"time_ns": 1.8e18}
+    assert RewardResult.of({"reward": 1e15, "time_ns": 1.8e18}, trajectory_that()).metrics == {"time_ns": 1.8e18}
 
 
 @pytest.mark.bad_input
@@ -73,15 +73,15 @@ def test_a_number_that_training_would_overflow_on_is_refused(value):
         ({"reward": 1.0} | {f"word {number}": 1.0 for number in range(10**5)}, "with 100,001 names.* at most 1,000"),
     ],
 )
-def test_what_is_no_judgment_is_refused_with_a_reason(value, message):
+def test_what_is_no_reward_is_refused_with_a_reason(value, message):
     with pytest.raises(RewardError, match=message) as caught:
-        Judgment.of(value, trajectory_that())
+        RewardResult.of(value, trajectory_that())
     assert caught.value.reason == "invalid"
 
 
-def test_a_judgment_is_written_into_its_trajectory():
+def test_a_result_is_written_into_its_trajectory():
     trajectory = trajectory_that()
-    Judgment(reward=1.5, metrics={"format": 1.0}, rewards=[0.0, 0.0, 0.5, 1.0]).apply_to(trajectory)
+    RewardResult(reward=1.5, metrics={"format": 1.0}, rewards=[0.0, 0.0, 0.5, 1.0]).apply_to(trajectory)
     assert trajectory.reward == 1.5
     assert trajectory.rewards == [0.0, 0.0, 0.5, 1.0]
     assert trajectory.metrics == {"format": 1.0}
