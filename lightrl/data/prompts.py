@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 
-from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
 from lightrl.data.chat import (
     ChatRenderer,
@@ -23,7 +23,17 @@ from lightrl.data.chat import (
     take_images,
 )
 from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
-from lightrl.data.rows import LocatedRow, Made, Row, check_source, json_able, read_rows, require_column, without_errors
+from lightrl.data.rows import (
+    LocatedRow,
+    Made,
+    Row,
+    check_source,
+    effective_settings,
+    json_able,
+    read_rows,
+    require_column,
+    without_errors,
+)
 from lightrl.data.stream import (
     EpochLoader,
     PromptStream,
@@ -47,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PROMPTS_AT_START = 10_000  # of more train prompts, each is made when it is read
 _CHECKED_AT_START = 1_000  # of these; of streamed ones ROWS_AT_ONCE
+_SHUFFLE_BUFFER = 10_000
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
@@ -137,7 +148,7 @@ class PromptDataModule(L.LightningDataModule):
         max_validation_prompts: int | None = None,
         shuffle: bool = True,
         streaming: bool = False,
-        shuffle_buffer: int = 10_000,
+        shuffle_buffer: int = _SHUFFLE_BUFFER,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -154,6 +165,11 @@ class PromptDataModule(L.LightningDataModule):
         check_choice(("error", "drop"), prompt_overflow=prompt_overflow)
         check_template(prompt_template)
         self.sources = _by_split(sources_of(train), sources_of(validation), sources_of(test))
+        for split, sources in self.sources.items():
+            if split != "train" or len(sources) == 1:
+                for source in sources:
+                    reason = f"on {split} data {source.source!r}: only several train sources are mixed by weight"
+                    check_effect(reason, weight=(source.weight, 1.0))
         self.dataset_splits = _by_split(train_split, validation_split, test_split)
         self.max_prompts = _by_split(max_train_prompts, max_validation_prompts, max_validation_prompts)
         self.name, self.columns, self.row_filter = name, columns or {}, row_filter
@@ -244,15 +260,34 @@ class PromptDataModule(L.LightningDataModule):
     def _open(self, split: Split) -> SplitRows:
         """The rows of a split; none if it has no source."""
         if split not in self._rows:
+            self._check_effects(split)
             parts = [self._open_source(split, number) for number in range(len(self.sources[split]))]
             self._rows[split] = SplitRows(split, self.sources[split], parts, self.columns)
         return self._rows[split]
+
+    def _check_effects(self, split: Split) -> None:
+        """Raises ValueError for a setting that no source reads."""
+        sources = [source for of_split in self.sources.values() for source in of_split]
+        effective = {source.source: effective_settings(source.source) for source in sources}
+        names = ", ".join(map(repr, effective))
+        if effective and not any("name" in settings for settings in effective.values()):
+            check_effect(f"on {names}: only hub datasets and folders have a name", name=(self.name, None))
+        names = ", ".join(repr(source.source) for source in self.sources[split])
+        if names and not any("split" in effective[source.source] for source in self.sources[split]):
+            default = "train" if split == "train" else "test"
+            setting = {f"{split}_split": (self.dataset_splits[split], default)}
+            check_effect(f"on {names}: only hub datasets, folders and functions have splits", **setting)
+        if split == "train" and not any(map(self._is_streamed, self.sources[split])):
+            check_effect("without streaming", shuffle_buffer=(self.shuffle_buffer, _SHUFFLE_BUFFER))
+
+    def _is_streamed(self, source: DataSource) -> bool:
+        return self.streaming if source.streaming is None else source.streaming
 
     def _open_source(self, split: Split, number: int) -> Sequence[Row] | StreamedRows:
         source, max_rows = self.sources[split][number], self.max_prompts[split]
         check_source(source)
         name, of_split = source.name or self.name, source.split or self.dataset_splits[split]
-        if not (self.streaming if source.streaming is None else source.streaming):
+        if not self._is_streamed(source):
             return read_rows(source.source, name=name, split=of_split, max_rows=max_rows, arguments=source.arguments)
         return StreamedRows(
             source.source,

@@ -279,6 +279,12 @@ def warmup(setting: str, *, takes_share: bool = False) -> Rule:
     return rule
 
 
+def min_lr(value: float, areal: Leaves) -> Outcome:
+    if value and areal.get("actor.optimizer.lr_scheduler_type") in (None, "constant"):
+        return Outcome(note="dropped, since a constant learning rate has no decay that could end there")
+    return Outcome({"model.min_lr_ratio": value})
+
+
 def staleness(value: int, areal: Leaves) -> Outcome:
     return Outcome({"callbacks.StalenessControl.max_staleness": 0 if areal.get("async_training") is False else value})
 
@@ -474,7 +480,7 @@ ROWS: dict[str, Rule] = {
     "actor.optimizer.beta2": used_by("actor.optimizer.beta1"),
     "actor.optimizer.eps": to("model.eps"),
     "actor.optimizer.lr_scheduler_type": to("model.lr_decay"),
-    "actor.optimizer.min_lr_ratio": to("model.min_lr_ratio"),
+    "actor.optimizer.min_lr_ratio": min_lr,
     "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_iterations", takes_share=True),
     "actor.optimizer.gradient_clipping": to("trainer.gradient_clip_val"),
     "actor.optimizer.offload": only(False, else_="set trainer.strategy.offload_to_cpu of FSDP2Strategy"),

@@ -172,3 +172,33 @@ def test_settings_of_hub_datasets_are_refused_for_a_file(
 def test_arguments_without_a_function_are_refused(train_file: str, plain_tokenizer):
     with pytest.raises(ValueError, match="only functions take arguments"):
         make_data(plain_tokenizer, DataSource(train_file, arguments={"num": 3}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "main"}, r"name='main' has no effect on '.*train\.jsonl': only hub datasets and folders have a name"),
+        ({"train_split": "dev"}, r"train_split='dev' has no effect on '.*': only hub datasets, folders and functions"),
+        ({"shuffle_buffer": 100}, r"shuffle_buffer=100 has no effect without streaming\. Remove it"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_of_the_data_module_that_no_source_reads_are_refused(
+    train_file: str, plain_tokenizer, settings: dict, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        make_data(plain_tokenizer, train_file, **settings)
+
+
+def test_settings_of_the_data_module_that_one_source_reads_are_taken(train_file: str, plain_tokenizer):
+    streamed = DataSource("test_mixture.made_rows", streaming=True)
+    data = make_data(plain_tokenizer, [DataSource(train_file), streamed], train_split="dev", shuffle_buffer=100)
+    texts = [data.prompt_stream[position].fields["question"] for position in range(4)]
+    assert sum(text.startswith("made dev") for text in texts) == 2
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_the_weight_of_a_source_that_is_not_mixed_is_refused(split: str):
+    sources = {"train": source(3), split: source(3, weight=2)}
+    with pytest.raises(ValueError, match=rf"weight=2 has no effect on {split} data 'test_mixture.made_rows'"):
+        PromptDataModule(**sources, batch_size=1)

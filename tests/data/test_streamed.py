@@ -216,7 +216,8 @@ def batches(data: Any, num: int) -> list[list[str]]:
 def test_chats_are_rendered_when_they_are_read(folder: str, plain_tokenizer: Any, streaming: bool, monkeypatch):
     monkeypatch.setattr(prompts, "MAX_PROMPTS_AT_START", 4)
     monkeypatch.setattr("lightrl.data.completions.BATCHES", 3)
-    settings = {"streaming": streaming, "row_filter": lambda row: row["question"] != "0-1"}
+    buffer = {"streaming": True} if streaming else {"streaming": False, "shuffle_buffer": 10_000}
+    settings = {**buffer, "row_filter": lambda row: row["question"] != "0-1"}
     data = make_data(plain_tokenizer, folder, Counted, **settings)
     assert "train" not in data.completed
     expected = batches(data, 51)

@@ -24,7 +24,8 @@ def folder(tmp_path: Path) -> str:
 
 
 def data(source: str, kind: type = PromptDataModule, **settings: Any) -> Any:
-    return kind(source, **({"batch_size": 2, "streaming": True, "shuffle_buffer": 4, "seed": 1} | settings))
+    streamed = {"streaming": True, "shuffle_buffer": 4} if settings.pop("streaming", True) else {}
+    return kind(source, **({"batch_size": 2, "seed": 1} | streamed | settings))
 
 
 def fit(folder: Path, module: Any, rows: Any, resume: Path | None = None, **flags: Any) -> Any:
