@@ -176,7 +176,7 @@ class _TurnGenerate:
         if started is not None and started.finish_reason != "abort":
             return started
         if started is not None and isinstance(engine, ContinuesCompletions):
-            request["written"] = started
+            request["started"] = started
         (completion,) = await engine.generate(token_ids, sampling, session=self.session, **request)
         return completion
 

@@ -120,7 +120,7 @@ def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None
 
 
 class Digests:
-    """Hashes the buckets of one version beside their transfer; keeps at most the parts of incomplete tensors.
+    """Hashes the buckets of one version during their transfer; keeps at most the parts of incomplete tensors.
 
     Args:
         config: of the trainer's model.

@@ -47,7 +47,7 @@ class WeightFolder:
 
     Args:
         root: holds the versions; created if missing, readable by the servers. Below /dev/shm it is memory.
-        config: the model's, written beside the weights.
+        config: the model's, written next to the weights.
         form: dtype and names that the servers need.
         keep: number of newest versions to keep; 2, so that servers can go back to the previous one if a sync fails.
         is_durable: waits until the disk has it; False if `root` is memory or a lost version does not matter.
@@ -125,7 +125,7 @@ class VersionWriter:
 
     def add(self, bucket: Bucket) -> None:
         """Writes the bucket as a file, and takes over the files that other ranks have written."""
-        for rank_file in bucket.written:
+        for rank_file in bucket.files:
             self._adopt(rank_file)
         layout = self.folder.form.layout(bucket)
         if not layout:
@@ -201,7 +201,7 @@ class VersionWriter:
 
 
 def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, object]:
-    """The content of config.json beside weights in this form."""
+    """The content of config.json next to weights in this form."""
     values: dict[str, object] = json.loads(config.to_json_string(use_diff=False))
     if form.dtype is not None:
         values["dtype"] = str(form.dtype).removeprefix("torch.")
@@ -257,15 +257,15 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int) -> WeightSyncError:
-    written = f"after {num_bytes / 2**20:.0f} MiB"
+    after = f"after {num_bytes / 2**20:.0f} MiB"
     if is_disk_full(error):
         return WeightSyncError(
-            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {written}. It needs "
-            "room for `keep` + 1 versions of the model. The servers keep the old weights. Free space there, or set "
+            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {after}. It needs "
+            "space for `keep` + 1 versions of the model. The servers keep the old weights. Free space there, or set "
             "another weight_folder."
         )
     return WeightSyncError(
-        f"Writing weight version {weight_version} to {str(root)!r} failed {written}: {error}. The servers keep the old "
+        f"Writing weight version {weight_version} to {str(root)!r} failed {after}: {error}. The servers keep the old "
         "weights. Make the folder writable, or set another weight_folder."
     )
 

@@ -345,7 +345,7 @@ def test_a_batch_has_room_for_the_rows_whose_last_tokens_fit() -> None:
     assert batch.capacity(rows) == 3  # of 16 tokens each; a fourth needs 48
     assert batch.capacity(rows[::-1]) == 1  # which alone may exceed the bound
     with torch.inference_mode():
-        batch.make_room(rows[:2])
+        batch.reserve(rows[:2])
         batch.admit(rows[:2], 0)
     assert batch.capacity([rows[2]]) == 2  # keys, or values, would be there twice while they are copied
     decoder.cache_bytes = 4 * 16 * decoder.token_bytes

@@ -331,14 +331,14 @@ class SGLangEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         session: str,
         n: int = 1,
         images: tuple[str, ...] = (),
-        written: Completion | None = None,
+        started: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions of one prompt; waits at most `timeouts.generate_s` for each request to a server."""
         requests = self._opened().requests
         if self.weight_version < 0:
             raise EngineError("SGLangEngine has no weights yet. Call load_weights before the first request.")
         try:
-            return await self._home.across(requests.generate(token_ids, sampling, session, n, images, written))
+            return await self._home.across(requests.generate(token_ids, sampling, session, n, images, started))
         except asyncio.CancelledError:
             if self._is_open:
                 raise

@@ -94,12 +94,12 @@ class RequestLoop:
         session: str,
         n: int = 1,
         images: tuple[str, ...] = (),
-        written: Completion | None = None,
+        started: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions of one prompt. A cancellation aborts the requests on the servers.
 
         Args:
-            written: how the only completion begins.
+            started: how the only completion begins.
 
         Raises:
             ValueError: if the model cannot take the prompt.
@@ -110,11 +110,11 @@ class RequestLoop:
         with self._home.counted():
             if n == 1:
                 draft = CompletionDraft(token_ids, sampling, images=request_images)
-                if written is not None:
-                    draft.token_ids = token_array("token_ids", written.token_ids)
-                    draft.logprobs = token_array("behavior_logprobs", written.logprobs)
-                    draft.weight_versions = token_array("weight_versions", written.weight_versions)
-                    draft.supports = token_array("supports", written.supports or ())
+                if started is not None:
+                    draft.token_ids = token_array("token_ids", started.token_ids)
+                    draft.logprobs = token_array("behavior_logprobs", started.logprobs)
+                    draft.weight_versions = token_array("weight_versions", started.weight_versions)
+                    draft.supports = token_array("supports", started.supports or ())
                 self._drafts[sampling.seed] = draft
                 try:
                     return [await self._generate(draft, session)]

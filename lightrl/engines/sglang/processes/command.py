@@ -208,9 +208,9 @@ def gpus_of_servers(
         return None
     free = [gpu for gpu in range(available) if (gpu in trainer) == (placement == "colocated")]
     if len(free) < num:
-        whose = "of the trainer" if placement == "colocated" else f"next to the trainer's {sorted(trainer)}"
+        which_gpus = "of the trainer" if placement == "colocated" else f"next to the trainer's {sorted(trainer)}"
         raise ValueError(
-            f"The servers need {num} GPUs (servers × tp) {whose}, but there are {len(free)} of {available}. Lower "
+            f"The servers need {num} GPUs (servers × tp) {which_gpus}, but there are {len(free)} of {available}. Lower "
             "servers, tp or trainer.devices, or set placement to "
             f"{'separate' if placement == 'colocated' else 'colocated'}."
         )

@@ -104,7 +104,7 @@ class AdapterVersions:
         client, name = server.client, name_of(version)
         current = {name_of(one) for one in (*self._kept, *self._in_use)} - {name}
         for other in await client.adapters():
-            if other.startswith(_PREFIX) and other not in current:  # of an earlier run, or of one before a resume
+            if other.startswith(_PREFIX) and other not in current:  # left by an earlier run, or from before a resume
                 await client.unload_adapter(other, timeout_s=self._timeout_s)
         payloads = [payload] * await num_ranks(server)
         checksums = dict(adapter.checksums)

@@ -164,7 +164,7 @@ class WeightLoader:
             if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
                 raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
             if digests is not None:
-                for part in (*read_back(bucket.written), bucket):
+                for part in (*read_back(bucket.files), bucket):
                     digests.add(part)
             yield bucket
         self._shapes = shapes

@@ -66,7 +66,7 @@ class BucketFeed:
         self._taken.clear()
         if self._is_stopped:
             return False
-        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.written)  # the iterator empties its own
+        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # the iterator empties its own
         wake_up(self._loop, self._changed.set)
         wait_while_running(self._loop, self._taken.wait)  # `stop` ends the wait when the coroutine is done
         return not self._is_stopped
