@@ -151,7 +151,7 @@ def _refuse_constant(name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _schema_check(text: str) -> Callable[[Any], bool]:
-    """Tells whether a JSON value fits this schema; ValueError if the schema is not valid."""
+    """Checks whether a JSON value fits this schema; ValueError if the schema is not valid."""
     from jsonschema import Draft202012Validator, SchemaError  # here: a worker without it starts 0.1 s sooner
     from jsonschema.validators import validator_for
     from referencing import Registry
