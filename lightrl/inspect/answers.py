@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lightrl.checks.printable import count_text
 from lightrl.inspect.index import TrajectoryIndex, finite_number
 from lightrl.inspect.run_folder import Run
 from lightrl.inspect.timeline import Timeline, problems
@@ -238,7 +239,7 @@ def image(record: Mapping[str, Any], number: int) -> tuple[str, bytes]:
     """Content type and bytes of an image of the prompt; of a run's machine nothing but images is shown."""
     images = record["trajectory"]["prompt"].get("images") or ()
     if not 0 <= number < len(images):
-        raise LookupError(f"The prompt has {len(images)} images; there is no number {number}.")
+        raise LookupError(f"The prompt has {count_text(len(images), 'image')}; there is no number {number}.")
     source = str(images[number])
     try:
         if source.startswith("data:"):

@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
+from lightrl.checks.printable import count_text
 from lightrl.data import prompts_of
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
@@ -199,7 +200,7 @@ class RolloutLoop(_AutomaticOptimization):
             experience = ShardedExperience.from_trajectories(trajectories, has_rewards=has_rewards)
             has_all = range(self.ranks.size)
         longest = int(experience.lengths.max()) if len(experience) else 0
-        self.sizes = f", with {len(experience)} trajectories of at most {longest} tokens"
+        self.sizes = f", with {count_text(len(experience), 'trajectory')} of at most {count_text(longest, 'token')}"
         experience = shard(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
         return with_images(experience, trajectories, module.image_reader, rows=experience.rows_here)
 

@@ -323,7 +323,8 @@ def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> N
     num = groups_per_iteration * module.group_size
     if num % module.num_minibatches:
         raise ValueError(
-            f"num_minibatches={module.num_minibatches} does not divide the iteration's {num} trajectories "
+            f"num_minibatches={module.num_minibatches} does not divide the iteration's "
+            f"{count_text(num, 'trajectory')} "
             f"({groups_per_iteration} × group_size={module.group_size}). Change one of the three."
         )
     dp_size = max(ranks.of_role(role).dp_size for role in module.trained_roles())

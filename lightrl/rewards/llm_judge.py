@@ -165,7 +165,8 @@ class LLMJudge:
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
         raise RewardError(
             f"The LLM judge at {self._url} did not answer {label(trajectory)} within deadline_s={self._deadline_s:g} "
-            f"in {count_text(attempt, 'attempt')} ({last}). Check its server, or increase deadline_s and the reward's timeout.",
+            f"in {count_text(attempt, 'attempt')} ({last}). Check its server, or increase deadline_s and the reward's "
+            "timeout.",
             reason="timeout",
         )
 

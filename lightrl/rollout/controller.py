@@ -256,8 +256,8 @@ class RolloutController:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
                     f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of "
-                    f"{count_text(wait.total, 'trajectory')} finished. Queue depths: {self._depths()}. Check the engine "
-                    "and the reward, or increase StalenessControl.rollout_timeout_s."
+                    f"{count_text(wait.total, 'trajectory')} finished. Queue depths: {self._depths()}. Check the "
+                    "engine and the reward, or increase StalenessControl.rollout_timeout_s."
                 )
             if on_wait is not None:
                 on_wait(min(wait.done, wait.total), wait.total)
@@ -278,7 +278,7 @@ class RolloutController:
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
                 f"The engine serves weight version {served} and the trainer is at {weight_version}. It needs weights "
-                f"(-1 is none) at most max_staleness={self.settings.max_staleness} versions behind. Load them first."
+                f"(-1 is none) that are behind by at most max_staleness={self.settings.max_staleness}. Load them first."
             )
         if not self.settings.defers_rewards:
             unrewarded = self._scheduler.unrewarded()

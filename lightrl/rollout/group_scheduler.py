@@ -81,10 +81,10 @@ class GroupFilter:
         if success > self.max_success:
             return "filtered_too_easy", f"{name} has success rate {success:.2f}, above max_success={self.max_success}."
         if self.drop_zero_variance and rewards.count(rewards[0]) == len(rewards):
-            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in all {len(rewards)} trajectories."
+            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in each of its trajectories."
         if self.max_group_tokens is not None and longest > self.max_group_tokens:
             bound = f"max_group_tokens={self.max_group_tokens}"
-            return "filtered_too_long", f"{name} has a trajectory of {longest} tokens, above {bound}."
+            return "filtered_too_long", f"{name} has a trajectory of {count_text(longest, 'token')}, above {bound}."
         reason = self.rule(group) if self.rule is not None else None
         if not reason:
             return None
@@ -235,18 +235,18 @@ class DropCounter:
         num_expected = self.settings.group_size * self.settings.groups_per_iteration
         if is_failed:
             total = max(self._num_done, num_expected)  # async: up to η + 1 iterations' worth
-            self._check_failed(self._num_failed, total, "trajectories failed since the last batch was taken")
+            self._check_failed(self._num_failed, total, "failed since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
         """Raises RolloutError if too many of a validation batch failed: a mean over the rest would flatter."""
-        self._check_failed(num_requested - num_rewarded, num_requested, "validation trajectories failed")
+        self._check_failed(num_requested - num_rewarded, num_requested, "failed in validation")
 
     def _check_failed(self, num_failed: int, total: int, what: str) -> None:
         max_fraction = self.settings.max_failed_fraction
         if num_failed > max_fraction * total:
             raise RolloutError(
-                f"Aborting: {num_failed} of {total} {what} (max_failed_fraction={max_fraction:g}). "
-                f"Last failure: {self.last.reason}: {self.last.message}"
+                f"Aborting: {num_failed} of {count_text(total, 'trajectory')} {what} "
+                f"(max_failed_fraction={max_fraction:g}). Last failure: {self.last.reason}: {self.last.message}"
             )
 
     def count_kept(self) -> None:
