@@ -1,6 +1,6 @@
 """RLModule: the hooks a user writes, a reward and a loss, with defaults for all the others.
 
-One iteration calls, in this order: `configure_workflow`'s workflow and `reward` for each trajectory, `score_calls`,
+One iteration calls, in this order: `configure_workflow`'s workflow and `reward` for each trajectory, `model_calls`,
 `advantages` once for the whole iteration, `loss` for each microbatch of each minibatch.
 """
 
@@ -45,7 +45,7 @@ NEEDS_OUR_TRAINER = (
 )
 
 ESS_WEIGHTS = "ess_weights"  # a name in what `loss` returns
-CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a score call that only the critic's loss reads
+CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a model call that only the critic's loss reads
 
 RewardFunction = Callable[[Trajectory], Any]
 
@@ -100,7 +100,7 @@ class RLModule(L.LightningModule):
     # What the loss reads as a whole: minibatches and microbatches never split it. With pairs, a group that loses a
     # trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
-    # Weight of the value loss beside the policy's, where both share a body.
+    # Weight of the value loss next to the policy's, where both share a body.
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
@@ -167,6 +167,8 @@ class RLModule(L.LightningModule):
             kind = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
             if kind is not None and issubclass(kind, Workflow):
                 kind.check_settings(**workflow.keywords)
+        if hasattr(self, "score_calls"):
+            raise TypeError(f"{type(self).__name__}.score_calls is now called model_calls. Rename it.")
         has_reward = reward is not None or type(self).reward is not RLModule.reward
         if not has_reward and reward_model is None:
             raise TypeError(
@@ -226,8 +228,6 @@ class RLModule(L.LightningModule):
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
         self._set_name: str | None = None  # the present validation batch's, if there are several sets
 
-    # ------------------------------------------------------------------ hooks to write or override
-
     def models(self) -> dict[str, Role]:
         """The roles by name; the model of each becomes the attribute `self.<name>`."""
         reward_model = {} if self.reward_model_role is None else {"reward_model": self.reward_model_role}
@@ -279,7 +279,7 @@ class RLModule(L.LightningModule):
         """Whether to skip the iteration's remaining minibatches, from the metrics of the one before."""
         return False
 
-    def score_calls(self) -> list[ModelCall]:
+    def model_calls(self) -> list[ModelCall]:
         """The model calls between rollout and advantages, in any order; each runs once on the whole iteration.
 
         Add one of your own, such as an LLM judge, with `run=` a function; its output is `experience["key"]`.
@@ -293,7 +293,7 @@ class RLModule(L.LightningModule):
 
     def train_calls(self) -> list[ModelCall]:
         """The models that each minibatch updates, in order, all with one step of the optimizer."""
-        scores = [key for call in self.score_calls() for key in call.outputs if key not in CRITIC_KEYS]
+        scores = [key for call in self.model_calls() for key in call.outputs if key not in CRITIC_KEYS]
         calls = [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *scores, "advantages"))]
         if "critic" in self.trained_roles():
             calls.append(ModelCall("critic_update", "critic", "train", ("values", *self.advantage_keys[1:])))
@@ -346,8 +346,6 @@ class RLModule(L.LightningModule):
     def predict_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> list[Group]:
         return batch
 
-    # ------------------------------------------------------------------ what the framework and callbacks read
-
     def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
         """Everything that an iteration computes, from the prompt to the updates, as one checked graph.
 
@@ -358,7 +356,7 @@ class RLModule(L.LightningModule):
             ValueError: if the calls make no graph (see DataFlowGraph), or a server cannot answer its call.
         """
         return iteration_graph(
-            self.score_calls(),
+            self.model_calls(),
             self.train_calls(),
             roles={name: role.spec for name, role in self.models().items()},
             sampling=self.sampling,
@@ -408,7 +406,7 @@ class RLModule(L.LightningModule):
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
             raise ValueError(
-                f"sampling.max_new_tokens={longest} leaves no room for a prompt in the context of {context} tokens "
+                f"sampling.max_new_tokens={longest} leaves no token for a prompt in the context of {context} tokens "
                 f"(with longrope, {LONGROPE_LENGTH}). Lower it."
             )
         return None if context is None else context - longest
@@ -431,8 +429,6 @@ class RLModule(L.LightningModule):
         """The version of the weights at the start of the update; 0 outside a run."""
         trainer: Any = self.trainer if self.is_attached else None
         return 0 if trainer is None else int(trainer.weight_version)
-
-    # ------------------------------------------------------------------ Lightning's hooks
 
     def setup(self, stage: str) -> None:
         if not hasattr(self.trainer, "call_rl_hook"):
@@ -482,7 +478,7 @@ class RLModule(L.LightningModule):
         """
         if threading.current_thread().name == REWARD_THREAD:
             raise RewardError(
-                f"self.log({name!r}, ...) cannot be called in reward, which runs beside the training loop. Return the "
+                f"self.log({name!r}, ...) cannot be called in reward, which runs next to the training loop. Return the "
                 f"number with the reward, as {{'reward': ..., {name!r}: ...}}; it is logged as rollout/{name}."
             )
         if isinstance(value, int | float) and not args and self._current_fx_name is not None:

@@ -212,8 +212,6 @@ class Trainer(RLTrainer):
                 folder = str(Path(loggers[0].save_dir or self.default_root_dir, name, version))
         return self.strategy.broadcast(folder) or super().log_dir
 
-    # ------------------------------------------------------------------ Lightning's stages
-
     def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Trains a module; the arguments are Lightning's.
 
@@ -364,8 +362,6 @@ class Trainer(RLTrainer):
             self.rollout_loop.resume.why_no_checkpoint,
         )
 
-    # ------------------------------------------------------------------ callbacks
-
     def _add_default_callbacks(self, own: list[Callback]) -> None:
         for kind in (StalenessControl, RolloutMetrics, WeightSync):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
@@ -389,7 +385,7 @@ class Trainer(RLTrainer):
         folders: list[Any] = [getattr(one, "save_dir", None) or self.default_root_dir for one in self.loggers]
         for folder in folders:  # where callbacks write too
             check_local(save_dir=folder)
-        for saves in self.checkpoint_callbacks:  # beside the first logger's files, unless it says where
+        for saves in self.checkpoint_callbacks:  # next to the first logger's files, unless it names another folder
             folders.append(getattr(saves, "dirpath", None) or (folders or [self.default_root_dir])[0])
         for folder in folders:
             present = nearest_folder(Path(folder))

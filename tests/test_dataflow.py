@@ -44,16 +44,16 @@ REWARD = ModelCall("reward", None, "infer", ("token_ids",), ("rewards",), run=la
 ADVANTAGES = ModelCall("advantages", None, "infer", ("rewards", "values"), ("advantages",), on_all_ranks=True, run=len)
 
 
-def test_what_needs_no_rewards_runs_beside_them() -> None:
+def test_what_needs_no_rewards_runs_before_them() -> None:
     calls = (REWARD, REFERENCE, AFTER, ADVANTAGES, own("judge"), UPDATE)
-    assert graph(*calls).beside_rewards() == {"reference", "after", "judge"}
+    assert graph(*calls).before_rewards() == {"reference", "after", "judge"}
     late = own("late", "advantages")
-    assert graph(*calls, late).beside_rewards() == {"reference", "after", "judge"}
+    assert graph(*calls, late).before_rewards() == {"reference", "after", "judge"}
 
 
 @pytest.mark.parametrize("reader", [own("audit", "rewards"), own("audit", after=("reward",))], ids=["key", "after"])
-def test_nothing_runs_beside_rewards_that_another_call_waits_for(reader: ModelCall) -> None:
-    assert graph(REWARD, REFERENCE, AFTER, ADVANTAGES, reader).beside_rewards() == set()
+def test_nothing_runs_before_rewards_that_another_call_waits_for(reader: ModelCall) -> None:
+    assert graph(REWARD, REFERENCE, AFTER, ADVANTAGES, reader).before_rewards() == set()
 
 
 @pytest.mark.parametrize(

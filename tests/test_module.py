@@ -104,9 +104,9 @@ def test_validation_is_greedy_with_the_same_limits_unless_told() -> None:
 )
 def test_proximal_logprobs_cost_a_forward_only_with_several_updates(num_minibatches, update_epochs, expected):
     several = module(num_minibatches=num_minibatches, update_epochs=update_epochs)
-    assert len(several.score_calls()) == expected
+    assert len(several.model_calls()) == expected
     several.needs_proximal_logprobs = False
-    assert several.score_calls() == []
+    assert several.model_calls() == []
 
 
 def folder_with(tmp_path: Path, tokenizer: Any, **ids: Any) -> str:
@@ -201,7 +201,7 @@ def test_a_role_whose_folder_has_no_tokenizer_reads_the_policys(tmp_path: Path) 
 
 def test_the_context_bounds_the_prompt() -> None:
     assert module(sampling=Sampling(max_new_tokens=24)).max_prompt_tokens == 64 - 24
-    with pytest.raises(ValueError, match=r"max_new_tokens=64 leaves no room for a prompt in the context of 64 tokens"):
+    with pytest.raises(ValueError, match=r"max_new_tokens=64 leaves no token for a prompt in the context of 64 tokens"):
         module(sampling=Sampling(max_new_tokens=64)).max_prompt_tokens  # noqa: B018
 
 

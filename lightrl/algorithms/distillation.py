@@ -117,12 +117,12 @@ class Distillation(GRPO):
     def models(self) -> dict[str, Role]:
         return {**super().models(), "teacher": self.teacher_role}
 
-    def score_calls(self) -> list[ModelCall]:
+    def model_calls(self) -> list[ModelCall]:
         teacher = ModelCall("teacher_logprobs", "teacher", "infer", ("token_ids",), ("teacher_logprobs",))
         if self.teacher_topk is not None:
             outputs = (*teacher.outputs, "teacher_topk_ids", "teacher_topk_logprobs")
             teacher = replace(teacher, outputs=outputs, topk=self.teacher_topk)
-        return [*super().score_calls(), teacher]
+        return [*super().model_calls(), teacher]
 
     def advantages(self, experience: Experience) -> Tensor:
         local = experience.local

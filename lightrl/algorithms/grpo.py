@@ -116,8 +116,8 @@ class GRPO(RLModule):
     def models(self) -> dict[str, Role]:
         return {**super().models(), **({} if self.reference_kl is None else self.reference_kl.models())}
 
-    def score_calls(self) -> list[ModelCall]:
-        return [*super().score_calls(), *([] if self.reference_kl is None else [self.reference_kl.score_call()])]
+    def model_calls(self) -> list[ModelCall]:
+        return [*super().model_calls(), *([] if self.reference_kl is None else [self.reference_kl.score_call()])]
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
         """The rewards with the penalty on overlong completions, then `reward_shaping`, [B]."""

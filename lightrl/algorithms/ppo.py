@@ -164,10 +164,10 @@ class PPO(GRPO):
             self.value_head = torch.nn.Linear(weight.shape[1], 1, bias=False, device=home, dtype=weight.dtype)
             torch.nn.init.zeros_(self.value_head.weight)
 
-    def score_calls(self) -> list[ModelCall]:
+    def model_calls(self) -> list[ModelCall]:
         role = "policy" if self.shares_body else "critic"
         outputs = ("values", "bootstrap_values") if self.bootstrap_truncated else ("values",)
-        return [*super().score_calls(), ModelCall("values", role, "infer", ("token_ids",), outputs)]
+        return [*super().model_calls(), ModelCall("values", role, "infer", ("token_ids",), outputs)]
 
     def train_calls(self) -> list[ModelCall]:
         calls = super().train_calls()

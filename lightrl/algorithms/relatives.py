@@ -270,8 +270,8 @@ class M2PO(GRPO):
         self.second_moment_threshold = second_moment_threshold
         self.needs_proximal_logprobs = True
 
-    def score_calls(self) -> list[ModelCall]:
-        calls = super().score_calls()
+    def model_calls(self) -> list[ModelCall]:
+        calls = super().model_calls()
         if not any("proximal_logprobs" in call.outputs for call in calls):  # even with one update: the mask reads them
             calls.insert(0, ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",)))
         return calls

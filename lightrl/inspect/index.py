@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 _NUMBERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness")
-_TEXTS = ("prompt", "prompt_text", "excerpt")  # that are searched
+_TEXTS = ("prompt", "prompt_text", "excerpt")  # searched for words
 COLUMNS = (*_NUMBERS, "finish", *_TEXTS)
 _SCHEMA_VERSION = 2
 _CREATE = """
@@ -58,21 +58,24 @@ class TrajectoryIndex:
     def update(self, *, max_files: int | None = None) -> int:
         """Reads files that are new or have changed, the newest first; returns how many are left."""
         with self._updating, closing(self._connect()) as database:
-            known = {name: (size, time, number) for name, size, time, number in database.execute("SELECT * FROM files")}
+            indexed_files = {
+                name: (size, time, number) for name, size, time, number in database.execute("SELECT * FROM files")
+            }
             here = {f"{Path(entry.path).parent.name}/{entry.name}": entry.stat() for entry in _entries(self._folder)}
-            gone = known.keys() - here.keys()
-            changed = [name for name in sorted(here, reverse=True) if known.get(name, (0, 0))[:2] != _stamp(here[name])]
+            changed = [
+                name for name in sorted(here, reverse=True) if indexed_files.get(name, (0, 0))[:2] != _stamp(here[name])
+            ]
             self.num_missing = len(changed)
             with database:
-                for name in gone:
-                    _forget(database, name, known[name][2])
-            next_id = max((number for _, _, number in known.values()), default=0) + 1
+                for name in indexed_files.keys() - here.keys():
+                    _forget(database, name, indexed_files[name][2])
+            next_id = max((number for _, _, number in indexed_files.values()), default=0) + 1
             for start in range(0, min(len(changed), max_files or len(changed)), 64):
                 batch = changed[start : start + 64][:max_files]
                 with database:
                     for name in batch:
-                        if name in known:
-                            _forget(database, name, known[name][2])
+                        if name in indexed_files:
+                            _forget(database, name, indexed_files[name][2])
                         _add(database, self._folder / name, next_id, name, _stamp(here[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
@@ -96,15 +99,15 @@ class TrajectoryIndex:
         tie = "ASC" if sort == "iteration" else direction  # an iteration in its order; else the whole order of an index
         with closing(self._connect()) as database:
             (total,) = database.execute(f"SELECT count(*) FROM rows {where}", values).fetchone()
-            found = database.execute(
+            rows = database.execute(
                 f'SELECT rowid, {_COLUMNS} FROM rows {where} ORDER BY "{sort}" {direction}, rowid {tie} '
                 "LIMIT ? OFFSET ?",
                 [*values, min(limit, 1000), offset],
             )
-            return {"total": total, "rows": _dicts(found), "notes": notes}
+            return {"total": total, "rows": _dicts(rows), "notes": notes}
 
     def sample(self, num: int) -> list[dict[str, Any]]:
-        """Return at most `num` rows: as many of each iteration, whole groups where there is room for one."""
+        """Return at most `num` rows: as many of each iteration, whole groups where one fits."""
         with closing(self._connect()) as database:
             total, iterations, size = database.execute(
                 "SELECT count(*), count(DISTINCT iteration), max(sample) + 1 FROM rows"
@@ -112,12 +115,12 @@ class TrajectoryIndex:
             each = num if total <= num else max(1, num // iterations)
             each -= each % size if size and each > size else 0
             order = 'PARTITION BY iteration ORDER BY "group" IS NULL, "group", sample'
-            found = database.execute(
+            samples = database.execute(
                 f"SELECT id, {_COLUMNS} FROM (SELECT rowid AS id, *, row_number() OVER ({order}) AS place FROM rows) "
                 "WHERE place <= ? ORDER BY place, iteration",
                 [each],
             )
-            rows = _dicts(found)
+            rows = _dicts(samples)
         return rows if len(rows) <= num else [rows[place * (len(rows) - 1) // (num - 1)] for place in range(num)]
 
     def line(self, row_id: int) -> dict[str, Any]:
@@ -129,7 +132,7 @@ class TrajectoryIndex:
             ).fetchone()
         if row is None:
             raise LookupError(
-                f"There is no trajectory {row_id}; the run has replaced its iteration. Load the table anew."
+                f"There is no trajectory {row_id}; the run has replaced its iteration. Load the table again."
             )
         with (self._folder / row[0]).open("rb") as file:
             file.seek(row[1])
@@ -143,7 +146,7 @@ class TrajectoryIndex:
 
     def _connect(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._path, timeout=30.0)
-        database.execute("PRAGMA synchronous = OFF")  # it can be built anew
+        database.execute("PRAGMA synchronous = OFF")  # it can be built again
         database.execute("PRAGMA journal_mode = WAL")  # so that the table can be read while it grows
         return database
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightrl.inspect.run_folder import Run
 from lightrl.trace import trace_files
 
-MAX_EVENTS = 20_000  # of an iteration, the longest ones
+MAX_EVENTS = 20_000  # per iteration, the longest ones
 MAX_PROBLEMS = 5_000  # the last ones
 
 _MARK = re.compile(rb'^\{"name":"iteration (\d+)","ph":"i"', re.M)
@@ -27,13 +27,13 @@ class Timeline:
         self._scanned: dict[Path, tuple[int, int]] = {}  # file → inode, and bytes that were searched
 
     def iterations(self) -> list[int]:
-        """Those that were traced."""
+        """List the traced iterations."""
         for path in trace_files(self._folder):
             self._scan(path)
         return sorted({iteration for marks in self._marks.values() for iteration, _ in marks})
 
     def summary(self) -> dict[str, Any] | None:
-        """What Trace has written at the end of the run."""
+        """Read what Trace has written at the end of the run."""
         try:
             summary: dict[str, Any] = json.loads((self._folder / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -104,7 +104,7 @@ class Timeline:
                     yield json.loads(line.rstrip(b","))
 
     def _names(self, path: Path) -> dict[tuple[int, int], str]:
-        """Of the tracks; each is named once, in the iteration that it first occurs in."""
+        """Names of the tracks; each is named once, in the iteration that it first occurs in."""
         with path.open("rb") as file:
             lines = [line for line in file if line.startswith(b'{"name":"thread_name"')]
         named = [json.loads(line.rstrip(b",\n")) for line in lines]
@@ -120,16 +120,16 @@ def problems(run: Run) -> list[dict[str, Any]]:
         for one in status.get("servers", ())
         if one.get("state") != "routable"
     ]
-    found: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     for path in sorted((run.folder / "problems").glob("rank-*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                found.append(json.loads(line))
+                reported.append(json.loads(line))
             except ValueError:
                 continue  # in the making
     traceback = run.folder / "traceback.txt"
     if traceback.exists():
         text = traceback.read_text(encoding="utf-8", errors="replace")
         stamp = {"at": traceback.stat().st_mtime, "rank": 0, "source": "trainer"}
-        found.append({**stamp, "kind": "traceback", "message": text[-8_000:]})
-    return [*lost, *sorted(found, key=lambda one: -one.get("at", 0.0))[:MAX_PROBLEMS]]
+        reported.append({**stamp, "kind": "traceback", "message": text[-8_000:]})
+    return [*lost, *sorted(reported, key=lambda one: -one.get("at", 0.0))[:MAX_PROBLEMS]]

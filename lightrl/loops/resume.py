@@ -54,12 +54,12 @@ def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> dict[str, 
         module = trainer.lightning_module
         kinds: Any = type(module).__mro__
         names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
-        kept = {name: value for name, value in vars(module).items() if name in names}
-        settings = {"model": kept, "trainer": {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}}
-    found = by_path({name: value for name, value in settings.items() if name not in ("config", "ckpt_path")})
+        of_module = {name: value for name, value in vars(module).items() if name in names}
+        settings = {"model": of_module, "trainer": {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}}
+    given = by_path({name: value for name, value in settings.items() if name not in ("config", "ckpt_path")})
     numbers = [pair for groups in optimizers[:1] for pair in groups[0].items() if pair[0] != "is_scheduled"]
-    others = by_path({f"optimizer.{name}": value for name, value in numbers if f"model.{name}" not in found})
-    return {name: value for name, value in (others | found).items() if _is_plain(value)}
+    others = by_path({f"optimizer.{name}": value for name, value in numbers if f"model.{name}" not in given})
+    return {name: value for name, value in (others | given).items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -77,10 +77,10 @@ def by_path(value: Any, path: str = "") -> dict[str, Any]:
         value = {str(one.get("class_path", index)).rpartition(".")[2]: one for index, one in enumerate(value)}
     if not isinstance(value, Mapping):
         return {} if path.rpartition(".")[2] in SECRETS else {path: list(value) if isinstance(value, tuple) else value}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, inner in value.items():
-        found |= by_path(inner, path if name == "init_args" else f"{path}.{name}".lstrip("."))
-    return found
+        settings |= by_path(inner, path if name == "init_args" else f"{path}.{name}".lstrip("."))
+    return settings
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -155,10 +155,10 @@ class Resume:
         """Reports which settings of a resumed fit are not the checkpoint's, and gives the optimizers its own."""
         saved, self._saved = self._saved, {}
         self._settings = settings_of(self.trainer, self._optimizers)
-        if found := changes(saved.get("settings", {}), self._settings):
-            is_only_longer = all(change.startswith("trainer.max_") for change in found)
+        if changed := changes(saved.get("settings", {}), self._settings):
+            is_only_longer = all(change.startswith("trainer.max_") for change in changed)
             level = logging.INFO if is_only_longer else logging.WARNING
-            log.log(level, "Changed since the checkpoint: %s.", "; ".join(found))
+            log.log(level, "Changed since the checkpoint: %s.", "; ".join(changed))
         schedules = {id(item.scheduler.optimizer): item for item in self.trainer.lr_scheduler_configs}
         olds_of = saved.get("optimizers", [])
         for optimizer, groups, olds in zip(self.trainer.optimizers, self._optimizers, olds_of, strict=False):
@@ -179,8 +179,8 @@ class Resume:
                     updated["lr"] = new["lr"]
                 elif "lr" in names:
                     log.warning(
-                        "lr=%s has no effect on this resumed run: %s goes on from the checkpoint's %s. To use the new "
-                        "one, start a run from its weights.", new["lr"], type(scheduler).__name__, old["lr"],
+                        "lr=%s has no effect on this resumed run: %s continues from the checkpoint's %s. To use the "
+                        "new one, start a run from its weights.", new["lr"], type(scheduler).__name__, old["lr"],
                     )  # fmt: skip
                 group.update(updated)
             if isinstance(scheduler, LambdaLR):

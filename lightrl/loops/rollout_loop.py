@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
+from lightrl.checks.printable import count_text
 from lightrl.data import prompts_of
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
@@ -133,7 +134,7 @@ class RolloutLoop(_AutomaticOptimization):
     def _own_randomness(self, module: RLModule) -> Iterator[None]:
         """Random numbers inside depend on (seed, weight version) alone, and do not change those outside.
 
-        A resumed run cannot repeat what loaders and validation drew from the global state in between.
+        A resumed run cannot repeat what loaders and validation took from the global state in between.
         """
         is_cuda = module.device.type == "cuda"
         # torch.manual_seed formats the stack for each kind of accelerator that is missing.
@@ -176,7 +177,7 @@ class RolloutLoop(_AutomaticOptimization):
             if not rollout.settings.defers_rewards:
                 return self._run_calls(module, experience, trajectories, left_out=set())
             graph = module.data_flow()
-            scored = graph.beside_rewards()
+            scored = graph.before_rewards()
             later = {call.name for call in graph.calls} - scored
             experience = self._run_calls(module, experience, trajectories, left_out=later)
         with self._phase("rewards"):
@@ -199,7 +200,7 @@ class RolloutLoop(_AutomaticOptimization):
             experience = ShardedExperience.from_trajectories(trajectories, has_rewards=has_rewards)
             has_all = range(self.ranks.size)
         longest = int(experience.lengths.max()) if len(experience) else 0
-        self.sizes = f", with {len(experience)} trajectories of at most {longest} tokens"
+        self.sizes = f", with {count_text(len(experience), 'trajectory')} of at most {count_text(longest, 'token')}"
         experience = shard(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
         return with_images(experience, trajectories, module.image_reader, rows=experience.rows_here)
 
@@ -217,20 +218,20 @@ class RolloutLoop(_AutomaticOptimization):
         """
         units = experience.units(module.loss_unit)
         has_reward = [trajectory.reward is not None for trajectory in trajectories]
-        kept = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)
-        if len(kept) == len(experience):
+        rewarded_rows = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)
+        if len(rewarded_rows) == len(experience):
             return experience, trajectories
-        if not kept:
+        if not rewarded_rows:
             raise mark_as_on_all_ranks(ValueError("No trajectory has a reward. Fix the reward function."))
-        for row in sorted(set(range(len(trajectories))) - set(kept)):
+        for row in sorted(set(range(len(trajectories))) - set(rewarded_rows)):
             if has_reward[row]:
                 message = f"the reward of another trajectory of its {module.loss_unit} failed"
                 self.trainer.call_rl_hook("on_trajectory_dropped", "loss_unit", message)
-        rest = [trajectories[row] for row in kept]
-        kept_ids = set(map(id, rest))
+        rest = [trajectories[row] for row in rewarded_rows]
+        rest_ids = set(map(id, rest))
         for group in groups:
-            group.trajectories = [item for item in group.trajectories if id(item) in kept_ids]
-        return experience.select(kept), rest
+            group.trajectories = [item for item in group.trajectories if id(item) in rest_ids]
+        return experience.select(rewarded_rows), rest
 
     @property
     def _minibatch_seed(self) -> int:

@@ -101,7 +101,7 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
 
 log = logging.getLogger(__name__)
 
-# New objects until Python looks for garbage; with 700, its default, 40 looks an iteration took 14 ms of 340.
+# New objects until Python collects garbage; with 700, its default, 40 collections took 14 ms of an iteration's 340.
 _OBJECTS_A_COLLECTION = 20_000
 
 
@@ -167,14 +167,16 @@ class RolloutStage:
             trainer.fit_loop.setup_data()
             trainer.open_rollout = RecordedRollout(recorded, run_seed=trainer.run_seed)
             num = sum(len(group.trajectories) for groups in recorded for group in groups)
-            log.info("no engine: %d recorded iterations with %d trajectories", len(recorded), num)
+            log.info(
+                "no engine: %s with %s", count_text(len(recorded), "recorded iteration"), count_text(num, "trajectory")
+            )
         if is_fit:
             self.resume.restore_rollout()
         if recorded is None and trainer.is_global_zero:
             _log_what_runs(trainer, module, trainer.rollout.settings if is_fit else None)
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         if module.device.type == "cpu" and num_parameters < SMALL_MODEL_PARAMETERS:
-            torch.set_num_threads(1)  # OpenMP's others would spin beside the threads of rollout and update
+            torch.set_num_threads(1)  # OpenMP's others would spin next to the threads of rollout and update
         gc.freeze()  # a full collection, every fifth iteration, took 250 ms for what imports have made
         self._gc_threshold = gc.get_threshold()
         gc.set_threshold(_OBJECTS_A_COLLECTION, *self._gc_threshold[1:])
@@ -233,7 +235,7 @@ class RolloutStage:
             settings = dataclasses.replace(settings, groups_per_iteration=prompts.batch_size, total_groups=total_groups)
             _check_sizes(module, prompts.batch_size, ranks)
         settings = _configured(trainer, module, settings)
-        if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.beside_rewards():
+        if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.before_rewards():
             settings = dataclasses.replace(settings, defers_rewards=True)
         settings = _of_rank_0(settings, ranks)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
@@ -321,15 +323,16 @@ def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> N
     num = groups_per_iteration * module.group_size
     if num % module.num_minibatches:
         raise ValueError(
-            f"num_minibatches={module.num_minibatches} does not divide the iteration's {groups_per_iteration} groups × "
-            f"group_size={module.group_size} = {num} trajectories. Change one of the three."
+            f"num_minibatches={module.num_minibatches} does not divide the iteration's "
+            f"{count_text(num, 'trajectory')} "
+            f"({groups_per_iteration} × group_size={module.group_size}). Change one of the three."
         )
     dp_size = max(ranks.of_role(role).dp_size for role in module.trained_roles())
     if num // module.num_minibatches < dp_size:
         raise ValueError(
-            f"A minibatch of {num // module.num_minibatches} trajectories is too small for {dp_size} data-parallel "
-            f"ranks: each needs at least one. Set num_minibatches to at most {max(1, num // dp_size)}, increase the "
-            "batch_size, or use fewer devices."
+            f"A minibatch of {count_text(num // module.num_minibatches, 'trajectory')} is too small for {dp_size} "
+            f"data-parallel ranks: each needs at least one. Set num_minibatches to at most {max(1, num // dp_size)}, "
+            "increase the batch_size, or use fewer devices."
         )
 
 

@@ -1,4 +1,4 @@
-"""The score phase: the module's score calls and advantages, all on the whole iteration's Experience."""
+"""The score phase: the module's model calls and advantages, all on the whole iteration's Experience."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def score(
     forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     left_out: Collection[str] = (),
 ) -> ShardedExperience:
-    """Experience with the outputs of the module's score calls and its advantages, [B, T].
+    """Experience with the outputs of the module's model calls and its advantages, [B, T].
 
     Args:
-        module: has `score_calls`, `advantages` and the models.
+        module: has `model_calls`, `advantages` and the models.
         experience: of the whole iteration, or what `shard` made of it. Each of its ranks infers its share of the rows,
             for the roles that it holds; functions and servers are called on rank 0 only, because a function may answer
             differently the second time.
@@ -91,9 +91,9 @@ def score(
                 return _infer(module, call, current, holders_of(call, ranks))
         if call.url is not None and call.role is not None:
             call = with_server(call, is_scalar=module.models()[call.role].spec.head == "scalar")
-        asked = asked_once(call, rows, lambda: _function_outputs(call, current, rows))
+        outputs = asked_once(call, rows, lambda: _function_outputs(call, current, rows))
         lengths = current.lengths
-        return {key: TokenRows.of_padded(it, lengths) if it.dim() > 1 else it for key, it in asked.items()}
+        return {key: TokenRows.of_padded(it, lengths) if it.dim() > 1 else it for key, it in outputs.items()}
 
     def runs_here(call: ModelCall) -> bool:
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks
@@ -193,8 +193,8 @@ def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole:
         raise ValueError(
             f"advantages must return {name} as [B] = {(num,)} or [B, T] = {tuple(mask.shape)}{local} got {shape}."
         )
-    kept = torch.where(mask, values.detach().float().cpu(), 0.0)
-    return TokenRows.of_padded(kept, experience.lengths, rows)
+    masked = torch.where(mask, values.detach().float().cpu(), 0.0)
+    return TokenRows.of_padded(masked, experience.lengths, rows)
 
 
 def _per_token(parts: Sequence[Tensor], rows: Sequence[list[int]], lengths: Tensor) -> TokenRows:

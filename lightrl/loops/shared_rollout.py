@@ -50,7 +50,7 @@ class _OnRank0:
 
 @dataclass(repr=False)
 class PromptSummary(_OnRank0):
-    """The part of a prompt that other ranks than 0 know."""
+    """The part of a prompt that the ranks other than 0 have."""
 
     id: str
     images: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class PromptSummary(_OnRank0):
 
 @dataclass(repr=False)
 class TrajectorySummary(_OnRank0):
-    """The part of a trajectory that other ranks than 0 know."""
+    """The part of a trajectory that the ranks other than 0 have."""
 
     prompt: PromptSummary
     group_id: int
@@ -80,7 +80,7 @@ class TrajectorySummary(_OnRank0):
 
 
 def summaries_of(groups: Sequence[Group]) -> list[Any]:
-    """Return JSON from which `groups_of` makes what other ranks know."""
+    """Return JSON from which `groups_of` makes what the other ranks have."""
     names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
 
     def summary(item: Trajectory) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class SharedRollout:
             if dtypes is not None:
                 self._taken = ShardedExperience.elsewhere(self.ranks.broadcast_tensors({}), dtypes)
             return groups_of(summaries)
-        groups = self._lead(lambda look: controller.take(weight_version, on_wait=look), self._summary, on_wait)
+        groups = self._lead(lambda notify: controller.take(weight_version, on_wait=notify), self._summary, on_wait)
         if self._taken is not None:
             self.ranks.broadcast_tensors(self._taken.table)
         return groups
@@ -190,8 +190,8 @@ class SharedRollout:
             set_remote_rewards(groups, self._follow(on_wait))
             return
 
-        def wait(look: OnWait) -> Sequence[Group]:
-            controller.wait_for_rewards(groups, on_wait=look)
+        def wait(notify: OnWait) -> Sequence[Group]:
+            controller.wait_for_rewards(groups, on_wait=notify)
             return groups
 
         self._lead(wait, summaries_of, on_wait)
@@ -204,7 +204,7 @@ class SharedRollout:
         if controller is None:
             return [Group.from_json(record) for record in self._follow(on_wait)]
         return self._lead(
-            lambda look: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=look),
+            lambda notify: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=notify),
             lambda groups: [group.state_dict() for group in groups],
             on_wait,
         )
@@ -276,7 +276,7 @@ class SharedRollout:
         """Does the work on rank 0, and sends the others its progress and its result."""
         sent_s = time.monotonic()
 
-        def look(done: int, total: int) -> None:
+        def notify(done: int, total: int) -> None:
             nonlocal sent_s
             if on_wait is not None:
                 on_wait(done, total)
@@ -288,7 +288,7 @@ class SharedRollout:
         with self._errors_to_all():
             if on_wait is not None:
                 on_wait(0, 0)  # raises a Ctrl-C from before this call
-            groups = work(look)
+            groups = work(notify)
             drops = self.controller.drain_drops()
             report: dict[str, Any] = {
                 "drops": [[drop.reason, drop.message, drop.prompt_id] for drop in drops],
@@ -323,8 +323,8 @@ class SharedRollout:
             kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
         ) -> None:
             if error is not None:
-                known = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
-                text = json.dumps([(known or [type(error).__name__])[0], str(error)]).encode()
+                names = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
+                text = json.dumps([(names or [type(error).__name__])[0], str(error)]).encode()
                 is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)
                 self.ranks.send(Message("stop" if is_stop else "error", payload=text))
                 mark_as_on_all_ranks(error)

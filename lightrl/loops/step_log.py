@@ -1,4 +1,4 @@
-"""StepLog: the numbers that an iteration logs, kept as one dict beside what Lightning keeps for each name.
+"""StepLog: the numbers that an iteration logs, kept as one dict next to what Lightning keeps for each name.
 
 For each value Lightning's `log` makes metadata, compares it with that of the call before, and updates a torchmetrics
 Metric: 0.3 ms, of which an iteration with 30 values has 30. A plain number of the present step needs none of this.
@@ -83,6 +83,6 @@ def _is_plain(settings: Mapping[str, Any]) -> bool:
     return is_logged and given <= {"prog_bar", "logger", "on_step", "add_dataloader_idx", "batch_size"}
 
 
-def _updated(kept: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    kept.update(values)
-    return kept
+def _updated(metrics: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    metrics.update(values)
+    return metrics

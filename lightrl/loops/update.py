@@ -112,7 +112,7 @@ class MinibatchLoss:
                 metrics["sync/mismatch_k3_nats"] = difference, is_present
                 metrics["sync/mismatch_abs_dlogp_nats"] = mismatch, is_present
                 metrics["sync/max_mismatch_abs_dlogp_nats"] = mismatch, is_present
-                # Whole rows: after older tokens, an engine may go on with their key-values.
+                # Whole rows: after older tokens, an engine may reuse their key-values.
                 is_present = (is_present | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mask)
                 metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, is_present
                 metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, is_present

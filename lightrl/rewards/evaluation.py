@@ -1,7 +1,7 @@
 """Metrics of validation and test: reward, accuracy, pass@k, lengths, and a reward's own numbers.
 
 Each is a torchmetrics.Metric over all batches. Every rank has all groups, so nothing is reduced over ranks. No other
-file of this room imports torch, and workers do not import this one.
+file of this package imports torch, and workers do not import this one.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class RewardPart:
         path: `package.module.function`, or a class, which is instantiated once per process and then called.
         weight: factor of its reward in the sum.
         name: for logs; the last part of the path if None.
-        arguments: its keyword arguments beside the trajectory.
+        arguments: its keyword arguments besides the trajectory.
 
     Example:
         RewardPart("lightrl.rewards.math_answer", weight=2.0, name="math", arguments={"format_reward": 0.2})

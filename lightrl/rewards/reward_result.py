@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import user_code
 from lightrl.concurrency.in_thread import end_if_forked
 from lightrl.errors import RewardError
@@ -277,9 +278,9 @@ def _numbers(values: object, trajectory: Trajectory) -> list[float]:
         values = values.tolist()
     num_tokens = len(trajectory.token_ids)
     if not isinstance(values, list | tuple) or len(values) != num_tokens:
-        shown = f"{len(values)} numbers" if isinstance(values, list | tuple) else f"{values!r:.200}"
+        shown = count_text(len(values), "number") if isinstance(values, list | tuple) else f"{values!r:.200}"
         raise _invalid(
-            f"'rewards' must be a list of {num_tokens} numbers for {label(trajectory)}, one for each entry of "
-            f"token_ids, prompt included; got {shown}. Use 0 where there is none."
+            f"'rewards' must be a list of {count_text(num_tokens, 'number')} for {label(trajectory)}, one for each "
+            f"entry of token_ids, prompt included; got {shown}. Use 0 where there is none."
         )
     return [_number(value, f"rewards[{index}]", trajectory) for index, value in enumerate(values)]

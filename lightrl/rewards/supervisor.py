@@ -249,7 +249,7 @@ class Supervisor(ABC, Generic[Request]):
             self._refuse(f"Reward function {self._name} has no worker left: {what}")
             _settle(
                 (call, RewardError(str(self._refusal), reason="killed")) for call in batch
-            )  # those without a result
+            )  # calls without a result
         finally:
             for each in (worker, spare):
                 if each is not None:

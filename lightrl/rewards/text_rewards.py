@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.printable import count_text
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class OverlongPenalty:
         if self.buffer_tokens > max_tokens:
             raise ValueError(
                 f"buffer_tokens={self.buffer_tokens} of the overlong penalty must be at most the length limit of "
-                f"{max_tokens} tokens."
+                f"{count_text(max_tokens, 'token')}."
             )
         over = num_tokens - (max_tokens - self.buffer_tokens)
         clamped_twice = abs(over) - abs(over - self.buffer_tokens) + self.buffer_tokens  # 2 · min(max(over, 0), buffer)
@@ -151,7 +152,7 @@ def _refuse_constant(name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _schema_check(text: str) -> Callable[[Any], bool]:
-    """Tells whether a JSON value fits this schema; ValueError if the schema is not valid."""
+    """Checks whether a JSON value fits this schema; ValueError if the schema is not valid."""
     from jsonschema import Draft202012Validator, SchemaError  # here: a worker without it starts 0.1 s sooner
     from jsonschema.validators import validator_for
     from referencing import Registry

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightrl.checks.printable import count_text
 from lightrl.concurrency.abandon import abandon, is_abandoned
 from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.engines import SGLangEngine
@@ -201,7 +202,7 @@ class RolloutController:
             RolloutError: if none of them finishes for `rollout_timeout_s`, or if too many fail.
             EngineError: if the engine fails.
         """
-        what = f"{len(prompts)} prompts × {num_samples} samples"
+        what = f"{count_text(len(prompts), 'prompt')} × {count_text(num_samples, 'sample')}"
         wait = Wait("Validation", len(prompts) * num_samples, what)
         return self._wait_for(self._evaluate(prompts, sampling, num_samples, wait), wait, on_wait)
 
@@ -254,9 +255,9 @@ class RolloutController:
             if time.monotonic() - wait.last_progress > self.settings.rollout_timeout_s:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
-                    f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of {wait.total} trajectories "
-                    f"are done. Queue depths: {self._depths()}. Check the engine and the reward, or increase "
-                    "StalenessControl.rollout_timeout_s."
+                    f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of "
+                    f"{count_text(wait.total, 'trajectory')} finished. Queue depths: {self._depths()}. Check the "
+                    "engine and the reward, or increase StalenessControl.rollout_timeout_s."
                 )
             if on_wait is not None:
                 on_wait(min(wait.done, wait.total), wait.total)
@@ -277,7 +278,7 @@ class RolloutController:
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
                 f"The engine serves weight version {served} and the trainer is at {weight_version}. It needs weights "
-                f"(-1 is none) at most max_staleness={self.settings.max_staleness} versions behind. Load them first."
+                f"(-1 is none) that are behind by at most max_staleness={self.settings.max_staleness}. Load them first."
             )
         if not self.settings.defers_rewards:
             unrewarded = self._scheduler.unrewarded()
@@ -308,7 +309,7 @@ class RolloutController:
                     await self._tasks.changed.wait()
         finally:
             self._stragglers.count(0)
-            if self._take_wait is wait:  # else a later `take` has begun
+            if self._take_wait is wait:  # else a later `take` has started
                 self._take_wait = None
 
     async def _start_admissible(self) -> None:
@@ -318,7 +319,7 @@ class RolloutController:
         """
         version = self.weight_version
         if self._is_open() and self._scheduler.may_start(version):
-            num_new = self._scheduler.room(version)
+            num_new = self._scheduler.max_new(version)
             if self._ahead.lacks(self._scheduler.startable(version), num_new, self.run_seed):
                 return
             # Off-policy an admission batch would stop what already runs, and no order is promised.

@@ -81,10 +81,10 @@ class GroupFilter:
         if success > self.max_success:
             return "filtered_too_easy", f"{name} has success rate {success:.2f}, above max_success={self.max_success}."
         if self.drop_zero_variance and rewards.count(rewards[0]) == len(rewards):
-            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in all {len(rewards)} trajectories."
+            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in each of its trajectories."
         if self.max_group_tokens is not None and longest > self.max_group_tokens:
             bound = f"max_group_tokens={self.max_group_tokens}"
-            return "filtered_too_long", f"{name} has a trajectory of {longest} tokens, above {bound}."
+            return "filtered_too_long", f"{name} has a trajectory of {count_text(longest, 'token')}, above {bound}."
         reason = self.rule(group) if self.rule is not None else None
         if not reason:
             return None
@@ -235,18 +235,18 @@ class DropCounter:
         num_expected = self.settings.group_size * self.settings.groups_per_iteration
         if is_failed:
             total = max(self._num_done, num_expected)  # async: up to η + 1 iterations' worth
-            self._check_failed(self._num_failed, total, "trajectories failed since the last batch was taken")
+            self._check_failed(self._num_failed, total, "failed since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
         """Raises RolloutError if too many of a validation batch failed: a mean over the rest would flatter."""
-        self._check_failed(num_requested - num_rewarded, num_requested, "validation trajectories failed")
+        self._check_failed(num_requested - num_rewarded, num_requested, "failed in validation")
 
     def _check_failed(self, num_failed: int, total: int, what: str) -> None:
         max_fraction = self.settings.max_failed_fraction
         if num_failed > max_fraction * total:
             raise RolloutError(
-                f"Aborting: {num_failed} of {total} {what} (max_failed_fraction={max_fraction:g}). "
-                f"Last failure: {self.last.reason}: {self.last.message}"
+                f"Aborting: {num_failed} of {count_text(total, 'trajectory')} {what} "
+                f"(max_failed_fraction={max_fraction:g}). Last failure: {self.last.reason}: {self.last.message}"
             )
 
     def count_kept(self) -> None:
@@ -295,8 +295,8 @@ class Batch:
     gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would hold this batch back
 
     def describe_wait(self) -> str:  # the first five groups, for messages
-        more = f" and {len(self.waits_for) - 5} more" if len(self.waits_for) > 5 else ""
-        return f"groups {', '.join(map(str, self.waits_for[:5]))}{more}" if self.waits_for else "more finished groups"
+        others = f" and {len(self.waits_for) - 5} more" if len(self.waits_for) > 5 else ""
+        return f"groups {', '.join(map(str, self.waits_for[:5]))}{others}" if self.waits_for else "more finished groups"
 
 
 @dataclass(eq=False)
@@ -368,7 +368,7 @@ class GroupScheduler:
             self._queued, self._again, max_concurrent = sorted(self._again), [], None
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued))
 
-    def room(self, weight_version: int) -> int:
+    def max_new(self, weight_version: int) -> int:
         """Return the most new positions that `plan` asks for."""
         max_concurrent = None if self.settings.max_staleness == 0 else self.settings.max_concurrent
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
@@ -568,8 +568,8 @@ class GroupScheduler:
             self._keep(Group.from_json(record))
         # With a smaller bound what was running might be too old when it is done, so it starts again.
         is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
-        goes_on = is_in_time and state.get("group_size") == self.settings.group_size
-        for position, version, results in state["begun"] if goes_on else []:
+        continues = is_in_time and state.get("group_size") == self.settings.group_size
+        for position, version, results in state["begun"] if continues else []:
             done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
             self.started[position] = (version, done)
 
@@ -591,13 +591,13 @@ def num_admissible(
         running: groups in flight, at most `max_concurrent` if that is not None.
         accepted: groups finished and kept since the run began, trained on or waiting; dropped ones do not count.
     """
-    room = (settings.max_staleness + weight_version + 1) * settings.groups_per_iteration + settings.num_oversampled
+    num = (settings.max_staleness + weight_version + 1) * settings.groups_per_iteration + settings.num_oversampled
     if settings.total_groups is not None:
-        room = min(room, settings.total_groups)
-    room -= accepted + running
+        num = min(num, settings.total_groups)
+    num -= accepted + running
     if max_concurrent is not None:
-        room = min(room, max_concurrent - running)
-    return max(0, room)
+        num = min(num, max_concurrent - running)
+    return max(0, num)
 
 
 def pass_over(
@@ -638,13 +638,13 @@ def find_late(
         running: those of the groups that are not finished.
     """
     late: list[int] = []
-    kept: list[int] = []
+    in_time: list[int] = []
     for group_id in _oldest_first(versions):
-        kept.append(group_id)
-        trained_at = weight_version + (len(kept) - 1) // settings.groups_per_iteration
+        in_time.append(group_id)
+        trained_at = weight_version + (len(in_time) - 1) // settings.groups_per_iteration
         if trained_at > versions[group_id] + settings.max_staleness:
-            late.append(next((one for one in kept if one in running), group_id))
-            kept.remove(late[-1])
+            late.append(next((one for one in in_time if one in running), group_id))
+            in_time.remove(late[-1])
     return sorted(late)
 
 

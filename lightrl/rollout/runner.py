@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.abandon import abandon, each_when_done, is_abandoned
 from lightrl.engines.abilities import ContinuesCompletions
@@ -198,8 +199,9 @@ def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Promp
     lengths = [len(values) for values in (completion.token_ids, completion.logprobs, completion.weight_versions)]
     if len(set(lengths)) > 1:
         raise EngineError(
-            f"The engine returned {lengths[0]} token ids, {lengths[1]} logprobs and {lengths[2]} weight versions for "
-            f"turn {turn} of prompt {prompt.id!r}. Each token needs one of each."
+            f"The engine returned {count_text(lengths[0], 'token id')}, {count_text(lengths[1], 'logprob')} and "
+            f"{count_text(lengths[2], 'weight version')} for turn {turn} of prompt {prompt.id!r}. Each token needs "
+            "one of each."
         )
     if sampling.is_truncated and completion.supports is None:
         raise EngineError(

@@ -15,7 +15,7 @@ from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 
 # Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
-# task, one that of the trajectory or of the request, and the others leave room for a workflow that awaits something
+# task, one that of the trajectory or of the request, and the others allow for a workflow that awaits something
 # ready first.
 ADMISSION_TICKS = 5
 
@@ -41,7 +41,7 @@ class Tasks:
     async def abandon_all(self, *, but: Collection[asyncio.Task[Any]]) -> None:
         """Cancels all other tasks of the event loop and waits for them, and for the ones left out.
 
-        One that goes on is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
+        One that continues is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
         """
         abandon(asyncio.all_tasks() - {asyncio.current_task()} - set(but))
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:

@@ -229,8 +229,8 @@ class WorkflowPool:
             num_useless = 0 if worker is not None and worker.num_done else num_useless + 1
             if num_useless == MAX_DEATHS or not self._was_ready:
                 raise RolloutError(
-                    f"The {name} ended with {how} before it had finished a trajectory, {num_useless} times in a row. "
-                    "Its output is above. Fix what it died of, or set workflow_workers to 0."
+                    f"The {name} ended with {how} before it had finished a trajectory (deaths in a row: "
+                    f"{num_useless}). Its output is above. Fix what it died of, or set workflow_workers to 0."
                 )
             again = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
             log.warning("The %s ended with %s. %s", name, how, again)

@@ -167,7 +167,7 @@ class Summary:
 def summary_text(summary: dict[str, Any]) -> str:
     """Writes the summary that a run prints at its end."""
     total, areas, first = summary["total_s"], summary["areas_s"], summary["look_first_at"]
-    lines = [f"Where the time went: {_seconds(total)} an iteration, the mean of {summary['iterations']} traced ones"]
+    lines = [f"Where the time went: {_seconds(total)} an iteration, traced iterations: {summary['iterations']}"]
     for name, seconds in areas.items():
         gain = f"  at most {summary['gain'][name]:.2f}x" if name in summary["gain"] else ""
         lines.append(f"  {name:<8} {_seconds(seconds):>8} {seconds / total:>5.0%}{gain}")

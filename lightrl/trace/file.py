@@ -22,7 +22,7 @@ _OPEN = "[\n"
 class TraceFile:
     """The events of one process, `<folder>/rank-00003.json`, with a marker before each iteration.
 
-    When it has half of `max_bytes` it becomes `rank-00003.before.json`, in place of an earlier one, and begins anew:
+    When it has half of `max_bytes` it becomes `rank-00003.before.json`, in place of an earlier one, and begins again:
     the last iterations of a long run are there.
 
     Args:
@@ -40,7 +40,7 @@ class TraceFile:
         self._begin()
 
     def add(self, iteration: int, start_ns: int, events: Iterable[Event], memory: Mapping[str, float]) -> None:
-        """Appends an iteration, the marker first; `memory` is drawn as a curve, in MiB."""
+        """Appends an iteration, the marker first; `memory` becomes a curve, in MiB."""
         marker = {"name": f"iteration {iteration}", "ph": "i", "s": "p", "ts": self._us(start_ns), "pid": self._rank}
         lines = [{**marker, "tid": 0, "args": {"iteration": iteration}}]
         for event in sorted(events, key=lambda one: one.start_ns):
@@ -93,7 +93,7 @@ class TraceFile:
             self._begin()
 
 
-OVERLAPPING = frozenset({"generations", "rewards"})  # tracks beside those of servers, whose names are addresses
+OVERLAPPING = frozenset({"generations", "rewards"})  # tracks besides those of servers, whose names are addresses
 
 
 def trace_files(folder: Path) -> list[Path]:

@@ -35,7 +35,7 @@ class Event(NamedTuple):
 
     name: str
     category: str  # phase, step, generate, reward, data, loader, score, update, collective, sync, wait, server
-    track: str  # the line that it is drawn on; its events may overlap unless it is a thread's
+    track: str  # its line in the viewer; its events may overlap unless it is a thread's
     start_ns: int
     end_ns: int
     args: dict[str, Any]
@@ -75,7 +75,7 @@ class span:
 
     Args:
         name, category: of the event.
-        track: where it is drawn; the thread's name if empty. Blocks that overlap need one of their own.
+        track: its line in the viewer; the thread's name if empty. Blocks that overlap need one of their own.
         args: shown with the event; more may be put into `measured.args` inside.
     """
 

@@ -55,7 +55,7 @@ def test_on_policy_the_gradient_is_that_of_the_sampled_reverse_kl() -> None:
 def test_the_teacher_is_a_frozen_role_with_a_call_of_its_own() -> None:
     module = make(num_minibatches=2, decoupled=True)
     module.configure_model()
-    assert [call.name for call in module.score_calls()] == ["proximal_logprobs", "teacher_logprobs"]
+    assert [call.name for call in module.model_calls()] == ["proximal_logprobs", "teacher_logprobs"]
     assert not any(parameter.requires_grad for parameter in module.teacher.parameters())
 
 

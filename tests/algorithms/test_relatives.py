@@ -207,9 +207,9 @@ def test_m2po_leaves_out_outliers_and_clips_nothing() -> None:
 
 def test_m2po_has_its_proximal_logprobs_even_for_a_single_update() -> None:
     module = M2PO(tiny_spec(), reward=len, num_minibatches=1)
-    assert [call.name for call in module.score_calls()] == ["proximal_logprobs"]
+    assert [call.name for call in module.model_calls()] == ["proximal_logprobs"]
     decoupled = M2PO(tiny_spec(), reward=len, num_minibatches=2, decoupled=True)
-    assert [call.name for call in decoupled.score_calls()] == ["proximal_logprobs"]
+    assert [call.name for call in decoupled.model_calls()] == ["proximal_logprobs"]
 
 
 def test_sapo_has_the_papers_loss_token_by_token() -> None:
@@ -264,7 +264,7 @@ def test_settings_that_an_algorithm_does_not_read_are_none_of_its_settings(algor
 
 def test_a_guessed_proximal_policy_needs_no_forward_and_lies_between_behavior_and_policy() -> None:
     module = make_module("GRPO with a guessed proximal policy")
-    assert module.score_calls() == []
+    assert module.model_calls() == []
     minibatch = random_experience()
     logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
     minibatch = replace(minibatch, weight_versions=torch.where(minibatch.loss_mask, -3, -1))  # the module is at 0

@@ -575,7 +575,7 @@ def test_an_engine_error_ends_validation_though_another_request_hangs(make: Make
 def test_a_validation_that_hangs_says_how_far_it_came(make: Make) -> None:
     controller = make(FakeEngine(hang_requests={2}), rollout_timeout_s=1.0)
     with pytest.raises(
-        RolloutError, match=r"Validation waited for 1 prompts × 4 samples, .*3 of 4 trajectories are done"
+        RolloutError, match=r"Validation waited for 1 prompt × 4 samples, .*3 of 4 trajectories finished"
     ):
         controller.evaluate([Prompt(id="a", token_ids=[1])], sampling=SAMPLING, num_samples=4)
     wait_until(lambda: fake(controller).num_running == 0)

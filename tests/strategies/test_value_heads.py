@@ -89,7 +89,7 @@ class WithJudge(RLModule):
     def models(self) -> dict[str, Role]:
         return {**super().models(), "critic": Role(critic_spec()), "judge": Role(critic_spec())}
 
-    def score_calls(self) -> list[ModelCall]:
+    def model_calls(self) -> list[ModelCall]:
         return [
             ModelCall("values", "critic", "infer", ("token_ids",), ("values", "bootstrap_values")),
             ModelCall("judge", "judge", "infer", ("token_ids",), ("judge_scores",)),

@@ -66,8 +66,8 @@ class TinyPPO(BySGD, TinyGRPO, PPO):
             with torch.no_grad():  # one that says 0 sends nothing back to its body
                 self.value_head.weight.copy_(torch.linspace(-0.3, 0.3, self.value_head.weight.shape[1])[None])
 
-    def score_calls(self) -> list[ModelCall]:
-        return [*super().score_calls(), ModelCall("style", outputs=("style_rewards",), run=self.style)]
+    def model_calls(self) -> list[ModelCall]:
+        return [*super().model_calls(), ModelCall("style", outputs=("style_rewards",), run=self.style)]
 
     def style(self, experience: Experience, trajectories: Sequence[Trajectory]) -> Tensor:
         self.num_calls += 1

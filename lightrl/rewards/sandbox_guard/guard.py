@@ -120,12 +120,12 @@ class _Execution:
         used_up = cpu_s >= 0.9 * self.limits["cpu_s"]  # accounts lag behind the limit's own clock
         if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and used_up):
             stopped_by = "time"
-        room = self.limits["output_kib"] << 10
-        if len(out) + len(err) > room:  # it may have exited by itself meanwhile
+        max_bytes = self.limits["output_kib"] << 10
+        if len(out) + len(err) > max_bytes:  # it may have exited by itself meanwhile
             stopped_by = "output"
         return {
-            "stdout": out[:room].decode(errors="replace"),
-            "stderr": err[-room:].decode(errors="replace"),
+            "stdout": out[:max_bytes].decode(errors="replace"),
+            "stderr": err[-max_bytes:].decode(errors="replace"),
             "exit_code": exit_code,
             "stopped_by": stopped_by,
             "wall_s": wall_s,
