@@ -40,7 +40,7 @@ class DPO(SupervisedModule):
     """
 
     batch_type = PairBatch
-    log_room = "dpo"
+    log_prefix = "dpo"
     preference_loss: PreferenceLoss = "sigmoid"
 
     policy: PreTrainedModel
@@ -116,5 +116,5 @@ class IPO(DPO):
     Source: https://arxiv.org/abs/2310.12036.
     """
 
-    log_room = "ipo"
+    log_prefix = "ipo"
     preference_loss: PreferenceLoss = "ipo"

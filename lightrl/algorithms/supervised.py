@@ -48,7 +48,7 @@ class SupervisedModule(L.LightningModule):
     # The batches that `measure` takes.
     batch_type: type[Any] = object
     # The first part of the names that are logged per step.
-    log_room: str = "train"
+    log_prefix: str = "train"
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class SupervisedModule(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         means, number = self.means(self.measure, batch)
-        self._log_means(self.log_room, {name: value.detach() for name, value in means.items()}, on_step=True)
+        self._log_means(self.log_prefix, {name: value.detach() for name, value in means.items()}, on_step=True)
         return self.accumulated(means["loss"], number, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -220,10 +220,10 @@ class SupervisedModule(L.LightningModule):
                 parameter.grad.mul_(before / self._num_accumulated)
         return loss * (num_batches * number / self._num_accumulated)
 
-    def _log_means(self, room: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
+    def _log_means(self, prefix: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
         # Lightning weights each batch's mean by batch_size, so an epoch's mean is over trajectories or pairs.
         self.log_dict(
-            {f"{room}/{name}": value for name, value in means.items()},
+            {f"{prefix}/{name}": value for name, value in means.items()},
             on_step=on_step,
             on_epoch=not on_step,
             prog_bar=True,

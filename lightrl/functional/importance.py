@@ -117,8 +117,8 @@ class ImportanceWeights:
             raise ValueError(
                 f"floor of importance weights must be from {lowest} to cap={highest} (0.5 is usual), got {self.floor}."
             )
-        selects_otherwise = self.metric != "ratio" or self.aggregation is not None
-        if selects_otherwise and (self.mode == "clamp" or not self._has_bound):
+        bounds_an_estimate = self.metric != "ratio" or self.aggregation is not None
+        if bounds_an_estimate and (self.mode == "clamp" or not self._has_bound):
             raise ValueError(
                 f"metric={self.metric!r} and aggregation={self.aggregation!r} of importance weights select what the "
                 "bounds mask: they need cap or floor, and mode='mask'."

@@ -112,7 +112,7 @@ def topk_divergence(
     Source: GKD, https://arxiv.org/abs/2306.13649, section 2 and equation 1.
 
     Args:
-        logprobs: [..., K] of the policy being trained, for the teacher's K likeliest tokens; carries the gradient.
+        logprobs: [..., K] of the policy being trained, for the teacher's top-k tokens; carries the gradient.
         teacher_logprobs: [..., K] of the teacher, for the same tokens, all different.
         divergence: "reverse_kl", "forward_kl" or "jsd".
         jsd_beta: the teacher's share of the mixture, between 0 and 1; only for "jsd".

@@ -8,8 +8,8 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     │ b   · │  │ e       · · │             └──────┴────┴──────┴──┘   at each trajectory
     └───────┘  └─────────────┘
 
-In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row attention is
-told where trajectories start (strategies/packed_attention.py).
+In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row attention gets
+the starts of the trajectories (strategies/packed_attention.py).
 """
 
 from __future__ import annotations
@@ -101,16 +101,16 @@ def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
         alike[-1].append(index)
         left -= sizes[index]
     best: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (what is left of a part, its number), ascending
+    spaces: list[tuple[int, int]] = []  # (what is left of a part, its number), ascending
     for index in order:
-        place = bisect.bisect_left(rooms, (sizes[index], 0))
-        if place == len(rooms):
+        place = bisect.bisect_left(spaces, (sizes[index], 0))
+        if place == len(spaces):
             best.append([])
-            room, part = max_size, len(best) - 1
+            space, part = max_size, len(best) - 1
         else:
-            room, part = rooms.pop(place)
+            space, part = spaces.pop(place)
         best[part].append(index)
-        bisect.insort(rooms, (room - sizes[index], part))
+        bisect.insort(spaces, (space - sizes[index], part))
     return alike if len(alike) <= len(best) else best
 
 

@@ -1,7 +1,7 @@
-"""ChatTemplate: chats as text. Data, workflows, stop tokens and exports ask here; the policy's tokenizer owns the
-template, and `set_chat_template` changes it there.
+"""ChatTemplate: chats as text, for data, workflows, stop tokens and exports. The policy's tokenizer owns the template,
+and `set_chat_template` changes it there.
 
-A chat that ends with an assistant's message goes on in that message. What the prompt opens of the policy's turn, such
+A chat that ends with an assistant's message continues in that message. What the prompt opens of the policy's turn, such
 as `<think>`, belongs to that turn.
 """
 
@@ -70,7 +70,7 @@ def _check_arguments(arguments: Mapping[str, Any], template: Any) -> None:
 
 
 class ChatTemplate:
-    """Renders chats, and reads back what the policy wrote.
+    """Renders chats, and reads back what the policy generated.
 
     Args:
         tokenizer: the policy's, with its chat template.
@@ -78,8 +78,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.end_token_ids: set[int] = set()  # that end a turn, beside the tokenizer's and the template's own
-        self._ends: tuple[Any, set[int | None]] | None = None  # with the template that they are of
+        self.end_token_ids: set[int] = set()  # further ends of a turn, besides the tokenizer's and the template's own
+        self._ends: tuple[Any, set[int | None]] | None = None  # the template, and the ends of its turns
         self._reads_text: tuple[Any, bool] = None, True  # a template, and whether it reads text, not only parts
 
     @property
@@ -116,17 +116,17 @@ class ChatTemplate:
         return {**arguments, "tools": list(tools)} if tools else arguments
 
     def render(self, messages: Messages, arguments: Mapping[str, Any], *, is_whole: bool = False) -> str:
-        """The text of these messages, up to where the policy goes on; with `is_whole`, to their end.
+        """Return the text of these messages, up to where the policy continues; with `is_whole`, to their end.
 
         Args:
             arguments: that the template reads, by name, such as `tools`.
         """
-        goes_on = not is_whole and messages[-1].get("role") == "assistant"
+        continues = not is_whole and messages[-1].get("role") == "assistant"
         text = self.tokenizer.apply_chat_template(
             [self._as_read(message) for message in messages],
             tokenize=False,
-            add_generation_prompt=not (is_whole or goes_on),
-            continue_final_message=goes_on,
+            add_generation_prompt=not (is_whole or continues),
+            continue_final_message=continues,
             **arguments,
         )
         return str(text)
@@ -176,8 +176,8 @@ class ChatTemplate:
             token_ids: all that the policy's turn follows.
         """
         is_first = len(token_ids) == len(prompt.token_ids or [])
-        begun = _begun(prompt.messages) if prompt.messages and is_first else ""
-        text = begun or opened(self.decode(token_ids[-_TAIL_TOKENS:]))
+        started = _started_message(prompt.messages) if prompt.messages and is_first else ""
+        text = started or opened(self.decode(token_ids[-_TAIL_TOKENS:]))
         start = text.rfind("<think>")
         return text[start:] if start > text.rfind("</think>") else ""
 
@@ -223,11 +223,11 @@ def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iter
     Args:
         messages: before the turn; an assistant's last message is its beginning.
         opening: what the prompt opened of the turn.
-        turn: the assistant's message with what the policy wrote.
+        turn: the assistant's message with what the policy generated.
     """
-    is_begun = messages[-1].get("role") == "assistant"
-    before = messages[:-1] if is_begun else messages
-    content = (_begun(messages) if is_begun else opening) + content_text(turn.get("content"))
+    continues = messages[-1].get("role") == "assistant"
+    before = messages[:-1] if continues else messages
+    content = (_started_message(messages) if continues else opening) + content_text(turn.get("content"))
     yield [*before, {**turn, "content": content}]
     thinking, closing, answer = content.partition("</think>")
     if closing:
@@ -235,7 +235,7 @@ def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iter
         yield [*before, {**turn, **apart}]
 
 
-def _begun(messages: Messages) -> str:
+def _started_message(messages: Messages) -> str:
     """The text of a last message of the assistant, which the policy continues."""
     last = messages[-1]
     return content_text(last.get("content")) if last.get("role") == "assistant" else ""

@@ -1,4 +1,4 @@
-"""Images: what a model that sees images needs beside token ids, from strings in a prompt to a forward.
+"""Images: what a model that sees images needs besides token ids, from strings in a prompt to a forward.
 
     Prompt.images ─► pixel values ─► features ─► embeddings of K tokens each
     paths, data:     [M, 3, H, W]    [M, K, H]   of the prompt
@@ -253,7 +253,7 @@ def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Te
 
 
 def save_processor(config: PretrainedConfig, folder: Path) -> None:
-    """Writes the image processor beside an exported model that sees images; nothing for others."""
+    """Writes the image processor next to an exported model that sees images; nothing for others."""
     image_reader = ImageReader.of(config)
     if image_reader is not None:
         image_reader.processor.save_pretrained(folder)

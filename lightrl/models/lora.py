@@ -162,7 +162,7 @@ def merged_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """The parameters under their Hugging Face names, adapters merged into the weights they belong to.
 
-    One at a time, so it needs the memory of one merged weight beside the model.
+    One at a time, so it needs the memory of one merged weight besides the model's.
 
     Args:
         model: with or without adapters.

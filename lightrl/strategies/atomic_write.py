@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written beside their place, then renamed; in the background if asked."""
+"""Files and folders that are whole or absent: written next to their place, then renamed; in the background if asked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightrl.concurrency.daemon_future import submit
 
 log = logging.getLogger(__name__)
 
-_STEP_S = 0.1  # between two looks of who waits for a write
+_STEP_S = 0.1  # between two checks of a write that is waited for
 _WARN_EVERY_S = 60.0
 _SYNC_BYTES = 64 * 2**20
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, to disk, then renames: after `kill -9` the name leads to the old file or the new one.
+    """Writes next to the target, to disk, then renames: after `kill -9` the name leads to the old file or the new one.
 
     The stock writer goes through the system's temporary folder; a move from there to another file system is a copy.
 
@@ -66,7 +66,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return of_run(checkpoint, path)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Writes `checkpoint`, and removes what dead writers left beside it.
+        """Writes `checkpoint`, and removes what dead writers left next to it.
 
         Raises:
             OSError: if it cannot be written; a previous file stays as it is.
@@ -96,7 +96,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _write(target: Path, write: Callable[[Any], Any], num_bytes: int, progress: Progress) -> None:
-    """Writes a file that is whole or absent, and removes what dead writers left beside it."""
+    """Writes a file that is whole or absent, and removes what dead writers left next to it."""
     part = target.with_name(f"{target.name}.{own_mark()}.part")
     with progress.at_disk():
         try:

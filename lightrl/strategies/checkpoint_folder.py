@@ -104,8 +104,8 @@ def folder_writer(
 
 def _check_parts(folder: Path) -> None:
     """Raises OSError unless rank 0 sees the files that the other ranks have written."""
-    places: Any = SafeReader(folder).read_metadata().storage_data
-    missing = {place.relative_path for place in places.values() if not (folder / place.relative_path).is_file()}
+    files = {place.relative_path for place in SafeReader(folder).read_metadata().storage_data.values()}
+    missing = {name for name in files if not (folder / name).is_file()}
     if missing:
         raise OSError(f"{', '.join(sorted(missing)[:3])} of other ranks did not appear in {folder}")
 

@@ -1,7 +1,7 @@
 """Models without memory, and their weights: rank 0 reads one tensor at a time, every rank keeps its shard.
 
-So a model that no rank has room for can be trained. Buffers get memory from the start: they are small, and those that
-are not saved (the angles of rotary embeddings) would be garbage if they were created on the meta device.
+So a model that fits into no rank's memory can be trained. Buffers get memory from the start: they are small, and those
+that are not saved (the angles of rotary embeddings) would be garbage if they were created on the meta device.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ def _safetensors(spec: ModelSpec) -> dict[str, Path]:
 
     index = find("model.safetensors.index.json")
     if index is not None:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = {name: find(name) for name in set(places.values())}
-        return {name: path for name, file in places.items() if (path := files[file]) is not None}
+        file_by_name: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = {name: find(name) for name in set(file_by_name.values())}
+        return {name: path for name, file in file_by_name.items() if (path := files[file]) is not None}
     single = find("model.safetensors")
     if single is None:
         return {}

@@ -213,21 +213,21 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Splits each model of the module over its ranks, and removes it from the others."""
         assert self.lightning_module is not None
         assert isinstance(self.ranks, ProcessRanks)
-        places: dict[str, Place] = {}
+        place_by_role: dict[str, Place] = {}
         for role, mesh in role_meshes(self.lightning_module).items():
             if (role, mesh) not in self._places:
                 self._places[role, mesh] = self._make_place(mesh)
-            places[role] = self._places[role, mesh]
-        if "policy" in places:
-            places["value_head"] = places["policy"]  # the critic's head on the policy's body
-        self.ranks.roles = {role: place.ranks for role, place in places.items()}
+            place_by_role[role] = self._places[role, mesh]
+        if "policy" in place_by_role:
+            place_by_role["value_head"] = place_by_role["policy"]  # the critic's head on the policy's body
+        self.ranks.roles = {role: place.ranks for role, place in place_by_role.items()}
         for name, model in self.lightning_module.named_children():
             if not any(True for _ in model.parameters()):
                 continue
-            if name in places and not places[name].ranks.is_here:
+            if name in place_by_role and not place_by_role[name].ranks.is_here:
                 empty_out(model)
             elif self._needs_split(name, model):
-                self.shard(model, places.get(name))
+                self.shard(model, place_by_role.get(name))
 
     def _make_place(self, mesh: RoleMesh) -> Place:
         members = mesh.ranks(self.world_size)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
-from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
+from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
 from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
@@ -85,7 +85,7 @@ class FSDP2Model(SingleModel):
             for module in (self._root, self.value_head):
                 if isinstance(module, FSDPModule):
                     module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
-            backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
+            backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
             self.ranks.step()
 
     def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
@@ -117,12 +117,12 @@ class FSDP2Model(SingleModel):
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
-    def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
+    def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
         # Tensors, not Outputs: FSDP searches known containers for the start of the backward.
-        return Outputs(*self._root.run_inside(self._tensors, experience, more))
+        return Outputs(*self._root.run_inside(self._tensors, experience, candidates))
 
-    def _tensors(self, experience: Experience, more: More) -> tuple[Tensor | None, ...]:
-        outputs = super()._outputs(experience, more)
+    def _tensors(self, experience: Experience, candidates: Candidates) -> tuple[Tensor | None, ...]:
+        outputs = super()._outputs(experience, candidates)
         return tuple(getattr(outputs, field.name) for field in fields(outputs))
 
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,7 +1,7 @@
 """Attention over a packed row: each trajectory attends to itself only, and no mask of T × T exists.
 
 transformers separates packed trajectories by a dense mask over the whole row (1 GiB in bool for 32,768 tokens), unless
-the attention is told where they start. `make_packable` registers an attention that is told, for packed rows only; other
+the attention knows where they start. `make_packable` registers an attention that gets the starts of packed rows; other
 forwards stay torch's SDPA. What runs is the first of these that works for the device, dtype and head size, which a
 trial on a few tokens finds:
 
@@ -71,22 +71,22 @@ class PackedRows:
 
     @functools.cached_property
     def rectangles(self) -> tuple[list[Tensor], Tensor]:
-        """Tokens of each rectangle, int64 [rows, longest], padded with the row's last; and each token's place in them.
+        """Tokens of each rectangle, int64 [rows, longest], padded with the row's last; and each token's index.
 
-        The places, int64 [T], index the rectangles' outputs end to end.
+        The indices, int64 [T], are into the rectangles' outputs end to end.
         """
         starts, lengths = self._starts[:-1], torch.tensor(self.lengths)
-        places = torch.empty(int(self._starts[-1]), dtype=torch.int64)
+        indices = torch.empty(int(self._starts[-1]), dtype=torch.int64)
         parts, first = [], 0
         for members in rectangles(self.lengths, _CALL_OVERHEAD_TOKENS):
             picked = lengths[members]
             columns = torch.arange(int(picked.max()))
             tokens = starts[members][:, None] + torch.minimum(columns, picked[:, None] - 1)
             is_token = columns < picked[:, None]
-            places[tokens[is_token]] = first + torch.arange(tokens.numel()).view_as(tokens)[is_token]
+            indices[tokens[is_token]] = first + torch.arange(tokens.numel()).view_as(tokens)[is_token]
             first += tokens.numel()
             parts.append(to_device(tokens, self.device))
-        return parts, to_device(places, self.device)
+        return parts, to_device(indices, self.device)
 
     def block_mask(self, window: int | None) -> Any:
         """Flex attention's BlockMask, from the starts alone; `window` as in `blocks`."""
@@ -98,8 +98,8 @@ class PackedRows:
         documents = self.documents
 
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = (query >= key) & (documents[query] == documents[key])
-            return seen if window is None else seen & (query - key < window)
+            is_before = (query >= key) & (documents[query] == documents[key])
+            return is_before if window is None else is_before & (query - key < window)
 
         mask = BlockMask.from_kv_blocks(
             num_partial, partial, num_full, full, BLOCK_SIZE=_BLOCK, mask_mod=is_seen, seq_lengths=(len(documents),) * 2
@@ -195,14 +195,14 @@ def attend(
     """
     if packed_rows is None:
         if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
-            raise NotPackable(f"{type(module).__name__} was not told where the trajectories of a packed row start.")
+            raise NotPackable(f"{type(module).__name__} did not get the starts of the trajectories of a packed row.")
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return plain
-    more = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
-    if more or settings.get("dropout") or settings.get("is_causal") is False:
-        raise NotPackable(f"Packed rows have causal attention without {', '.join(more) or 'dropout'}.")
+    extra = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
+    if extra or settings.get("dropout") or settings.get("is_causal") is False:
+        raise NotPackable(f"Packed rows have causal attention without {', '.join(extra) or 'dropout'}.")
     return _attend(query, key, value, packed_rows, settings.get("scaling"), settings.get("sliding_window")), None
 
 
@@ -312,11 +312,11 @@ def _flex(
     return output.transpose(1, 2)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # rectangles differ in every microbatch, and would compile anew each time
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # rectangles differ in every microbatch, and each would compile again
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
-    parts, places = rows.rectangles
+    parts, indices = rows.rectangles
     times = query.shape[1] // key.shape[1]
     if times > 1:
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
@@ -329,12 +329,12 @@ def _sdpa(
         )
         mask = None
         if window is not None and window < width:  # positions are a trajectory's, not the row's
-            places_in_it = torch.arange(width, device=query.device)
-            difference = places_in_it[:, None] - places_in_it
+            positions = torch.arange(width, device=query.device)
+            difference = positions[:, None] - positions
             mask = (difference >= 0) & (difference < window)
         output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         outputs.append(output.transpose(1, 2).reshape(num * width, *output.shape[1::2]))  # [tokens, heads, D]
-    return torch.cat(outputs).index_select(0, places)[None]
+    return torch.cat(outputs).index_select(0, indices)[None]
 
 
 # In the order in which they are tried.

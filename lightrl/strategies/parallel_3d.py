@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
-from lightrl.models import Backward, LossFunction, More, Outputs, RoleMesh, asked_of_policy
+from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.lora import Part
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.packed_attention import make_packable
@@ -249,7 +249,7 @@ class Parallel3DModel:
         Gradients must be None or zero before; afterwards they are averaged over dp and complete on the other axes.
         """
         microbatches = list(microbatches)  # a pipeline returns to each
-        feeds = self._feeds(microbatches, [asked_of_policy(microbatch) for microbatch in microbatches])
+        feeds = self._feeds(microbatches, [teacher_candidates(microbatch) for microbatch in microbatches])
         results: dict[int, Tensor] = {}
 
         def run_forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
@@ -290,11 +290,11 @@ class Parallel3DModel:
         for stage in self.split.stages.values():  # not the model: FSDP holds its parts by stage
             stage.to(device)
 
-    def _feeds(self, microbatches: Sequence[Experience], asked: Sequence[More]) -> list[Feed]:
+    def _feeds(self, microbatches: Sequence[Experience], candidates: Sequence[Candidates]) -> list[Feed]:
         size, has_logprobs = self.split.mesh["tp"].size(), self.split.has_logprobs
         return [
             Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, is_packed=self.is_packed)
-            for part, num in zip(microbatches, asked, strict=True)
+            for part, num in zip(microbatches, candidates, strict=True)
         ]
 
     def _forward_stage(self, stage: int, hidden: Tensor | None, feed: Feed) -> Tensor:
@@ -317,12 +317,12 @@ class Parallel3DModel:
 
     def _outputs(self, result: Tensor, feed: Feed, microbatch: Experience) -> Outputs:
         shape = microbatch.token_ids.shape
-        logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.places, shape) for index in range(3))
+        logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.positions, shape) for index in range(3))
         outputs = Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)
-        num = feed.num_more
+        num = feed.num_candidates
         if num == 0:
             return outputs
-        topk = aligned_to_tokens(result[:, 3 : 3 + num], *feed.places, shape)
-        has_ids = isinstance(feed.more, int)
-        ids = aligned_to_tokens(result[:, 3 + num :].long(), *feed.places, shape) if has_ids else None
+        topk = aligned_to_tokens(result[:, 3 : 3 + num], *feed.positions, shape)
+        has_ids = isinstance(feed.candidates, int)
+        ids = aligned_to_tokens(result[:, 3 + num :].long(), *feed.positions, shape) if has_ids else None
         return replace(outputs, teacher_topk=topk, teacher_topk_ids=ids)

@@ -70,7 +70,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process has controller, engine and reward worker, writes files and prints."""
+        """Whether this process has controller, engine and reward workers, writes files and prints."""
         return self.is_here and self.rank == 0
 
     def of_role(self, role: str) -> Ranks:
@@ -192,11 +192,11 @@ class ProcessRanks(Ranks):
         self.dp_members = self._ask_members() if dp_members is None else dp_members
 
     def _ask_members(self) -> list[list[int]]:
-        places = torch.zeros(self.size, dtype=torch.int64)
-        places[self.rank] = self.dp_rank
-        dist.all_reduce(places, group=self.control_group)
+        dp_ranks = torch.zeros(self.size, dtype=torch.int64)
+        dp_ranks[self.rank] = self.dp_rank
+        dist.all_reduce(dp_ranks, group=self.control_group)
         members: list[list[int]] = [[] for _ in range(self.dp_size)]
-        for rank, dp_rank in enumerate(places.tolist()):
+        for rank, dp_rank in enumerate(dp_ranks.tolist()):
             members[dp_rank].append(self.first_rank + rank)
         return members
 

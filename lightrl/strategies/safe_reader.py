@@ -165,8 +165,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         # Functions of this object alone, since a pickle can set attributes of what it names.
         self._names: dict[tuple[str, str], Any] = {
             **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
-            **dict.fromkeys([(room, "PosixPath") for room in _PATHLIB], lambda *parts: "/".join(parts)),
-            **dict.fromkeys([(room, "WindowsPath") for room in _PATHLIB], lambda *parts: "\\".join(parts)),
+            **dict.fromkeys([(module, "PosixPath") for module in _PATHLIB], lambda *parts: "/".join(parts)),
+            **dict.fromkeys([(module, "WindowsPath") for module in _PATHLIB], lambda *parts: "\\".join(parts)),
             ("torch", "Size"): torch.Size,
             ("torch.serialization", "_get_layout"): lambda name: {"torch.strided": torch.strided}[name],
             ("collections", "OrderedDict"): dict,
@@ -206,11 +206,11 @@ def _checked(read: Any) -> Metadata:
     """The argument; raises ValueError unless it is the metadata of tensors and values in files of the same folder."""
     if not isinstance(read, Metadata) or not isinstance(read.state_dict_metadata, dict):
         raise ValueError(f"it holds {type(read).__name__}")
-    places = read.storage_data
-    if not isinstance(places, dict):
+    files = read.storage_data
+    if not isinstance(files, dict):
         raise ValueError("it does not say where tensors are")
-    for place in places.values():
-        name = getattr(place, "relative_path", None)
-        if not isinstance(place, filesystem._StorageInfo) or not isinstance(name, str) or Path(name).name != name:
+    for file in files.values():
+        name = getattr(file, "relative_path", None)
+        if not isinstance(file, filesystem._StorageInfo) or not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"it names the file {name!r}, which is not in the folder")
     return read

@@ -55,7 +55,7 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
             who = ", ".join(f"rank {rank} on {host}" for rank, host in missing)
             raise mark_as_on_all_ranks(
                 ValueError(
-                    f"Checkpoints go to {folder}, where {who} cannot see the files of rank 0 and write beside them: a "
+                    f"Checkpoints go to {folder}, where {who} cannot see the files of rank 0 and write next to them: a "
                     "checkpoint would lack the weights of those ranks. Set trainer.default_root_dir, or the dirpath of "
                     "ModelCheckpoint, to a folder that all hosts share under the same path."
                 )

@@ -158,7 +158,7 @@ def shared_hidden(
             inputs["position_ids"] = to_device(tokens.positions, device)
             inputs["attention_mask"] = mask_of(to_device(tokens.segments, device), model.dtype)
         hidden = model.base_model(**inputs, use_cache="past_key_values" in inputs).last_hidden_state
-        place = tokens.places[predicting]
+        place = tokens.flat_indices[predicting]
         at, columns, place = (to_device(values[place >= 0], device) for values in (*predicting, place))
         yield at, columns, hidden.flatten(0, 1)[place]
 
@@ -169,7 +169,7 @@ class _Tokens(NamedTuple):
     token_ids: Tensor  # [R, T]
     positions: Tensor  # [R, T], in the trajectory
     segments: Tensor  # [R, T]: 0 is the prompt, then each completion; -1 is padding
-    places: Tensor  # [B, T of the trajectories], of the tokens that are here, in the rows end to end; others -1
+    flat_indices: Tensor  # [B, T of the trajectories], each token's index in the rows end to end; others -1
 
     @classmethod
     def of(cls, rows: Sequence[Row], token_ids: Tensor) -> _Tokens:
@@ -190,14 +190,14 @@ class _Tokens(NamedTuple):
         filled = torch.zeros(3, len(rows) * width, dtype=torch.int64)
         filled[2] = -1
         filled[:, place] = torch.stack([token_ids[sources, positions], positions, segments])
-        places = torch.full(token_ids.shape, -1)
-        places[sources, positions] = place
+        flat_indices = torch.full(token_ids.shape, -1)
+        flat_indices[sources, positions] = place
         for number, row in enumerate(rows):
             if row.stored is None:  # the prompt's last position predicts the first token of each completion
                 last = row.num_prompt_tokens - 1
-                places[row.members, last] = number * width + last
+                flat_indices[row.members, last] = number * width + last
         ids, positions, segments = filled.view(3, len(rows), width)
-        return cls(ids, positions, segments, places)
+        return cls(ids, positions, segments, flat_indices)
 
 
 def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:

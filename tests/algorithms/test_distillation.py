@@ -111,7 +111,7 @@ def test_tokens_that_the_policy_does_not_have_are_refused() -> None:
     module, experience = make(teacher_topk=3), random_experience(topk=3)
     module.configure_model()
     unknown = {"teacher_topk_ids": experience["teacher_topk_ids"] + VOCABULARY}
-    with pytest.raises(ValueError, match=r"likeliest tokens include id \d\d, but the policy's vocabulary has"):
+    with pytest.raises(ValueError, match=r"tokens include id \d\d, but the policy's vocabulary has"):
         module.advantages(experience.with_tensors(unknown))
 
 

@@ -142,7 +142,7 @@ def test_training_learns_which_answer_is_preferred_and_logs_it(tmp_path: Path, k
     assert after["val/accuracy_fraction"] == 1.0
     assert after["val/loss"] < 0.5 * before["val/loss"]
     header = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
-    assert {f"{kind.log_room}/{name}" for name in ("loss", "accuracy_fraction")} <= set(header.split(","))
+    assert {f"{kind.log_prefix}/{name}" for name in ("loss", "accuracy_fraction")} <= set(header.split(","))
 
 
 @pytest.mark.parametrize("kind", [DPO, RewardModel], ids=lambda kind: kind.__name__)

@@ -198,7 +198,7 @@ def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:
     assert not make_packable(model) or not SingleModel(model, LogprobSettings()).can_pack
     with pytest.raises(packed_attention.NotPackable, match="without s_aux"):
         attend(model, *heads(4), None, packed_rows=PackedRows([4], CPU), s_aux=torch.zeros(4))
-    with pytest.raises(packed_attention.NotPackable, match="was not told where"):
+    with pytest.raises(packed_attention.NotPackable, match="did not get the starts"):
         attend(model, *heads(4), packed_attention.no_mask(CPU))
 
 

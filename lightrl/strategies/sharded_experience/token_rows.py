@@ -75,8 +75,8 @@ class TokenRows:
 
     def with_flat(self, values: Any, lengths: Tensor, rows: Sequence[int]) -> TokenRows:
         """Add the values of further rows, end to end."""
-        more = TokenRows.of_flat(values, lengths, rows).rows
-        return TokenRows([old if new is None else new for old, new in zip(self.rows, more, strict=True)], self.empty)
+        added = TokenRows.of_flat(values, lengths, rows).rows
+        return TokenRows([old if new is None else new for old, new in zip(self.rows, added, strict=True)], self.empty)
 
     def times(self, values: Tensor) -> TokenRows:
         """Return the row's value, of [B], on each True of a mask, 0 elsewhere."""
