@@ -48,10 +48,10 @@ from transformers import Qwen3Config
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import SGLangEngine
+from lightrl.engines.servers.connection import raise_open_files
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.server import Server as EngineServer
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.connection import raise_open_files
-from lightrl.engines.sglang.fleet import ServerFleet
-from lightrl.engines.sglang.server import Server as EngineServer
 from lightrl.rewards import RewardResult
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Prompt, Sampling, Trajectory

@@ -26,7 +26,7 @@ from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.abandon import abandon
 from lightrl.concurrency.channel import Channel
 from lightrl.engines.engine import Completion
-from lightrl.engines.sglang.follower import SGLangFollower
+from lightrl.engines.servers.follower import Follower
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.rollout.tasks import Tasks
@@ -62,7 +62,7 @@ async def _serve(end: socket.socket) -> None:
 class WorkflowWorker:
     """Does what the pool sends."""
 
-    def __init__(self, channel: Channel, engine: SGLangFollower, workflow: Workflow) -> None:
+    def __init__(self, channel: Channel, engine: Follower, workflow: Workflow) -> None:
         self._channel = channel
         self._engine = engine
         self._tasks = Tasks()

@@ -245,9 +245,6 @@ class HostCopy:
 
     Holds the whole model once, outside the bound of a bucket. Each copy reuses the storage of the previous one, to save
     the allocation of pages: `add` changes buckets that were handed out before.
-
-    Args:
-        form: dtype and names to keep.
     """
 
     def __init__(self, form: ServerForm | None = None) -> None:

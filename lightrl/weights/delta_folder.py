@@ -191,7 +191,6 @@ class DeltaFolder:
             raise NotTheBase("No upload of this version has started here, or another one has replaced it.")
 
     def _change(self, parts: Sequence[Path], target: Version, *, backward: bool = False) -> None:
-        """Applies the parts in place."""
         changing = self.root / ".changing"
         source = self.path
         sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}

@@ -288,10 +288,6 @@ class ShareWriter:
     """Writes each bucket of this rank as a file. A failure is kept for `record`: the other ranks need the rest.
 
     Removes what an earlier version left of this rank.
-
-    Args:
-        folder: of all ranks.
-        rank: of this process.
     """
 
     def __init__(self, folder: SharedFolder, rank: int) -> None:
@@ -299,7 +295,7 @@ class ShareWriter:
         self.files: list[WrittenFile] = []
         self._form = folder.form
         self._rank = rank
-        self._place = share_place(folder.root, rank)
+        self._place = Path(folder.root) / f".share-{rank}"
         shutil.rmtree(self._place, ignore_errors=True)
 
     def add(self, bucket: Bucket) -> None:
@@ -343,7 +339,3 @@ def read_back(files: Iterable[WrittenFile]) -> Iterator[Bucket]:
     """The files' tensors, file by file, as they are in the folder now: for digests of what servers will load."""
     for file in files:
         yield Bucket(load_file(file.path))
-
-
-def share_place(root: str | Path, rank: int) -> Path:
-    return Path(root) / f".share-{rank}"

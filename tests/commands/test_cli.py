@@ -21,7 +21,7 @@ from lightrl.commands.cli import last_checkpoint, without_secrets
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import _is_of_interest, reported
 from lightrl.commands.main import COMMANDS, main
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.errors import OtherRankFailed
 
 

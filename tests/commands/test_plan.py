@@ -16,7 +16,7 @@ from lightrl.algorithms import GRPO, PPO, AdaptiveKL, Distillation
 from lightrl.commands import launch
 from lightrl.commands.doctor.run import memory_on_paper
 from lightrl.commands.plan import plan_mermaid, plan_text, run
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.models import ModelSpec, Role, RoleMesh
 from lightrl.strategies import FSDP2Strategy
 from lightrl.trajectory import Sampling

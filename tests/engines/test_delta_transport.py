@@ -19,11 +19,11 @@ from transformers import Qwen3Config
 from waits import Deadlines
 
 from lightrl.engines import SGLangEngine
-from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.processes.process import HeldPort
-from lightrl.engines.sglang.sync.receivers import Receivers
-from lightrl.engines.sglang.sync.report import SyncFailed
-from lightrl.engines.sglang.sync.transports import DeltaTransport
+from lightrl.engines.servers.connection import Connection
+from lightrl.engines.servers.processes.process import HeldPort
+from lightrl.engines.servers.sync.receivers import Receivers
+from lightrl.engines.servers.sync.report import SyncFailed
+from lightrl.engines.servers.sync.transports import DeltaTransport
 from lightrl.testing import tiny_policy
 from lightrl.weights import ServerForm, bucketed
 
@@ -39,7 +39,7 @@ class ReceiverProcess:
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--port", str(self.held.number)]
+        command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--port", str(self.held.number)]
         self.process = forked.Popen(
             [*command, "--folder", str(self.folder)], env=os.environ | {"LIGHTRL_SERVER_TOKEN": TOKEN}
         )
@@ -215,7 +215,7 @@ def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_i
             sync(servers, transport_to([lone], servers, wait_s=0.5), parameters(0), 1, previous_version=0)
         assert caught.value.report.versions == {servers[0].url: 0}  # it goes on with what it has
         assert lone.url in str(caught.value)
-        assert "python -m lightrl.engines.sglang.sync.receiver --host" in str(caught.value)
+        assert "python -m lightrl.engines.servers.sync.receiver --host" in str(caught.value)
         assert "/pause_generation" not in servers[0].stats()["requests"]
     lone.held.close()
 

@@ -23,9 +23,9 @@ from test_registry import NUM_TOKENS, announced, is_whole, often
 from test_sglang_engine import ContractCase, contract_case, model_servers, models
 from waits import Deadlines, until
 
-from lightrl.engines.sglang import request_loop
+from lightrl.engines.servers import request_loop
+from lightrl.engines.servers.registry import ServerEntry
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.registry import ServerEntry
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 
@@ -283,8 +283,9 @@ def test_smg_takes_requests_with_the_token_alone_and_learns_no_other_secret(
     router: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "another-secret")
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "a-secret")
     server = start(api_key="a-secret")
-    with engine_through(router, [server], token="a-secret") as engine:
+    with engine_through(router, [server]) as engine:
         url = engine.gateway.url
 
         async def statuses() -> list[int]:

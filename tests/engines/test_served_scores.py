@@ -18,7 +18,8 @@ from transformers import AutoModelForSequenceClassification
 
 from lightrl import GRPO, PPO, Distillation, ModelSpec, Sampling
 from lightrl.commands.plan import plan_text
-from lightrl.engines.sglang.processes.process import ServerProcess
+from lightrl.engines.servers.processes.process import ServerProcess
+from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.sglang.scoring import ServedRewards, ServedScores
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
@@ -126,7 +127,7 @@ def test_a_head_of_several_numbers_is_no_reward_model(tmp_path: Path) -> None:
 @contextmanager
 def real_server(folder: str | Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Iterator[ServerProcess]:
     given = {"skip_tokenizer_init": True, "max_total_tokens": 2048, **args}
-    server = ServerProcess(Path(folder), python=sglang_python(), args=given, startup_timeout_s=170)
+    server = SGLangProcess(Path(folder), python=sglang_python(), args=given, startup_timeout_s=170)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
     server.start()
     try:

@@ -16,7 +16,7 @@ from waits import NUM_TOKENS, SLOWLY, Deadlines, until
 
 from lightrl import StalenessControl
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang import members, request_loop
+from lightrl.engines.servers import members, request_loop
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
@@ -143,10 +143,14 @@ def test_another_program_at_the_address_is_an_error_at_once(status: int, body: s
     assert words in message
 
 
-def test_a_wrong_token_names_the_variable_and_requests_have_the_right_one(start: Start, engine_on: EngineOn) -> None:
+def test_a_wrong_token_names_the_variable_and_requests_have_the_right_one(
+    start: Start, engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = start(api_key="right")
-    assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url, token="wrong")
-    engine = engine_on(server, token="right")
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "wrong")
+    assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url)
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "right")
+    engine = engine_on(server)
     assert len(generate(engine, 3).token_ids) == 3
 
 

@@ -10,13 +10,13 @@ from sync_cases import asked, running, sync, version_of, weights
 from tiny import tiny_model
 from transformers import Qwen3Config
 
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync import server_sync
+from lightrl.engines.servers.sync.report import SyncFailed, SyncReport
+from lightrl.engines.servers.sync.server_sync import BucketFeed, ServerSync
+from lightrl.engines.servers.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.home_loop import HomeLoop
-from lightrl.engines.sglang.server import Server
-from lightrl.engines.sglang.sync import server_sync
-from lightrl.engines.sglang.sync.report import SyncFailed, SyncReport
-from lightrl.engines.sglang.sync.server_sync import BucketFeed, ServerSync
-from lightrl.engines.sglang.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, ServerForm, WeightFolder, bucketed
 

@@ -240,7 +240,7 @@ class EmbeddedModel(ScriptedModel):
         return self._engine_of(lora).score([token_ids])["engine"][0]
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        return self._engine.likeliest(token_ids, num)
+        return self._engine.top_logprobs(token_ids, num)
 
     async def pause(self) -> None:
         for engine in [self._engine, *self._adapted.values()]:

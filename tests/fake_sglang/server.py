@@ -33,7 +33,7 @@ from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS, Fault, Faults, fault
 from fake_sglang.script import Refused, Run, ScriptedModel
 from fake_sglang.weights import LoraRoutes, PromptCache, Route, WeightRoutes
 from lightrl.concurrency.parent_guard import end_with_parent
-from lightrl.engines.sglang.connection import raise_open_files
+from lightrl.engines.servers.connection import raise_open_files
 
 MAX_MASK_TOKENS = 4096  # --sampling-mask-max-tokens
 DEFAULT_PARAMS: dict[str, Any] = {

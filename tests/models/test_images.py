@@ -12,7 +12,8 @@ from tiny import gradients, tiny_spec
 
 from lightrl.algorithms import GRPO
 from lightrl.engines import LocalEngine
-from lightrl.engines.sglang.request import CompletionDraft, RequestImages
+from lightrl.engines.servers.request import CompletionDraft, RequestImages
+from lightrl.engines.sglang.generation import request_of
 from lightrl.experience import Experience
 from lightrl.models.images import ImageReader, data_url, input_embeddings, read_image, with_images
 from lightrl.strategies.single import LogprobSettings, SingleModel
@@ -229,6 +230,6 @@ def test_a_request_to_sglang_has_one_image_token_and_the_image_data():
     prompt = [5, *[IMAGE_TOKEN] * TOKENS_EACH, 6]
     draft = CompletionDraft(prompt, Sampling(max_new_tokens=4), images=RequestImages(read.collapsed(prompt, 1), [RED]))
     draft.token_ids, draft.logprobs, draft.weight_versions = [7], [-1.0], [0]
-    body = draft.body("r", "key")
+    body = request_of(draft, "r", "key")
     assert (body["input_ids"], body["image_data"]) == ([5, IMAGE_TOKEN, 6, 7], [RED])
-    assert "image_data" not in CompletionDraft(prompt, Sampling()).body("r", "key")
+    assert "image_data" not in request_of(CompletionDraft(prompt, Sampling()), "r", "key")

@@ -127,8 +127,6 @@ class HuggingFaceDecoder:
     tokens, so sliding windows work; columns that no row uses any more are cut off.
 
     Args:
-        config: of the model.
-        dtype, device: of the weights.
         prefill_tokens: most tokens, with padding, in one forward over prompts.
 
     Raises:

@@ -161,9 +161,7 @@ class LlamaDecoder:
     takes memory for all tokens that the rows may get; a row alone may exceed it. A load writes in place.
 
     Args:
-        config: of a family that `find_family` knows.
-        family: its result.
-        dtype, device: of weights and key-values.
+        config: of a `family` that `find_family` knows.
         prefill_tokens: most tokens, with padding, in one forward over prompts.
     """
 
@@ -255,7 +253,9 @@ class LlamaDecoder:
             token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
             rows = self._index([row for index in chunk for row in rows_of[index]])
             sources = on_device([p for p, index in enumerate(chunk) for _ in rows_of[index]], self._device)
-            logits[on_device(chunk, self._device)] = self._prefill(token_ids, lengths, rows, sources)
+            hidden = self._forward(token_ids, rows, sources)
+            last = hidden[torch.arange(len(hidden), device=self._device), lengths - 1]
+            logits[on_device(chunk, self._device)] = self._logits(last)
         return logits
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
@@ -314,7 +314,7 @@ class LlamaDecoder:
             queries = qk[:, :heads].reshape(*keys.shape[:-2], group, size)
             if self._is_grouped:
                 mixed = _grouped_attention(queries, keys, values, mask)
-            elif self._is_plain_attention:
+            elif self._dtype == torch.float32 and self._device.type == "cpu":  # plain products are fastest there
                 scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
                 mixed = torch.bmm(torch.softmax(scores, -1), values)
             else:
@@ -334,20 +334,10 @@ class LlamaDecoder:
     def clear(self) -> None:
         self._num_rows = 0
 
-    @property
-    def _is_plain_attention(self) -> bool:
-        """Three plain products are fastest on a CPU in float32; elsewhere fused attention is."""
-        return self._dtype == torch.float32 and self._device.type == "cpu"
-
     def _index(self, rows: list[int]) -> Tensor | slice:
         """Selects rows of a tensor; as a slice if they follow one another, since it is written faster."""
         first, end = rows[0], rows[-1] + 1
         return slice(first, end) if rows == [*range(first, end)] else on_device(rows, self._device)
-
-    def _prefill(self, token_ids: Tensor, lengths: Tensor, rows: Tensor | slice, sources: Tensor) -> Tensor:
-        """Writes key-values of the padded sequences into the rows; returns logits after each last token."""
-        hidden = self._forward(token_ids, rows, sources)
-        return self._logits(hidden[torch.arange(len(hidden), device=self._device), lengths - 1])
 
     def _forward(self, token_ids: Tensor, rows: Tensor | slice | None, sources: Tensor) -> Tensor:
         """Writes key-values of the padded sequences into the rows, if any; returns hidden states [b, T, hidden]."""

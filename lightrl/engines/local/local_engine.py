@@ -278,6 +278,12 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
     def dtypes(self) -> set[str]:
         return {str(self._dtype).removeprefix("torch.")}
 
+    def top_logprobs(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+        """Computes as `score` does logprob and id of the `num` most likely tokens at each place; none at place 0."""
+        rows = self._log_probabilities(token_ids)
+        logprobs, ids = rows.topk(min(num, rows.shape[1]), dim=1)
+        return [[], *(list(zip(*pair, strict=True)) for pair in zip(logprobs.tolist(), ids.tolist(), strict=True))]
+
     def read_weights(self) -> dict[str, Tensor]:
         """A copy of every parameter under its Hugging Face name, to compare with the trainer's; between two tokens."""
         with self._started().held("read_weights"):
@@ -301,27 +307,30 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         thread = self._started()
         longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
         check_request(token_ids, longest, len(samplings), vocab_size=self._vocab_size, max_context=self.max_context)
-        pixels = self._pixel_values(images, token_ids) if images else None
+        pixels = None
+        if images:
+            if self._image_reader is None:
+                raise ValueError(refusal(len(images)))
+            self._image_reader.check(images, token_ids)
+            pixels = self._image_reader.pixel_values(images)
         prompt = tuple(token_ids)
         rows = zip(samplings, seeds, started, strict=True)
         return thread.submit([Row(prompt, sampling, seed, images, pixels, start) for sampling, seed, start in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
+        return [0.0, *self._log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
+
+    def _log_probabilities(self, token_ids: list[int]) -> Tensor:
+        """[T - 1, V], of the token after each token but the last."""
         with self._started().held("score"), torch.inference_mode():
             assert self._decoder is not None
-            logprobs = torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)
-            return [0.0, *logprobs.gather(1, chosen)[:, 0].tolist()]
+            return torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)
 
     def _make_decoder(self, config: PretrainedConfig) -> Decoder:
         family = find_family(config) if self.fast_path else None
-        if self.dtype != "auto":
-            dtype = getattr(torch, self.dtype)
-        elif self.device.type == "cpu":
-            dtype = torch.float32
-        else:
-            dtype = torch.bfloat16
-        self._dtype = dtype
+        auto = "float32" if self.device.type == "cpu" else "bfloat16"
+        self._dtype = dtype = getattr(torch, auto if self.dtype == "auto" else self.dtype)
         if family is None:
             return HuggingFaceDecoder(config, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
         decoder = LlamaDecoder(config, family, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
@@ -331,12 +340,6 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         if decoder.cache_bytes is not None:
             log.info("Key-values may take %d tokens; others wait.", decoder.cache_bytes // decoder.token_bytes)
         return decoder
-
-    def _pixel_values(self, images: tuple[str, ...], token_ids: list[int]) -> Tensor:
-        if self._image_reader is None:
-            raise ValueError(refusal(len(images)))
-        self._image_reader.check(images, token_ids)
-        return self._image_reader.pixel_values(images)
 
     def _started(self) -> DecodeThread:
         if self._thread is None:

@@ -58,7 +58,6 @@ class RunningBatch:
         decoder: gives the logits; if its weights change between two calls, `recompute` must come next.
         max_rows: S, bound of `size`.
         vocab_size: V.
-        device: of the decoder.
     """
 
     def __init__(self, decoder: Decoder, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -304,7 +303,11 @@ class RunningBatch:
         truncations = [sampling if sampling.is_truncated else Sampling() for sampling in samplings]  # greedy has none
         self._limits[new] = np.array([sampling.max_new_tokens for sampling in samplings])[indices]
         self._minimums[new] = np.array([sampling.min_new_tokens for sampling in samplings])[indices]
-        self._set_stops([sampling.stop_token_ids for sampling in samplings], first, indices)
+        stops = [sampling.stop_token_ids for sampling in samplings]
+        width = max(self._stop_ids.shape[1], *(len(ids) for ids in stops))
+        missing = width - self._stop_ids.shape[1]
+        self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self._stop_ids[new] = np.array([[*ids, *[-1] * (width - len(ids))] for ids in stops])[indices]
         for tensor, values in (
             (self._top_k, [s.max_support if s.is_truncated else self._vocab_size for s in truncations]),
             (self._top_p, [sampling.top_p for sampling in truncations]),
@@ -322,14 +325,6 @@ class RunningBatch:
 
     def _fill(self, tensor: Tensor, first: int, values: Any) -> None:
         tensor[first : first + len(values)] = on_device(values, self.device, tensor.dtype)
-
-    def _set_stops(self, stops: Sequence[tuple[int, ...]], first: int, indices: Sequence[int]) -> None:
-        """Sets the stop tokens of the rows from `first` on; `indices` are those of each row's in `stops`."""
-        width = max(self._stop_ids.shape[1], *(len(ids) for ids in stops))
-        missing = width - self._stop_ids.shape[1]
-        self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        rows = np.array([[*ids, *[-1] * (width - len(ids))] for ids in stops])
-        self._stop_ids[first : first + len(indices)] = rows[indices]
 
     def _widen(self, num_tokens: int) -> None:
         """Grows W to at least `num_tokens`."""
