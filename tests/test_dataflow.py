@@ -35,7 +35,7 @@ def test_an_edge_may_be_said_where_no_key_says_it() -> None:
     assert names(first, REFERENCE) == ["reference", "first"]
 
 
-def test_what_waits_for_nobody_beside_the_trainer_comes_first() -> None:
+def test_what_waits_for_nobody_but_the_trainer_comes_first() -> None:
     waits = ModelCall("waits", "policy", "infer", ("judge",), ("values",))
     assert names(own("judge"), waits, REFERENCE) == ["judge", "reference", "waits"]
 

@@ -92,7 +92,7 @@ def test_a_module_without_a_reward_is_refused() -> None:
         GRPO(tiny_spec())
 
 
-def test_validation_is_greedy_with_the_same_limits_unless_told() -> None:
+def test_validation_is_greedy_with_the_same_limits_by_default() -> None:
     sampling = Sampling(max_new_tokens=9, min_new_tokens=2)
     assert module(sampling=sampling).validation_sampling == Sampling(0.0, max_new_tokens=9, min_new_tokens=2)
     other = Sampling(temperature=0.5)
@@ -308,9 +308,6 @@ def test_self_log_in_a_reward_is_refused_with_what_to_return_instead(tmp_path: P
     assert "self.log('words', ...) cannot be called in reward" in str(caught.value)
     assert "as {'reward': ..., 'words': ...}" in str(caught.value)
     assert "Traceback" not in str(caught.value)
-
-
-# ---------------------------------------------------------------------- evaluation
 
 
 def test_validation_logs_reward_accuracy_and_further_numbers(tmp_path: Path) -> None:

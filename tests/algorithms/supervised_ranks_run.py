@@ -64,7 +64,7 @@ class FirstGradients(Callback):
             self.found = {key: whole(gradient).clone() for key, gradient in gradients if gradient is not None}
 
 
-def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
+def train(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     """Trains the case for an epoch and validates; gives what is compared."""
     module, data = CASES[name](folder)
     first = FirstGradients()
@@ -97,7 +97,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    leave({name: play(name, folder, devices=2) for name in CASES}, folder)
+    leave({name: train(name, folder, devices=2) for name in CASES}, folder)
 
 
 if __name__ == "__main__":

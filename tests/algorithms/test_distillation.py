@@ -60,7 +60,7 @@ def test_the_teacher_is_a_frozen_role_with_a_call_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
-def test_the_loss_of_the_likeliest_tokens_is_the_divergence_from_the_teacher(divergence: str) -> None:
+def test_the_loss_of_the_top_k_tokens_is_the_divergence_from_the_teacher(divergence: str) -> None:
     """Of all V tokens: that of the whole distributions; the rewards train nothing."""
     settings: dict[str, Any] = {"teacher": tiny_spec(seed=1), "teacher_topk": VOCABULARY, "divergence": divergence}
     module = Distillation(tiny_spec(), sampling=Sampling(max_new_tokens=8, temperature=0.9), **settings)

@@ -54,7 +54,7 @@ def test_advantages_and_returns_are_those_of_a_loop_over_each_trajectory(seed: i
             assert float(found["returns"][row, t]) == pytest.approx(advantage + now, abs=1e-5)
 
 
-def test_beside_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() -> None:
+def test_besides_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() -> None:
     """Limit 8, buffer 4: 4, 6 and 8 tokens lose 0, 1/2 and 1. The last of them gets 2 · (0.5 - 0.25 - that)."""
     experience = random_experience(num_groups=1, group_size=3)
     columns = torch.arange(experience.token_ids.shape[1])
@@ -181,7 +181,7 @@ def test_the_value_loss_of_a_shared_body_has_its_weight() -> None:
 def test_a_warming_critic_learns_alone() -> None:
     module = make_module("PPO", critic_warmup_iterations=1)
     for weight_version, roles in ((0, {"critic"}), (1, {"policy", "critic"})):
-        module._trainer = SimpleNamespace(weight_version=weight_version)
+        module.trainer = SimpleNamespace(weight_version=weight_version)
         gradient, _ = minibatch_gradient(module, random_experience())
         assert {name.split(".")[0] for name in gradient} == roles
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rank_scripts import ROUNDING, left_by, run
-from supervised_ranks_run import CASES, play, save_reward_model
+from supervised_ranks_run import CASES, save_reward_model, train
 from transformers import AutoModelForCausalLM
 
 from lightrl import Trainer
@@ -29,7 +29,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("one_process")
     save_reward_model(folder)
-    return {name: play(name, folder, devices=1) for name in CASES}
+    return {name: train(name, folder, devices=1) for name in CASES}
 
 
 @every_case

@@ -45,7 +45,7 @@ def test_a_truncated_policy_finds_the_best_arm() -> None:
     assert trained_probabilities(has_supports=True)[2] > 0.99
 
 
-def test_a_softmax_over_all_arms_is_biased_to_the_likeliest() -> None:
+def test_a_softmax_over_all_arms_is_biased_to_the_most_likely_one() -> None:
     """It raises the whole support with every reward, the likelier arms most: the support shrinks until the best arm is
     never drawn again."""
     assert trained_probabilities(has_supports=False)[0] > 0.99

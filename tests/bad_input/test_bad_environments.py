@@ -103,7 +103,7 @@ class Awaited(Odd):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("kind", [Odd, Awaited], ids=["in a thread", "on the event loop"])
-def test_the_copy_of_an_environment_that_forks_ends_and_the_original_goes_on(kind):
+def test_the_copy_of_an_environment_that_forks_ends_and_the_original_continues(kind):
     read, written = os.pipe()
     flow = MultiTurn(chat_tokenizer(), lambda: kind(step=forked(written)))
     assert played(flow, writes([END])).rewards[-1] == 1.0

@@ -19,7 +19,7 @@ from parsed import parsed
 import lightrl
 from lightrl.commands.cli import last_checkpoint, without_secrets
 from lightrl.commands.config_layers import UsageError
-from lightrl.commands.console import _is_of_interest, reported
+from lightrl.commands.console import reported, silence_irrelevant
 from lightrl.commands.main import COMMANDS, main
 from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.errors import OtherRankFailed
@@ -295,7 +295,8 @@ def test_the_checkpoint_of_an_interrupted_run_is_named_in_a_sentence():
     assert words in inspect.getsource(ModelCheckpoint.on_exception)  # Lightning's own text
     text = f"An KeyboardInterrupt{words}            , saved checkpoint to runs/a.ckpt"
     record = logging.LogRecord("lightning", logging.INFO, "", 0, text, None, None)
-    assert _is_of_interest(record)
+    silence_irrelevant()
+    assert logging.getLogger("lightning.pytorch.utilities.rank_zero").filter(record)
     assert record.getMessage() == "Saved runs/a.ckpt; --ckpt_path last continues from it."
 
 

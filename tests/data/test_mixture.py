@@ -79,7 +79,7 @@ def test_the_position_is_all_there_is_to_resume_at_whatever_the_number_of_ranks(
     assert played == expected
 
 
-def test_other_weights_are_another_stream_and_a_resume_can_tell(plain_tokenizer):
+def test_other_weights_are_another_stream_which_a_resume_refuses(plain_tokenizer):
     prints = {
         make_data(
             plain_tokenizer, [source(6, weight=weight), DataSource("test_mixture.made_rows", label="few")]

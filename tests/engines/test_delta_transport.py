@@ -244,16 +244,15 @@ def test_each_receiver_gets_its_own_upload_and_one_that_dies_loses_only_its_own_
         assert all(serves(server, 1) for server in servers[1:])
 
 
-# ---------------------------------------------------------------------- in an engine
-
-
-def test_an_engine_starts_a_receiver_beside_its_servers_and_leaves_nothing(tmp_path):
+def test_an_engine_starts_a_receiver_beside_its_servers_and_leaves_nothing(tmp_path, monkeypatch):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    monkeypatch.setattr("lightrl.engines.sglang.sync.receivers.folder_in_memory", lambda prefix: folder)
     spec = tiny_policy()
     python = python_of_fakes(tmp_path, "--dtype", "bfloat16")
     engine = SGLangEngine(servers=2, sglang_python=python, transport="delta")
     engine.start(spec.load_config())
     try:
-        folder = engine._receivers._folder
         for version in range(3):
             engine.load_weights(bucketed(parameters(version).items(), 1000), weight_version=version)
         assert engine.last_sync.num_bytes < 0.2 * 2 * 60_000

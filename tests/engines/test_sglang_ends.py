@@ -21,8 +21,6 @@ from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 
-# ---------------------------------------------------------------------- the end
-
 
 def test_a_close_amid_a_thousand_requests_is_orderly(start: Start, engine_on: EngineOn) -> None:
     num = 1024
@@ -40,9 +38,6 @@ def test_a_close_amid_a_thousand_requests_is_orderly(start: Start, engine_on: En
 
     errors = asyncio.run(scenario())
     assert errors == {"EngineError('SGLangEngine was closed before the completion was finished.')"}
-
-
-# ---------------------------------------------------------------------- a request that is lost, a server that returns
 
 
 def generate(engine: SGLangEngine, num_tokens: int) -> Any:
@@ -93,9 +88,6 @@ def test_the_only_server_returns_when_it_answers_again(start: Start, engine_on: 
     assert asyncio.run(asyncio.wait_for(scenario(), 60)).token_ids
     assert engine.weight_version == 1
     assert engine.fleet.servers[server.url].state == "routable"
-
-
-# ---------------------------------------------------------------------- an address that is wrong
 
 
 @contextlib.contextmanager

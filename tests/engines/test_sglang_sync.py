@@ -35,9 +35,6 @@ def two_servers():
         yield servers
 
 
-# ---------------------------------------------------------------------- through the disk
-
-
 def test_servers_take_the_version_and_go_on(folder, two_servers):
     report = sync(two_servers, DiskTransport(folder), weights(3), 3)
     assert report.versions == {server.url: 3 for server in two_servers}
@@ -113,9 +110,6 @@ def test_without_servers_there_is_nothing_to_load_into(folder):
         sync([], DiskTransport(folder), weights(0), 0)
 
 
-# ---------------------------------------------------------------------- from the trainer's thread
-
-
 def in_a_thread(servers, transport, buckets, **settings) -> SyncReport:
     """`ServerSync.load_from_thread` with an event loop in another thread."""
     home = HomeLoop(lambda: "")
@@ -177,9 +171,6 @@ def test_a_blocked_loop_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
-
-
-# ---------------------------------------------------------------------- bucket by bucket
 
 
 @pytest.fixture(scope="module")

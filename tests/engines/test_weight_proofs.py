@@ -173,9 +173,6 @@ def test_a_server_of_another_version_between_two_syncs_is_noticed(pair, engines,
         assert asked(servers[0], "model_info")["weight_version"] == "3"
 
 
-# ---------------------------------------------------------------------- the prefix cache
-
-
 def generate(engine: SGLangEngine) -> None:
     asyncio.run(engine.generate([1, 2, 3], Sampling(max_new_tokens=2), session="s"))
 
@@ -219,9 +216,6 @@ def test_a_server_whose_cache_cannot_be_emptied_is_lost(pair, engines, caplog):
     until(lambda: any(said in message for message in caplog.messages))
 
 
-# ---------------------------------------------------------------------- another model
-
-
 @pytest.mark.parametrize(
     ("config", "told"),
     [
@@ -248,9 +242,6 @@ def test_the_architectures_are_compared_also_of_a_server_of_another_host():
     assert other_model(config_of(), told, info, []) is None  # the trainer's config names none
     problem = other_model(config_of(architectures=["Qwen3ForCausalLM"]), told, info, [])
     assert "the trainer has Qwen3ForCausalLM" in str(problem)
-
-
-# ---------------------------------------------------------------------- what cannot be compared
 
 
 def server_of(info: ServerInfo) -> Server:

@@ -90,7 +90,7 @@ def test_the_last_export_is_a_language_model_of_its_own(runs: Path) -> None:
     assert_same(loaded.state_dict(), runs / "ppo_from_export/export")
 
 
-def test_dpo_and_distillation_go_on_from_the_same_exports(runs: Path) -> None:
+def test_dpo_and_distillation_start_from_the_same_exports(runs: Path) -> None:
     fit("dpo/dpo.yaml", "--trainer.callbacks+=start_weights.StartWeights")
     fit("distillation/distillation.yaml", "--trainer.callbacks=start_weights.StartWeights")
     fit("distillation/topk.yaml")

@@ -69,7 +69,7 @@ def test_the_trainers_calls_run_one_after_another_in_the_callers_thread() -> Non
     assert threads == [threading.current_thread()] * 3
 
 
-def test_an_error_beside_the_trainer_is_raised_as_it_is() -> None:
+def test_an_error_of_a_call_that_runs_during_the_trainers_is_raised_as_it_is() -> None:
     def run(call: ModelCall, state: Any) -> dict[str, Any]:
         raise LookupError(f"no server for {call.name}")
 
@@ -130,9 +130,6 @@ def test_what_is_done_is_not_run_again() -> None:
     calls = graph(own("judge"), AFTER, REFERENCE)
     run_calls(calls, {}, run, lambda state, more: {**state, **more}, left_out=("judge",))
     assert ran == ["reference", "after"]
-
-
-# ---------------------------------------------------------------------- on several ranks
 
 
 JUDGE = own("judge", "values")

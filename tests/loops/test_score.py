@@ -172,12 +172,9 @@ def test_a_hook_may_not_train_tokens_that_have_no_logprobs() -> None:
 
 
 @pytest.mark.parametrize("changed", [True, replace(random_experience(), advantages=None)], ids=["a bool", "none left"])
-def test_a_hook_that_returns_no_experience_with_advantages_is_told_so(changed: Any) -> None:
+def test_a_hook_that_returns_no_experience_with_advantages_is_an_error(changed: Any) -> None:
     with pytest.raises(TypeError, match="must return None or an Experience with advantages"):
         accept_changes(random_experience(), changed)
-
-
-# ---------------------------------------------------------------------- calls of one's own
 
 
 class TwoRewards(GRPO):

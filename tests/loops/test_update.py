@@ -23,8 +23,6 @@ from lightrl.experience import Experience
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.models import Outputs
 
-# ---------------------------------------------------------------------- MinibatchLoss
-
 
 def outputs_like(experience: Experience, *, requires_grad: bool = False) -> Outputs:
     logprobs = torch.where(experience.loss_mask, experience.behavior_logprobs - 0.1, 0.0)
@@ -207,9 +205,6 @@ def test_a_minibatch_that_trains_nothing_has_loss_zero() -> None:
     assert losses.metrics() == {}  # no mean of nothing, and no -inf
 
 
-# ---------------------------------------------------------------------- GradientGuard
-
-
 def trained_once() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
     layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
@@ -244,7 +239,7 @@ def test_an_update_without_finite_gradients_changes_neither_parameters_nor_optim
     assert all(map(torch.equal, moments, [value for state in optimizer.state.values() for value in state.values()]))
 
 
-def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_starts_anew() -> None:
+def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_resets_it() -> None:
     layer, optimizer = trained_once()
     guard = GradientGuard()
 
@@ -257,9 +252,6 @@ def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_starts_
     assert (guard.num_skipped, guard.num_in_a_row) == (4, 2)
     with pytest.raises(TrainingError, match=r"3 updates in a row .*max_skipped_updates=3\)\. Lower the learning rate"):
         check(math.nan)
-
-
-# ---------------------------------------------------------------------- through Lightning
 
 
 class FourPrompts(PromptDataModule):
@@ -404,7 +396,7 @@ class SpoilsGradients(RLCallback):
             next(pl_module.parameters()).grad.fill_(math.nan)
 
 
-def test_a_skipped_update_leaves_the_policy_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_skipped_update_leaves_the_policy_and_the_run_continues(tmp_path: Path) -> None:
     module, counts = module_to_fit(), Counts()
     trainer = fit(tmp_path, module, counts, SpoilsGradients(0), gradient_clip_val=1.0)
     start = module.policy_spec.load_model()

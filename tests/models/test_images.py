@@ -153,9 +153,6 @@ def test_a_file_and_a_data_url_are_the_same_image(tmp_path: Path):
             read_image(wrong)
 
 
-# ------------------------------------------------------------------ engines
-
-
 def engine_completions(prompts: list[Prompt], *, reload: bool = False, max_batch: int = 8) -> list[Trajectory]:
     """Two completions of each prompt, drawn side by side; with `reload` the weights come again in between."""
     model = image_spec().load_model()

@@ -18,7 +18,7 @@ from lightrl.strategies import LogprobSettings, SingleModel
 
 
 @pytest.mark.parametrize(("family", "has_bias"), [("qwen2", True), ("qwen3", True), ("llama", False)])
-def test_a_bias_of_zero_lies_beside_the_heads_that_have_one_in_sglang(
+def test_a_bias_of_zero_is_added_to_the_heads_that_have_one_in_sglang(
     family: str, has_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = ModelSpec(config=FAMILIES[family], tokenizer="tiny.char_tokenizer", seed=1, head="scalar")

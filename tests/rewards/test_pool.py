@@ -19,6 +19,7 @@ from reward_functions import trajectory_that
 
 from lightrl.errors import RewardError
 from lightrl.rewards import RewardPool, RewardResult, supervisor
+from lightrl.rewards.pool import WorkerProcess
 
 HERE = str(Path(__file__).parent)
 
@@ -328,14 +329,14 @@ def test_a_worker_that_was_killed_while_idle_costs_no_trajectory():
 def test_a_machine_that_starts_no_processes_costs_no_trajectory_or_says_so(error, num_failures, monkeypatch):
     monkeypatch.setattr(supervisor, "_RESTART_WAIT_S", 0.01)
     with pool_of("obey") as pool:
-        make_worker, failures = pool._make_worker, [error] * num_failures
+        start, failures = WorkerProcess.__init__, [error] * num_failures
 
-        def make_later():
+        def start_later(worker, *args, **settings):
             if failures:
                 raise failures.pop()
-            return make_worker()
+            start(worker, *args, **settings)
 
-        pool._make_worker = make_later
+        monkeypatch.setattr(WorkerProcess, "__init__", start_later)
         killed = descendants()
         for pid in killed:
             os.kill(pid, signal.SIGKILL)

@@ -49,7 +49,8 @@ def play(algorithm: str, device: torch.device) -> tuple[dict[str, int], dict[str
 
 
 def main() -> None:
-    packed_attention.KERNELS = {"sdpa": packed_attention._sdpa}  # the others need a GPU, and would try to compile
+    for name in packed_attention.KERNELS.keys() - {"sdpa"}:  # they need a GPU, and would try to compile
+        del packed_attention.KERNELS[name]
     device = fake_device()
     found = {}
     for algorithm in ALGORITHMS:

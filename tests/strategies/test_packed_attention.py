@@ -145,7 +145,7 @@ def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkey
     def wrong(query: Tensor, *args: Any) -> Tensor:
         return query.transpose(1, 2) + sum(tensor.sum() for tensor in args[:2])
 
-    kernels = {"flash": broken, "flash 2": too_large, "flex": wrong, "sdpa": packed_attention._sdpa}
+    kernels = {"flash": broken, "flash 2": too_large, "flex": wrong, "sdpa": packed_attention.KERNELS["sdpa"]}
     monkeypatch.setattr(packed_attention, "KERNELS", kernels)
     monkeypatch.setattr(packed_attention, "_is_tried_on", lambda device: True)
     kernel_for.cache_clear()
@@ -202,7 +202,7 @@ def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:
         attend(model, *heads(4), packed_attention.no_mask(CPU))
 
 
-def test_flash_attention_of_transformers_is_told_the_starts_by_the_host() -> None:
+def test_flash_attention_of_transformers_gets_the_starts_from_the_host() -> None:
     model = tiny_model()
     model.config._attn_implementation_internal = "flash_attention_2"
     told = arguments(model, PackedRows([3, 0, 2], CPU))

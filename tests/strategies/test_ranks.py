@@ -165,7 +165,7 @@ def test_a_rank_that_hangs_while_a_sync_gathers_is_named(capsys: pytest.CaptureF
 
 
 @pytest.mark.usefixtures("_quick_watch")
-def test_a_rank_that_waits_for_one_that_goes_on_is_left_alone() -> None:
+def test_a_rank_that_waits_for_one_that_makes_progress_is_left_alone() -> None:
     store, ended = torch.distributed.HashStore(), threading.Event()
     watches = [RankWatch(store, rank, 2, hang_timeout_s=1.0, end_process=ended.set) for rank in range(2)]
     for watch in watches:
@@ -217,6 +217,6 @@ def test_a_rank_that_does_not_report_its_share_of_the_weights_is_named_at_the_de
 
 
 @pytest.mark.extra
-def test_processes_that_end_amid_gloo_s_clean_up_end_well(tmp_path: Path) -> None:
+def test_processes_that_end_during_gloo_s_clean_up_end_well(tmp_path: Path) -> None:
     done = finished(Path(__file__).with_name("exits_run.py"), tmp_path, real=True)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

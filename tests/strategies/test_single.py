@@ -56,7 +56,7 @@ def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2 with capped logits"])
-def test_the_likeliest_tokens_are_those_of_the_whole_distribution(family: str, form: Form) -> None:
+def test_the_top_k_tokens_are_those_of_the_whole_distribution(family: str, form: Form) -> None:
     model, experience = tiny_model(family), random_experience(num_turns=2, completion_tokens=(3, 6))
     if refuses(model, form):
         form = "rectangles"

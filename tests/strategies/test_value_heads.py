@@ -45,7 +45,7 @@ def slow_values(model: PreTrainedModel, experience: Experience) -> tuple[Tensor,
     return values, ends
 
 
-def test_a_head_on_the_policys_body_gives_values_beside_unchanged_logprobs() -> None:
+def test_a_head_on_the_policys_body_gives_values_and_unchanged_logprobs() -> None:
     policy, experience = tiny_model(), random_experience()
     head = torch.nn.Linear(16, 1)
     (plain,) = SingleModel(policy, LogprobSettings()).forward([experience])

@@ -3,7 +3,7 @@
     python tests/trainer/layouts_run.py FOLDER grpo | ppo | more
 
 All ranks are forked from this process, which has imported everything once. Each leaves `FOLDER/<ranks>/rank-<rank>.pt`:
-what `play` gives, by case, or, in one process, by module.
+what `train` gives, by case, or, in one process, by module.
 """
 
 import sys
@@ -178,11 +178,12 @@ class Case:
     strategy: Callable[[], Any]
     num_ranks: int = 2
     meshes: dict[str, RoleMesh] = field(default_factory=dict)
+    is_extra: bool = False  # on two ranks: next to a case of its kind
 
     @property
     def group(self) -> str:
         """The cases of a group are started together."""
-        return "more" if self.num_ranks > 2 else "ppo" if "PPO" in self.module else "grpo"
+        return "more" if self.is_extra or self.num_ranks > 2 else "ppo" if "PPO" in self.module else "grpo"
 
 
 SHARDED, SPLIT = FSDP2Strategy, Parallel3DStrategy
@@ -194,7 +195,9 @@ BY_ROLES = "PPO by roles: each rank has a role"
 CASES: dict[str, Case] = {
     "sharded": Case("microbatches and minibatches", SHARDED),
     "sharded, recomputed, reduced for each microbatch": Case(
-        "microbatches and minibatches", lambda: SHARDED(activation_checkpointing=True, reduce_every_microbatch=True)
+        "microbatches and minibatches",
+        lambda: SHARDED(activation_checkpointing=True, reduce_every_microbatch=True),
+        is_extra=True,
     ),
     "two replicas, parameters kept": Case(
         "a reference policy, truncated draws", lambda: SHARDED(num_replicas=2, reshard_after_forward=False)
@@ -203,22 +206,22 @@ CASES: dict[str, Case] = {
     "sharded, awaited rewards": Case("awaited rewards", SHARDED),
     "sharded, awaited rewards by group": Case("awaited rewards by group", SHARDED),
     "sharded, a smaller mask": Case("a smaller mask", SHARDED),
-    "a sharded checkpoint": Case("a checkpoint", SHARDED),
+    "a sharded checkpoint": Case("a checkpoint", SHARDED, is_extra=True),
     "LoRA on a sharded checkpoint": Case("LoRA on a checkpoint", SHARDED),
     "sharded LoRA": Case("LoRA", lambda: SHARDED(activation_checkpointing=True)),
     MIXED: Case(MIXED, lambda: SHARDED(activation_checkpointing=True)),
     "sharded distillation": Case("distillation", SHARDED),
     "distillation, a rank for each role": Case("distillation", SHARDED, meshes=ALONE),
     "distillation on two tensor ranks": Case("distillation", lambda: SPLIT(tp=2)),
-    "distillation in two stages": Case("distillation", lambda: SPLIT(pp=2)),
+    "distillation in two stages": Case("distillation", lambda: SPLIT(pp=2), is_extra=True),
     "sharded PPO, parameters kept": Case("PPO", lambda: SHARDED(reshard_after_forward=False)),
-    "sharded PPO with a shared critic": Case("PPO with a shared critic", SHARDED),
+    "sharded PPO with a shared critic": Case("PPO with a shared critic", SHARDED, is_extra=True),
     "PPO, two replicas": Case("PPO with a frozen critic", lambda: SHARDED(num_replicas=2)),
     "PPO with a reward model on two tensor ranks": Case("PPO with a reward model", lambda: SPLIT(tp=2)),
-    "PPO with a reward model in two stages": Case("PPO with a reward model", lambda: SPLIT(pp=2)),
-    "PPO on one body on two tensor ranks": Case("PPO on one body", lambda: SPLIT(tp=2)),
+    "PPO with a reward model in two stages": Case("PPO with a reward model", lambda: SPLIT(pp=2), is_extra=True),
+    "PPO on one body on two tensor ranks": Case("PPO on one body", lambda: SPLIT(tp=2), is_extra=True),
     "PPO on one body in two stages": Case("PPO on one body", lambda: SPLIT(pp=2)),
-    "PPO on one body on two data ranks": Case("PPO on one body", lambda: SPLIT(dp=2)),
+    "PPO on one body on two data ranks": Case("PPO on one body", lambda: SPLIT(dp=2), is_extra=True),
     BY_ROLES: Case("PPO by roles", SHARDED, meshes=ONE_EACH),
     "data and tensor": Case("a split policy", lambda: SPLIT(tp=2), 4),
     "stages and tensor, interleaved": Case(
@@ -242,7 +245,7 @@ CASES: dict[str, Case] = {
     ),
     "all three": Case("a split policy", lambda: SPLIT(pp=2, tp=2), 8),
 }
-SIZES = {"grpo": (2, 1), "ppo": (2, 1), "more": (4, 8, 1)}
+SIZES = {"grpo": (2, 1), "ppo": (2, 1), "more": (2, 4, 8, 1)}
 RESUMED, AT_ONCE = "resumed on other ranks", "calls wait for each other"
 
 
@@ -309,14 +312,14 @@ def fit(module: Any, folder: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
-def play(name: str, folder: Path) -> dict[str, Any]:
+def train(name: str, folder: Path) -> dict[str, Any]:
     case = CASES[name]
     module = MODULES[case.module](case.meshes, folder)
     precision: Any = MIXED if case.module == MIXED else "32-true"
     return fit(module, folder, devices=case.num_ranks, strategy=case.strategy(), precision=precision)
 
 
-def play_alone(name: str, folder: Path) -> dict[str, Any]:
+def train_alone(name: str, folder: Path) -> dict[str, Any]:
     """The module in one process."""
     return fit(MODULES[name]({}, folder), folder, precision=MIXED if name == MIXED else "32-true")
 
@@ -358,7 +361,7 @@ class AtOnce(TinyPPO):
             time.sleep(0.01)
 
 
-def play_resumed(folder: Path) -> dict[str, Any]:
+def train_resumed(folder: Path) -> dict[str, Any]:
     """One iteration with roles on ranks of their own, a checkpoint, and the second one elsewhere."""
     run: dict[str, Any] = {"devices": 2, "gradient_clip_val": 0.5}
     first = make_trainer(folder, max_steps=1, strategy=FSDP2Strategy(), **run)
@@ -368,7 +371,7 @@ def play_resumed(folder: Path) -> dict[str, Any]:
     return fit(meshed_ppo(meshes, folder), folder, strategy=FSDP2Strategy(), ckpt_path=folder / "checkpoint", **run)
 
 
-def play_at_once(folder: Path) -> dict[str, Any]:
+def train_at_once(folder: Path) -> dict[str, Any]:
     module = meshed_ppo(ONE_EACH, folder, AtOnce)
     module.folder, module.num_minibatches = folder, 1
     return fit(module, folder, devices=2, strategy=FSDP2Strategy(), max_steps=1)
@@ -390,16 +393,16 @@ def main() -> int:
     save_models(folder)
     cases = {name: case for name, case in CASES.items() if case.group == group}
 
-    def play_all(size: int) -> None:
+    def train_all(size: int) -> None:
         if size == 1:
-            found = {name: play_alone(name, folder) for name in {case.module for case in cases.values()}}
+            found = {name: train_alone(name, folder) for name in {case.module for case in cases.values()}}
         else:
-            found = {name: play(name, folder) for name, case in cases.items() if case.num_ranks == size}
+            found = {name: train(name, folder) for name, case in cases.items() if case.num_ranks == size}
         if (group, size) == ("ppo", 2):
-            found |= {RESUMED: play_resumed(folder), AT_ONCE: play_at_once(folder)}
+            found |= {RESUMED: train_resumed(folder), AT_ONCE: train_at_once(folder)}
         leave(found, folder / str(size))
 
-    return fork_runs(SIZES[group], play_all)
+    return fork_runs(SIZES[group], train_all)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def test_a_module_without_a_loss_is_refused_before_its_models_are_loaded(tmp_pat
     assert not hasattr(module, "policy")
 
 
-def test_a_loss_that_logs_is_told_where_metrics_go_and_nothing_of_checkpoints(
+def test_the_error_for_a_loss_that_logs_says_where_metrics_go_and_nothing_of_checkpoints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(
@@ -141,7 +141,7 @@ def test_a_loss_that_logs_is_told_where_metrics_go_and_nothing_of_checkpoints(
     assert "No checkpoint was saved" not in caplog.text
 
 
-def test_a_policy_that_yaml_gave_without_its_type_is_told_of_the_annotation() -> None:
+def test_the_error_for_a_policy_that_yaml_gave_without_its_type_names_the_annotation() -> None:
     with pytest.raises(TypeError, match=r"got dict. .* annotate it there: `policy: str \| ModelSpec \| Role`"):
         TinyGRPO({"path": "my/model"})  # type: ignore[arg-type]
 

@@ -17,10 +17,10 @@ Runs = Callable[[str], dict[int, list[dict[str, Any]]]]
 
 
 def cases(*names: str) -> pytest.MarkDecorator:
-    """Two ranks by default; more with `-m extra`."""
+    """On two ranks by default; on more, and further kinds on two, with `-m extra`."""
     more = [pytest.mark.extra, pytest.mark.slow]
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=more if CASES[name].num_ranks > 2 else []) for name in names]
+        "name", [pytest.param(name, marks=more if CASES[name].group == "more" else []) for name in names]
     )
 
 
@@ -176,7 +176,7 @@ def test_a_minibatch_whose_group_lost_a_reward_is_skipped_on_every_rank(runs: Ru
 
 
 @cases(*holding("distillation"))
-def test_the_teachers_likeliest_tokens_are_those_of_the_student(name: str, runs: Runs) -> None:
+def test_the_teachers_top_k_tokens_are_those_of_the_student(name: str, runs: Runs) -> None:
     ranks, _ = compared(name, runs)
     for tensors in ranks[0]["experiences"]:
         assert 5 <= int(tensors["teacher_topk_ids"].max()) < 8  # though the teacher has more

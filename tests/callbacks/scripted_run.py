@@ -1,4 +1,4 @@
-"""A run of Lightning's own trainer whose training step plays an iteration's RL hooks on trajectories of a test."""
+"""A run of Lightning's own trainer whose training step calls an iteration's RL hooks with trajectories of a test."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from lightrl.experience import Experience
 from lightrl.rollout import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Trajectory
 
-Play = Callable[[int], list[Group]]  # iteration → its groups
+MakeGroups = Callable[[int], list[Group]]  # iteration → its groups
 
 
 def trajectory(reward, *, position=0, sample=0, completion_ids=(9, 1), versions=None, metrics=None, **fields):
@@ -50,7 +50,7 @@ def groups_of(rewards: Sequence[Sequence[float]], **fields: Any) -> list[Group]:
     ]
 
 
-class PlayedTrainer(L.Trainer):
+class ScriptedTrainer(L.Trainer):
     """Lightning's trainer with what callbacks ask of lightrl's."""
 
     def __init__(self, *, max_staleness: int = 0, **settings: Any) -> None:
@@ -73,19 +73,19 @@ class PlayedTrainer(L.Trainer):
                 getattr(callback, name)(self, self.lightning_module, *arguments)
 
 
-class PlayedModule(L.LightningModule):
-    """Plays `play(iteration)` through all hooks, in their order; advantage = reward - mean of the iteration."""
+class ScriptedModule(L.LightningModule):
+    """Calls all hooks in order with `make_groups(iteration)`; advantage = reward - mean of the iteration."""
 
-    def __init__(self, play: Play, *, num_minibatches: int = 2) -> None:
+    def __init__(self, make_groups: MakeGroups, *, num_minibatches: int = 2) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
-        self.play = play
+        self.make_groups = make_groups
         self.num_minibatches = num_minibatches
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         hook = self.trainer.call_rl_hook  # type: ignore[attr-defined]
         hook("on_rollout_start")
-        groups = self.play(self.trainer.global_step)
+        groups = self.make_groups(self.trainer.global_step)
         trajectories = [item for group in groups for item in group.trajectories]
         hook("on_rollout_progress", 1, len(trajectories))
         hook("on_rollout_end", groups)
@@ -108,7 +108,7 @@ class PlayedModule(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class ValidatedModule(PlayedModule):
+class ValidatedModule(ScriptedModule):
     """A quarter of the held-out prompts is right at first; each iteration adds a sixteenth."""
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -120,9 +120,9 @@ def batches(num: int) -> torch.Tensor:
     return torch.ones(num, 1, 1)
 
 
-def run(play: Play, *callbacks: L.Callback, num_iterations: int = 1, **settings: Any) -> PlayedTrainer:
-    """Plays so many iterations of one epoch; `settings` are the trainer's."""
+def run(make_groups: MakeGroups, *callbacks: L.Callback, num_iterations: int = 1, **settings: Any) -> ScriptedTrainer:
+    """Runs so many iterations of one epoch; `settings` are the trainer's."""
     defaults = {"max_steps": num_iterations, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = PlayedTrainer(callbacks=list(callbacks), **{**defaults, **settings})
-    trainer.fit(PlayedModule(play), batches(num_iterations))
+    trainer = ScriptedTrainer(callbacks=list(callbacks), **{**defaults, **settings})
+    trainer.fit(ScriptedModule(make_groups), batches(num_iterations))
     return trainer
