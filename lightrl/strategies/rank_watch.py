@@ -150,9 +150,7 @@ class RankWatch:
         self._error: BaseException | None = None  # this rank's; the others do not know it yet
         self._is_reported = threading.Event()  # the error is in the store, or the store is gone
         self._is_known = threading.Event()  # to all ranks; an error of another rank: printed
-        self._roll_call: dict[
-            int, RankState | None
-        ] = {}  # rank → its state at the error, if none came since
+        self._roll_call: dict[int, RankState | None] = {}  # rank → its state at the error, if none came since
         self._roll_call_s: float | None = None  # when it started
         self._changed = threading.Event()
         self._is_published = threading.Event()  # the present phase
