@@ -54,11 +54,11 @@ _ADVICE = {
 class RewardedGroups(list[Group]):
     """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
 
-    def to(self, *args: Any, **kwargs: Any) -> RewardedGroups:
+    def to(self, *args: object, **kwargs: object) -> RewardedGroups:
         return self
 
 
-def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> RewardedGroups:
+def evaluate(trainer: RLTrainer, batch: object, on_wait: OnWait) -> RewardedGroups:
     """Roll out and reward the prompts of a batch.
 
     Args:
@@ -342,7 +342,7 @@ class RolloutLoop(_AutomaticOptimization):
                 shown = experience.shown
         return experience
 
-    def rewarded_groups(self, batch: Any) -> list[Group]:
+    def rewarded_groups(self, batch: object) -> list[Group]:
         """The groups of a validation, test or predict batch."""
         groups = evaluate(self.trainer, batch, self._waiting())
         self._report_drops()
@@ -374,7 +374,7 @@ class RolloutLoop(_AutomaticOptimization):
         for drop in self.trainer.rollout.drain_drops():
             self.trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
 
-    def out_of_memory(self, error: torch.OutOfMemoryError, module: Any) -> TrainingError:
+    def out_of_memory(self, error: torch.OutOfMemoryError, module: object) -> TrainingError:
         """The error to raise instead: the phase, its sizes, what was estimated, and what to set."""
         tokens = getattr(module, "microbatch_tokens", None)
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"

@@ -125,7 +125,7 @@ class MinibatchLoss:
     def _name(self, hook: str) -> str:
         return f"{type(self.module).__name__}.{hook}"
 
-    def _called(self, hook: str, experience: Experience, values: Any) -> dict[str, Metric]:
+    def _called(self, hook: str, experience: Experience, values: object) -> dict[str, Metric]:
         with in_words(self._name(hook), experience):
             result = getattr(self.module, hook)(experience, values)
         if not isinstance(result, Mapping):

@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightrl.checks.printable import count_text
 from lightrl.concurrency.abandon import abandon, is_abandoned
@@ -27,7 +27,7 @@ from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 from lightrl.rewards import RewardWorker
 from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
-from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead
+from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead, State
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.resume import SavedState
 from lightrl.rollout.runner import Rewards, TrajectoryRunner
@@ -226,12 +226,12 @@ class RolloutController:
             **self._cursor.past_success,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return what resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
         timeout_s = self.settings.loop_timeout_s / 2
         return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restores the cursor and finished groups before the first `take`; what was in flight starts again first."""
         self._thread.call(_as_coroutine(partial(self._restore, state)))
 
@@ -248,7 +248,7 @@ class RolloutController:
             "weight_version": self.weight_version,
         }
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, _T], wait: Wait, on_wait: OnWait | None) -> _T:
+    def _wait_for(self, coroutine: Coroutine[object, None, _T], wait: Wait, on_wait: OnWait | None) -> _T:
         """Return the coroutine's result, or raise at the deadline; whatever is raised here cancels the coroutine."""
 
         def look() -> None:
@@ -268,7 +268,7 @@ class RolloutController:
 
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=look, who=wait.who)
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state: State) -> None:
         self.run_seed = int(state["run_seed"])
         self._saved_state.load(state)
 

@@ -20,13 +20,13 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
 from lightrl.errors import RewardError, RolloutError
-from lightrl.rollout.prompts import Curriculum
+from lightrl.rollout.prompts import Curriculum, State
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
@@ -62,7 +62,7 @@ class GroupFilter:
     min_success: float = 0.0  # bounds on the group's success rate, 0 to 1
     max_success: float = 1.0
     max_group_tokens: int | None = None  # the longest trajectory, prompt not counted
-    rule: Callable[[Group], Any] | None = None  # a word or True drops the group; None, False or "" keeps it
+    rule: Callable[[Group], object] | None = None  # a word or True drops the group; None, False or "" keeps it
 
     def __post_init__(self) -> None:
         check_bounds(1, max_group_tokens=self.max_group_tokens)
@@ -96,10 +96,8 @@ def success_rate(group: Group) -> float:
     return sum(trajectory.accuracy for trajectory in group.trajectories) / len(group.trajectories)
 
 
-class DropsGroups(Protocol):
-    """Returns why to drop a group with rewards, as (reason, message), or None to keep it. `GroupFilter` is one."""
-
-    def __call__(self, group: Group) -> tuple[str, str] | None: ...
+# Returns why to drop a group with rewards, as (reason, message), or None to keep it. `GroupFilter` is one.
+DropsGroups = Callable[[Group], tuple[str, str] | None]
 
 
 @dataclass(frozen=True)
@@ -536,7 +534,7 @@ class GroupScheduler:
         for _ in range(num):
             self.counter.drop(reason, message, prompt)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Positions in flight and groups not yet trained on; plain Python."""
         in_flight = sorted([*self.running, *self._queued, *self._again])
         started = self.started | {key: (item.started_version, item.results) for key, item in self.running.items()}
@@ -558,7 +556,7 @@ class GroupScheduler:
             ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Before the first `take`: restores finished groups; what was in flight starts again first."""
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
@@ -574,7 +572,7 @@ class GroupScheduler:
             self.started[position] = (version, done)
 
 
-def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:
+def _state_of(sample: int, trajectory: Trajectory | None) -> list[object]:
     return [sample, None if trajectory is None else trajectory.state_dict()]
 
 

@@ -231,7 +231,9 @@ def test_an_engine_whose_fields_differ_in_length_ends_the_run_by_name(engine: An
             (completion,) = await super().generate(*args, **kwargs)
             return [replace(completion, logprobs=completion.logprobs[:-1])]
 
-    with pytest.raises(EngineError, match=r"(\d+) token ids?, \d+ logprobs? and \1 weight versions? for turn 0 of prompt"):
+    with pytest.raises(
+        EngineError, match=r"(\d+) token ids?, \d+ logprobs? and \1 weight versions? for turn 0 of prompt"
+    ):
         make(Short()).take(0)
 
 
