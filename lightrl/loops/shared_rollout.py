@@ -343,10 +343,7 @@ class SharedRollout:
         if message.kind == "stop":
             error = SIGTERMException() if name == "SIGTERMException" else KeyboardInterrupt()
         else:
-            error = _error_class(name)(f"Rank 0 raised {name}: {text}")
+            kind = getattr(errors, name, None)
+            is_ours = isinstance(kind, type) and issubclass(kind, LightRLError)
+            error = (kind if is_ours else RolloutError)(f"Rank 0 raised {name}: {text}")
         raise mark_as_on_all_ranks(error)
-
-
-def _error_class(name: str) -> type[LightRLError]:
-    kind = getattr(errors, name, RolloutError)
-    return kind if isinstance(kind, type) and issubclass(kind, LightRLError) else RolloutError

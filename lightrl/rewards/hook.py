@@ -146,7 +146,6 @@ def make_reward_worker(
     *,
     workers: int = 1,
     timeout_s: float = 30.0,
-    startup_timeout_s: float = 120.0,
     search_paths: Sequence[str] = (),
     memory_limit_mib: int | None = 4096,
     recycle_after: int | None = None,
@@ -156,8 +155,8 @@ def make_reward_worker(
     Args:
         reward: `package.module.function`, RewardParts, or a callable; methods, lambdas, closures and functions of the
             main script stay in this process.
-        workers, timeout_s, startup_timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a
-            RewardHook only uses `timeout_s`.
+        workers, timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a RewardHook only uses
+            `timeout_s`.
     """
     if not isinstance(reward, str | RewardPart | Sequence):
         path = dotted_path(reward, search_paths)
@@ -170,7 +169,6 @@ def make_reward_worker(
         reward,
         workers=workers,
         timeout_s=timeout_s,
-        startup_timeout_s=startup_timeout_s,
         search_paths=search_paths,
         memory_limit_mib=memory_limit_mib,
         recycle_after=recycle_after,

@@ -233,7 +233,8 @@ class RolloutController:
 
     def load_state_dict(self, state: State) -> None:
         """Restores the cursor and finished groups before the first `take`; what was in flight starts again first."""
-        self._thread.call(_as_coroutine(partial(self._restore, state)))
+        self.run_seed = int(state["run_seed"])
+        self._thread.call(_as_coroutine(partial(self._saved_state.load, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancels what runs and ends the thread; the engine is the caller's to close. May be called twice."""
@@ -267,10 +268,6 @@ class RolloutController:
                 wait.done = self._scheduler.num_done_trajectories
 
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=look, who=wait.who)
-
-    def _restore(self, state: State) -> None:
-        self.run_seed = int(state["run_seed"])
-        self._saved_state.load(state)
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
         """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""
