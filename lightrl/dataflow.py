@@ -215,8 +215,8 @@ def iteration_graph(
     *,
     roles: Mapping[str, ModelSource],
     sampling: Sampling,
-    reward: Callable[..., Any],
-    advantages: Callable[..., Any],
+    reward: Callable[..., object],
+    advantages: Callable[..., object],
     advantage_keys: tuple[str, ...],
     from_file: bool,
 ) -> DataFlowGraph:

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning as L
 import torch
@@ -33,6 +33,7 @@ from lightrl.models.role import load_role, trainable_policy
 from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
 from lightrl.rewards.hook import REWARD_THREAD
+from lightrl.rewards.reward_result import RewardFunction
 from lightrl.trajectory import Group, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow
 
@@ -46,8 +47,6 @@ NEEDS_OUR_TRAINER = (
 
 ESS_WEIGHTS = "ess_weights"  # a name in what `loss` returns
 CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a model call that only the critic's loss reads
-
-RewardFunction = Callable[[Trajectory], Any]
 
 
 class RLModule(L.LightningModule):
@@ -384,15 +383,12 @@ class RLModule(L.LightningModule):
 
     def stop_token_ids(self) -> dict[str, list[int]]:
         """Source of stop tokens → their ids."""
-        policy: Any = self.policy
-        return stop_token_ids(policy, self.tokenizer, self.sampling)
+        return stop_token_ids(cast("PreTrainedModel", self.policy), self.tokenizer, self.sampling)
 
     @property
     def policy_config(self) -> PretrainedConfig:
         """The config of the policy's model, once that is loaded."""
-        policy: Any = self.policy
-        config: PretrainedConfig = policy.config
-        return config
+        return cast("PreTrainedModel", self.policy).config
 
     @property
     def context_tokens(self) -> int | None:
@@ -440,7 +436,7 @@ class RLModule(L.LightningModule):
                 is_trained = name in self.trained_roles()
                 setattr(self, name, load_role(name, role, self.policy_role, self.tokenizer, is_trained=is_trained))
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: object, batch_idx: int) -> None:
         raise RuntimeError(NEEDS_OUR_TRAINER)
 
     def configure_gradient_clipping(
@@ -454,10 +450,10 @@ class RLModule(L.LightningModule):
             one: Any = SimpleNamespace(param_groups=[group])
             super().configure_gradient_clipping(one, gradient_clip_val, gradient_clip_algorithm)
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         return batch  # prompts are plain Python
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: object, dataloader_idx: int) -> object:
         """Validation, test and predict batches are prompts; their steps get groups with rewards."""
         trainer: Any = self.trainer
         if trainer.training:

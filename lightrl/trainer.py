@@ -158,15 +158,15 @@ class Trainer(RLTrainer):
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
-        self._restoring: Any = None  # a fit's checkpoint, until the fit runs
+        self._restoring: object = None  # a fit's checkpoint, until the fit runs
         self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
-        self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
         self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
         self._add_default_callbacks(own)
 
-    def call_rl_hook(self, name: str, *args: Any) -> None:
+    def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and of the module; one that is called from a hook waits until that ends.
 
         So everybody gets `on_policy_updated` before the `on_weights_synced` that WeightSync calls in it.
@@ -185,10 +185,10 @@ class Trainer(RLTrainer):
         finally:
             self._hook_calls.clear()
 
-    def log_number(self, name: str, value: float, settings: Mapping[str, Any]) -> bool:
+    def log_number(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
         return self._step_log.put(name, value, settings)
 
-    def rewarded_groups(self, batch: Any) -> list[Group]:
+    def rewarded_groups(self, batch: object) -> list[Group]:
         return self.rollout_loop.rewarded_groups(batch)
 
     @property
@@ -354,7 +354,7 @@ class Trainer(RLTrainer):
         with logged_behind_failure():
             super().save_checkpoint(filepath, weights_only, storage_options)
 
-    def _warn_of_no_checkpoint(self, path: Any) -> None:
+    def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(
             "No checkpoint was saved at %s: %s, so its groups would be trained on twice or never. The last complete "
             "checkpoint is still there. Save between iterations, for example in on_train_batch_end.",

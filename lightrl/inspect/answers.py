@@ -14,7 +14,7 @@ from typing import Any
 
 from lightrl.checks.printable import count_text
 from lightrl.inspect.index import TrajectoryIndex, finite_number
-from lightrl.inspect.run_folder import Run
+from lightrl.inspect.run_folder import Json, Run
 from lightrl.inspect.timeline import Timeline, problems
 
 MAX_POINTS = 600  # a curve's points: more than its columns on a screen
@@ -38,7 +38,7 @@ class Curves:
         self._read_bytes = 0
         self._points: dict[str, tuple[list[float], list[float]]] = {}  # metric → iterations, values
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Metric → {"x": iterations, "y": values}; a long curve has the mean of each part."""
         self._read()
         return {name: _shortened(*points) for name, points in sorted(self._points.items())}
@@ -154,7 +154,7 @@ class Answers:
             raise LookupError(f"There is no run {number}.")
         return self.runs[number]
 
-    def _summary(self, number: int) -> dict[str, Any]:
+    def _summary(self, number: int) -> Json:
         one = self.runs[number]
         with one.lock:
             iterations, summary = one.timeline.iterations(), one.timeline.summary()
@@ -198,7 +198,7 @@ class TokenTexts:
         self._texts.update(json.loads(line) for line in content[:end].splitlines())
 
 
-def as_shown(record: Mapping[str, Any], texts: TokenTexts) -> dict[str, Any]:
+def as_shown(record: Json, texts: TokenTexts) -> Json:
     """A record of TrajectoryLog as the page reads it: lists with an entry for each token, aligned to the token."""
     trajectory = record["trajectory"]
     token_ids = trajectory["token_ids"][:MAX_TOKENS]
@@ -235,7 +235,7 @@ def as_shown(record: Mapping[str, Any], texts: TokenTexts) -> dict[str, Any]:
     }
 
 
-def image(record: Mapping[str, Any], number: int) -> tuple[str, bytes]:
+def image(record: Json, number: int) -> tuple[str, bytes]:
     """Content type and bytes of an image of the prompt; of a run's machine nothing but images is shown."""
     images = record["trajectory"]["prompt"].get("images") or ()
     if not 0 <= number < len(images):

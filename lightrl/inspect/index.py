@@ -20,7 +20,8 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+
+from lightrl.inspect.run_folder import Json
 
 _NUMBERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness")
 _TEXTS = ("prompt", "prompt_text", "excerpt")  # searched for words
@@ -83,7 +84,7 @@ class TrajectoryIndex:
 
     def page(
         self, query: str = "", sort: str = "iteration", *, descending: bool = True, offset: int = 0, limit: int = 100
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Rows of the table, and how many there are.
 
         Args:
@@ -106,7 +107,7 @@ class TrajectoryIndex:
             )
             return {"total": total, "rows": _dicts(rows), "notes": notes}
 
-    def sample(self, num: int) -> list[dict[str, Any]]:
+    def sample(self, num: int) -> list[Json]:
         """Return at most `num` rows: as many of each iteration, whole groups where one fits."""
         with closing(self._connect()) as database:
             total, iterations, size = database.execute(
@@ -123,7 +124,7 @@ class TrajectoryIndex:
             rows = _dicts(samples)
         return rows if len(rows) <= num else [rows[place * (len(rows) - 1) // (num - 1)] for place in range(num)]
 
-    def line(self, row_id: int) -> dict[str, Any]:
+    def line(self, row_id: int) -> Json:
         """The record of a row as TrajectoryLog wrote it; raises LookupError if there is none, or none any more."""
         with closing(self._connect()) as database:
             row = database.execute(
@@ -136,10 +137,10 @@ class TrajectoryIndex:
             )
         with (self._folder / row[0]).open("rb") as file:
             file.seek(row[1])
-            record: dict[str, Any] = json.loads(file.read(row[2]))
+            record: Json = json.loads(file.read(row[2]))
         return record
 
-    def group_of(self, iteration: int, group: int) -> list[dict[str, Any]]:
+    def group_of(self, iteration: int, group: int) -> list[Json]:
         """The rows of a group in an iteration."""
         page = self.page(f"iteration={iteration} group={group}", "sample", descending=False, limit=1000)
         return list(page["rows"])
@@ -151,14 +152,14 @@ class TrajectoryIndex:
         return database
 
 
-def _dicts(rows: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
+def _dicts(rows: Iterable[Sequence[object]]) -> list[Json]:
     return [dict(zip(("id", *COLUMNS), row, strict=True)) for row in rows]
 
 
-def condition(query: str) -> tuple[str, list[Any], list[str]]:
+def condition(query: str) -> tuple[str, list[object], list[str]]:
     """Return a query as SQL, its values, and notes on words that look like a condition but are searched as text."""
     clauses: list[str] = []
-    values: list[Any] = []
+    values: list[object] = []
     notes: list[str] = []
     for word in query.split():
         name, sign, text = match.groups() if (match := _CONDITION.match(word)) else ("", "", "")
@@ -219,7 +220,7 @@ def _add(database: sqlite3.Connection, path: Path, number: int, name: str, stamp
     database.executemany(f"INSERT INTO rows VALUES ({marks})", _rows(path, number))
 
 
-def _rows(path: Path, number: int) -> Iterator[Sequence[Any]]:
+def _rows(path: Path, number: int) -> Iterator[Sequence[object]]:
     if path.stat().st_size == 0:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -234,16 +235,16 @@ def _rows(path: Path, number: int) -> Iterator[Sequence[Any]]:
             start = end + 1
 
 
-def _storable(value: Any) -> Any:
+def _storable(value: object) -> object:
     """SQLite holds no lone surrogates, which a completion may have."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-def _columns(content: mmap.mmap, start: int, end: int) -> dict[str, Any] | None:
+def _columns(content: mmap.mmap, start: int, end: int) -> Json | None:
     """Read the columns of a trajectory from the beginning of its line, or those of one that was dropped."""
     cut = content.find(b', "trajectory": ', start, end)
     try:
-        record: dict[str, Any] = json.loads(content[start:end] if cut < 0 else content[start:cut] + b"}")
+        record: Json = json.loads(content[start:end] if cut < 0 else content[start:cut] + b"}")
         if cut >= 0:
             return record
         is_drop = record["kind"].startswith("dropped: ")

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 _SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
+Json = dict[str, Any]  # an object of a file or of an answer
 _DEPTH = 3  # folders from a named one down to its runs: <root>/lightning_logs/version_0
 
 
@@ -21,10 +22,10 @@ class Run:
     folder: Path
     name: str  # short, unlike those of the other runs
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         """State of the run, from its `status.json`; empty without one."""
         try:
-            status: dict[str, Any] = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
+            status: Json = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return status
@@ -41,7 +42,7 @@ class Run:
         return settings
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             if inner or key != "init_args":

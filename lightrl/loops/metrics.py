@@ -120,23 +120,14 @@ def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     for row, name in enumerate(names):
         for part in columns[row].unbind():
             if part[1]:
-                whole[name] = joined(name, whole[name], part) if name in whole else part
+                add_parts(whole, {name: part})
     return whole
 
 
-class IterationMetrics:
-    """The metrics of an iteration, from the parts of its minibatches."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, Tensor] = {}
-
-    def add(self, parts: Mapping[str, Tensor]) -> None:
-        """A minibatch's."""
-        for name, part in parts.items():
-            self._parts[name] = joined(name, self._parts[name], part) if name in self._parts else part
-
-    def values(self) -> dict[str, float]:
-        return values_of(self._parts)
+def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Joins these parts of metrics with those in `whole`."""
+    for name, part in parts.items():
+        whole[name] = joined(name, whole[name], part) if name in whole else part
 
 
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:

@@ -27,7 +27,7 @@ from lightrl.data import prompts_of
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
 from lightrl.loops.interrupt import InterruptGate
-from lightrl.loops.metrics import IterationMetrics, values_of
+from lightrl.loops.metrics import add_parts, values_of
 from lightrl.loops.resume import Resume
 from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
@@ -54,11 +54,11 @@ _ADVICE = {
 class RewardedGroups(list[Group]):
     """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
 
-    def to(self, *args: Any, **kwargs: Any) -> RewardedGroups:
+    def to(self, *args: object, **kwargs: object) -> RewardedGroups:
         return self
 
 
-def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> RewardedGroups:
+def evaluate(trainer: RLTrainer, batch: object, on_wait: OnWait) -> RewardedGroups:
     """Roll out and reward the prompts of a batch.
 
     Args:
@@ -248,7 +248,7 @@ class RolloutLoop(_AutomaticOptimization):
         trainer = self.trainer
         cuts = minibatches(experience, epochs=module.update_epochs, seed=self._minibatch_seed)
         train_calls = module.data_flow().of_kind("train")
-        iteration = IterationMetrics()
+        iteration: dict[str, torch.Tensor] = {}  # parts of its metrics
         imbalances: list[float] = []
         holders = self.ranks.of_role("policy")
         for index, rows in enumerate(cuts):
@@ -260,14 +260,14 @@ class RolloutLoop(_AutomaticOptimization):
             metrics, parts = self._step(module, train_calls, minibatch, batch_idx, is_first=index == 0)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, len(cuts))
-            iteration.add(parts)
+            add_parts(iteration, parts)
             if module.is_update_the_last(metrics):
                 break
         with logging_allowed(module):
             if imbalances:
                 module.log("update/token_imbalance", sum(imbalances) / len(imbalances))
             # A skipped update has no gradient norm: that mean is over the updates that have one.
-            values = iteration.values()
+            values = values_of(iteration)
             module.log_dict({name if "/" in name else f"policy/{name}": value for name, value in values.items()})
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
 
@@ -342,7 +342,7 @@ class RolloutLoop(_AutomaticOptimization):
                 shown = experience.shown
         return experience
 
-    def rewarded_groups(self, batch: Any) -> list[Group]:
+    def rewarded_groups(self, batch: object) -> list[Group]:
         """The groups of a validation, test or predict batch."""
         groups = evaluate(self.trainer, batch, self._waiting())
         self._report_drops()
@@ -374,7 +374,7 @@ class RolloutLoop(_AutomaticOptimization):
         for drop in self.trainer.rollout.drain_drops():
             self.trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
 
-    def out_of_memory(self, error: torch.OutOfMemoryError, module: Any) -> TrainingError:
+    def out_of_memory(self, error: torch.OutOfMemoryError, module: object) -> TrainingError:
         """The error to raise instead: the phase, its sizes, what was estimated, and what to set."""
         tokens = getattr(module, "microbatch_tokens", None)
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"

@@ -343,7 +343,7 @@ def _configured(trainer: RLTrainer, module: RLModule, settings: RolloutSettings)
         TypeError: if a hook returns something else.
     """
     for hook in trainer.rl_hooks("configure_rollout"):
-        changed: Any = hook(settings)
+        changed: object = hook(settings)
         if not isinstance(changed, RolloutSettings):
             raise TypeError(
                 f"configure_rollout must return RolloutSettings, got {type(changed).__name__}. Return the settings it "
@@ -359,7 +359,7 @@ def _of_rank_0(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
     """Rank 0's settings on every rank; other ranks get no filter and no curriculum, which only rank 0 uses."""
     plain = {name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | None)}
     plain = ranks.broadcast_json(plain)
-    others: dict[str, Any] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
+    others: dict[str, None] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
     return dataclasses.replace(settings, **{**plain, **others})
 
 

@@ -45,7 +45,7 @@ def asked_once(
     return {key: value.float() if value.is_floating_point() else value for key, value in ask().items()}
 
 
-def _joined(values: list[Any]) -> Tensor:
+def _joined(values: list[object]) -> Tensor:
     """A tensor of numbers, or of arrays [T, ...] with padding."""
     values = [as_array(value) for value in values]
     if isinstance(values[0], np.ndarray):
@@ -54,7 +54,7 @@ def _joined(values: list[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32 if isinstance(values[0], float) else None)
 
 
-_Outputs = Mapping[str, Any]  # Tensor [B], TokenRows or OnLossTokens
+_Outputs = dict[str, Tensor | TokenRows | OnLossTokens]  # a Tensor is [B]
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def score(
     experience: Experience | ShardedExperience,
     trajectories: Sequence[Trajectory] = (),
     *,
-    forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    forward_context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     left_out: Collection[str] = (),
 ) -> ShardedExperience:
     """Experience with the outputs of the module's model calls and its advantages, [B, T].
@@ -110,7 +110,7 @@ def score(
     )
 
 
-def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> dict[str, Any]:
+def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> _Outputs:
     """One forward over this rank's share of the trajectories: the call's outputs, float32.
 
     `values` are a critic's, per token, and `bootstrap_values` the one of the state after a truncated end, [B]. Any
@@ -140,7 +140,7 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
                 numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long())
                 numbers["teacher_topk_logprobs"].append(output.teacher_topk.float())
         numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # waits after the last only
-    result: dict[str, Any] = {
+    result: _Outputs = {
         name: _per_token(parts, rows, lengths) for name, parts in numbers.items() if parts and not scores_ends
     }
     if has_end is not None:
@@ -153,13 +153,13 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
     return result
 
 
-def _advantages(module: RLModule, experience: ShardedExperience) -> dict[str, Any]:
+def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
     """Calls the module's `advantages`, for rewards that include the reward model's scores.
 
     Raises:
         ValueError: if those are all 0: its head could not be checked where models start without memory.
     """
-    changes: dict[str, Any] = {}
+    changes: _Outputs = {}
     if "reward_model_scores" in experience.rows:
         scores = experience["reward_model_scores"]
         if not scores.any():

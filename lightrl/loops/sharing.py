@@ -105,7 +105,7 @@ def accept(before: ShardedExperience, local: Experience, changed: Experience | N
     Raises:
         ValueError: see accept_changes.
     """
-    accepted: Any = local if changed is None else accept_changes(local, changed)
+    accepted = local if changed is None else accept_changes(local, changed)
     rows = before.local_rows.tolist()
     tensors = {name: TokenRows.of_padded(accepted[name], before.lengths, rows) for name in ("loss_mask", "advantages")}
     counts = torch.zeros(len(before), dtype=torch.int64)

@@ -34,6 +34,7 @@ TestResult = Literal[
 ]
 
 _FAILURES: tuple[TestResult, ...] = get_args(TestResult)[1:]  # without accepted
+Test = Mapping[str, Any] | str  # a dict with stdin and stdout or function, arguments and expected; or code
 _FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
 _MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -163,14 +164,12 @@ def _has_effect(tree: ast.Module | None) -> bool:
     )
 
 
-def _from_json(text: str) -> Any:
+def _from_json(text: str) -> object:
     """Reads JSON as `json.loads` does, with integers of any length."""
     return json.loads(text, parse_int=lambda digits: int(Decimal(digits)))
 
 
-def run_test(
-    program: str, test: Mapping[str, Any] | str, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0
-) -> TestResult:
+def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0) -> TestResult:
     """Run one test on a program."""
     if isinstance(test, Mapping) and "stdin" in test:
         run = sandbox.run(program, str(test["stdin"]), limits)
@@ -219,7 +218,7 @@ def _same_word(word: str, expected: str, tolerance: float) -> bool:
         return False
 
 
-def _same_value(value: Any, expected: Any, tolerance: float) -> bool:
+def _same_value(value: object, expected: object, tolerance: float) -> bool:
     """Equal as JSON values: a tuple is a list, True is not 1."""
     if isinstance(expected, list | tuple):
         if not isinstance(value, list) or len(value) != len(expected):
@@ -243,7 +242,7 @@ def _of_run(run: Run) -> TestResult | None:
     return None if run.exit_code == 0 else "runtime_error"
 
 
-def _tests_of(trajectory: Trajectory) -> Sequence[Mapping[str, Any] | str]:
+def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
     tests = trajectory.prompt.fields.get("tests")
     if isinstance(tests, str):  # a column of JSON text
         tests = _from_json(tests)

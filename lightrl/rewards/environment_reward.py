@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from lightrl.trajectory import Trajectory
 
 
-def environment_reward(trajectory: Trajectory) -> dict[str, Any]:
+def environment_reward(trajectory: Trajectory) -> dict[str, Sequence[float]]:
     """The rewards that MultiTurn or AgentWorkflow put on the turns of this trajectory; the reward is their sum.
 
     Raises:

@@ -39,17 +39,14 @@ class Evaluation:
             updated[name].update(sum(numbers) / len(numbers), weight=len(numbers))
         for name, metric in own.items():
             if part != "0":
-                metric = self._copy(part, name, metric)
+                if (part, name) not in self._metrics:
+                    self._metrics[part, name] = metric.clone()
+                    self._metrics[part, name].reset()
+                metric = self._metrics[part, name]
             metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
             metric.update(groups)
             updated[name] = metric
         return updated
-
-    def _copy(self, part: str, name: str, metric: Metric) -> Metric:
-        if (part, name) not in self._metrics:
-            self._metrics[part, name] = metric.clone()
-            self._metrics[part, name].reset()
-        return self._metrics[part, name]
 
 
 def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, list[float]]:

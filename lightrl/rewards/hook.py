@@ -15,12 +15,12 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from lightrl.checks.bounds import check_effect
 from lightrl.rewards.parts import Reward, RewardPart, check_takes_trajectory
 from lightrl.rewards.pool import RewardPool
-from lightrl.rewards.reward_result import Outcome, RewardResult, Runner
+from lightrl.rewards.reward_result import Outcome, RewardFunction, RewardResult, Runner
 from lightrl.rewards.supervisor import Supervisor
 from lightrl.rewards.transport import ListTrajectory
 from lightrl.trajectory import Trajectory
@@ -40,7 +40,7 @@ class RewardHook(Supervisor[Trajectory]):
         timeout_s: deadline of one call in seconds; then its thread is abandoned, with one warning.
     """
 
-    def __init__(self, function: Callable[[Trajectory], Any], *, timeout_s: float = 30.0) -> None:
+    def __init__(self, function: RewardFunction, *, timeout_s: float = 30.0) -> None:
         name = getattr(function, "__qualname__", type(function).__qualname__)
         self._has_warned = False
 
@@ -142,11 +142,10 @@ class RewardWorker(Protocol):
 
 
 def make_reward_worker(
-    reward: Reward | Callable[[Trajectory], Any],
+    reward: Reward | RewardFunction,
     *,
     workers: int = 1,
     timeout_s: float = 30.0,
-    startup_timeout_s: float = 120.0,
     search_paths: Sequence[str] = (),
     memory_limit_mib: int | None = 4096,
     recycle_after: int | None = None,
@@ -156,8 +155,8 @@ def make_reward_worker(
     Args:
         reward: `package.module.function`, RewardParts, or a callable; methods, lambdas, closures and functions of the
             main script stay in this process.
-        workers, timeout_s, startup_timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a
-            RewardHook only uses `timeout_s`.
+        workers, timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a RewardHook only uses
+            `timeout_s`.
     """
     if not isinstance(reward, str | RewardPart | Sequence):
         path = dotted_path(reward, search_paths)
@@ -170,18 +169,17 @@ def make_reward_worker(
         reward,
         workers=workers,
         timeout_s=timeout_s,
-        startup_timeout_s=startup_timeout_s,
         search_paths=search_paths,
         memory_limit_mib=memory_limit_mib,
         recycle_after=recycle_after,
     )
 
 
-def dotted_path(function: Callable[..., Any], search_paths: Sequence[str] = ()) -> str | None:
+def dotted_path(function: Callable[..., object], search_paths: Sequence[str] = ()) -> str | None:
     """The path by which another process can import this function; None if it cannot."""
     if not inspect.isfunction(function) or function.__module__ == "__main__" or "<" in function.__qualname__:
         return None
-    target: Any = sys.modules.get(function.__module__)
+    target: object = sys.modules.get(function.__module__)
     for part in function.__qualname__.split("."):
         target = getattr(target, part, None)
     package = function.__module__.partition(".")[0]

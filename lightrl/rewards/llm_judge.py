@@ -20,8 +20,8 @@ import re
 import string
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
@@ -106,7 +106,7 @@ class LLMJudge:
         self._cache: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._cache_size = cache_size
 
-    async def __call__(self, trajectory: Trajectory) -> dict[str, Any]:
+    async def __call__(self, trajectory: Trajectory) -> dict[str, float | str]:
         """The reward in [0, 1], the `score` itself, and the LLM judge's answer as `extracted`.
 
         Waits for a free slot and for the endpoint; on cancellation the request is abandoned.
@@ -220,11 +220,11 @@ class LLMJudge:
 class _Formatter(string.Formatter):
     """Names only: a rubric cannot reach attributes."""
 
-    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+    def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, str]:
         return self.get_value(field_name, args, kwargs), field_name
 
 
-def _seconds(headers: Any) -> float | None:
+def _seconds(headers: Mapping[str, str]) -> float | None:
     try:
         return float(headers.get("Retry-After", ""))
     except ValueError:

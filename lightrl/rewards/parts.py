@@ -20,7 +20,7 @@ from typing import Any
 
 from lightrl.checks.user_code import user_code
 from lightrl.errors import RewardError
-from lightrl.rewards.reward_result import RewardResult, is_async, raised_error
+from lightrl.rewards.reward_result import RewardFunction, RewardResult, is_async, raised_error
 from lightrl.trajectory import Trajectory
 
 
@@ -66,7 +66,7 @@ def parts_of(reward: Reward) -> list[RewardPart]:
     return parts
 
 
-def bound(part: RewardPart, function: Callable[..., Any]) -> Callable[[Trajectory], Any]:
+def bound(part: RewardPart, function: Callable[..., object]) -> RewardFunction:
     """The function with the part's arguments; for a class, an object of it.
 
     Raises:
@@ -92,7 +92,7 @@ def bound(part: RewardPart, function: Callable[..., Any]) -> Callable[[Trajector
     return check_takes_trajectory(instance, part.path)
 
 
-def check_takes_trajectory(function: Callable[..., Any], name: str) -> Callable[[Trajectory], Any]:
+def check_takes_trajectory(function: Callable[..., object], name: str) -> RewardFunction:
     """The function; raises ValueError if it cannot be called with a trajectory alone, before a rollout finds out."""
     try:
         signature = inspect.signature(function)
@@ -108,9 +108,7 @@ def check_takes_trajectory(function: Callable[..., Any], name: str) -> Callable[
     return function
 
 
-def summed(
-    parts: Sequence[RewardPart], functions: Sequence[Callable[[Trajectory], Any]]
-) -> Callable[[Trajectory], Any]:
+def summed(parts: Sequence[RewardPart], functions: Sequence[RewardFunction]) -> RewardFunction:
     """A reward function that is the weighted sum of these; async if one of them is.
 
     A part that fails is a RewardError that names it. If a part gives rewards per token, the rewards of the others go to
@@ -144,14 +142,12 @@ def _check_arguments(part: RewardPart, signature: inspect.Signature) -> None:
             raise ValueError(f"reward={part.path!r} has no argument {name!r}. {hint}")
 
 
-def _compute(part: RewardPart, trajectory: Trajectory, function: Callable[[Trajectory], Any]) -> RewardResult:
+def _compute(part: RewardPart, trajectory: Trajectory, function: RewardFunction) -> RewardResult:
     with _named_errors(part, trajectory):
         return RewardResult.of(function(trajectory), trajectory)
 
 
-async def _compute_async(
-    part: RewardPart, trajectory: Trajectory, function: Callable[[Trajectory], Any]
-) -> RewardResult:
+async def _compute_async(part: RewardPart, trajectory: Trajectory, function: RewardFunction) -> RewardResult:
     with _named_errors(part, trajectory):
         value = function(trajectory)
         return RewardResult.of(await value if is_async(function) else value, trajectory)

@@ -114,7 +114,7 @@ class RewardPool(Supervisor[bytes]):
 class WorkerProcess:
     """One child (a guardian with its worker, see worker.py) and the three pipes to and from it."""
 
-    def __init__(self, settings: Mapping[str, Any], *, import_path: Sequence[str]) -> None:
+    def __init__(self, settings: Mapping[str, object], *, import_path: Sequence[str]) -> None:
         self.runs_together = False
         self._process = subprocess.Popen(
             command("lightrl.rewards.worker", str(os.getpid()), import_path),

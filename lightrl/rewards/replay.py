@@ -22,7 +22,7 @@ from lightrl.checks.disk_errors import write_problem
 from lightrl.errors import RewardError
 from lightrl.rewards.hook import RewardWorker, make_reward_worker
 from lightrl.rewards.parts import Reward
-from lightrl.rewards.reward_result import RewardResult
+from lightrl.rewards.reward_result import RewardFunction, RewardResult
 from lightrl.rewards.transport import as_json
 from lightrl.trajectory import Trajectory
 
@@ -93,7 +93,7 @@ class ReplayRow:
 
 def replay(
     source: str | Path | Iterable[Trajectory],
-    reward: Reward | Callable[[Trajectory], Any],
+    reward: Reward | RewardFunction,
     *,
     num: int | None = None,
     repeats: int = 2,

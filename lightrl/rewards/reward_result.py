@@ -27,6 +27,7 @@ _MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages ar
 _CANCEL_TIMEOUT_S = 1.0
 _LARGEST_REWARD = 1e15  # the sum of squares of an iteration's rewards stays finite in float32
 _LARGEST_METRIC = 1e38  # float32
+RewardFunction = Callable[[Trajectory], Any]  # what it may return: see `RewardResult.of`; may be async
 _invalid = functools.partial(RewardError, reason="invalid")
 _MAX_NAMES = 1_000  # in the dict of a trajectory
 _OWN_FILES = (
@@ -122,7 +123,7 @@ class Runner:
         timeout_s: deadline of one async call in seconds.
     """
 
-    def __init__(self, function: Callable[[Trajectory], Any], *, name: str, timeout_s: float) -> None:
+    def __init__(self, function: RewardFunction, *, name: str, timeout_s: float) -> None:
         self.name = name
         self.runs_together = is_async(function)
         self._function = function
@@ -171,12 +172,12 @@ class Runner:
         return self._event_loop().run_until_complete(self._within_deadline(value, trajectory))
 
     async def _compute_async(self, index: int, trajectory: Trajectory) -> tuple[int, Outcome]:
-        async def call() -> Any:
+        async def call() -> object:
             return await self._function(trajectory)
 
         return index, await self._within_deadline(call(), trajectory)
 
-    async def _within_deadline(self, awaitable: Awaitable[Any], trajectory: Trajectory) -> Outcome:
+    async def _within_deadline(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
         task = asyncio.ensure_future(self._awaited(awaitable, trajectory))
         done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         if not done:
@@ -184,7 +185,7 @@ class Runner:
             return timeout_error(self.name, self._timeout_s, "", trajectory)
         return task.result()
 
-    async def _awaited(self, awaitable: Awaitable[Any], trajectory: Trajectory) -> Outcome:
+    async def _awaited(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
         try:
             with self._border(trajectory):
                 return RewardResult.of(await awaitable, trajectory)
@@ -200,7 +201,7 @@ class Runner:
         return self._loop
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Whether calls return coroutines: an async function, or an object with an async `__call__`."""
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

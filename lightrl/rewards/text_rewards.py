@@ -116,7 +116,7 @@ def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float
     return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
 
 
-def json_schema(trajectory: Trajectory, *, schema: Mapping[str, Any] | None = None) -> dict[str, float | str]:
+def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None = None) -> dict[str, float | str]:
     """Whether the completion, or its last fenced block, is JSON that fits a schema.
 
     Args:
@@ -151,7 +151,7 @@ def _refuse_constant(name: str) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _schema_check(text: str) -> Callable[[Any], bool]:
+def _schema_check(text: str) -> Callable[[object], bool]:
     """Checks whether a JSON value fits this schema; ValueError if the schema is not valid."""
     from jsonschema import Draft202012Validator, SchemaError  # here: a worker without it starts 0.1 s sooner
     from jsonschema.validators import validator_for
@@ -168,7 +168,7 @@ def _schema_check(text: str) -> Callable[[Any], bool]:
         raise ValueError(f"The JSON schema is not valid at {error.json_path}: {error.message}.") from error
     validator = kind(schema, registry=Registry())  # without one, `$ref` would download what it names
 
-    def fits(value: Any) -> bool:
+    def fits(value: object) -> bool:
         try:
             return bool(validator.is_valid(value))
         except RecursionError:  # a completion nested deeper than a recursive schema can follow

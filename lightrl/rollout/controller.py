@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightrl.checks.printable import count_text
 from lightrl.concurrency.abandon import abandon, is_abandoned
@@ -27,7 +27,7 @@ from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 from lightrl.rewards import RewardWorker
 from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
-from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead
+from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead, State
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.resume import SavedState
 from lightrl.rollout.runner import Rewards, TrajectoryRunner
@@ -226,14 +226,15 @@ class RolloutController:
             **self._cursor.past_success,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return what resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
         timeout_s = self.settings.loop_timeout_s / 2
         return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restores the cursor and finished groups before the first `take`; what was in flight starts again first."""
-        self._thread.call(_as_coroutine(partial(self._restore, state)))
+        self.run_seed = int(state["run_seed"])
+        self._thread.call(_as_coroutine(partial(self._saved_state.load, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancels what runs and ends the thread; the engine is the caller's to close. May be called twice."""
@@ -248,7 +249,7 @@ class RolloutController:
             "weight_version": self.weight_version,
         }
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, _T], wait: Wait, on_wait: OnWait | None) -> _T:
+    def _wait_for(self, coroutine: Coroutine[object, None, _T], wait: Wait, on_wait: OnWait | None) -> _T:
         """Return the coroutine's result, or raise at the deadline; whatever is raised here cancels the coroutine."""
 
         def look() -> None:
@@ -267,10 +268,6 @@ class RolloutController:
                 wait.done = self._scheduler.num_done_trajectories
 
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=look, who=wait.who)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self.run_seed = int(state["run_seed"])
-        self._saved_state.load(state)
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
         """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""

@@ -20,13 +20,13 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
 from lightrl.errors import RewardError, RolloutError
-from lightrl.rollout.prompts import Curriculum
+from lightrl.rollout.prompts import Curriculum, State
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
@@ -62,7 +62,7 @@ class GroupFilter:
     min_success: float = 0.0  # bounds on the group's success rate, 0 to 1
     max_success: float = 1.0
     max_group_tokens: int | None = None  # the longest trajectory, prompt not counted
-    rule: Callable[[Group], Any] | None = None  # a word or True drops the group; None, False or "" keeps it
+    rule: Callable[[Group], object] | None = None  # a word or True drops the group; None, False or "" keeps it
 
     def __post_init__(self) -> None:
         check_bounds(1, max_group_tokens=self.max_group_tokens)
@@ -96,10 +96,8 @@ def success_rate(group: Group) -> float:
     return sum(trajectory.accuracy for trajectory in group.trajectories) / len(group.trajectories)
 
 
-class DropsGroups(Protocol):
-    """Returns why to drop a group with rewards, as (reason, message), or None to keep it. `GroupFilter` is one."""
-
-    def __call__(self, group: Group) -> tuple[str, str] | None: ...
+# Returns why to drop a group with rewards, as (reason, message), or None to keep it. `GroupFilter` is one.
+DropsGroups = Callable[[Group], tuple[str, str] | None]
 
 
 @dataclass(frozen=True)
@@ -200,12 +198,12 @@ class DropCounter:
         self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
         self._num_done = 0  # trajectories, since the last batch was taken
         self._num_failed = 0  # trajectories that failed, since then
-        self._num_kept = 0  # groups, since then
+        self.num_kept = 0  # groups, since then
         self._num_dropped: collections.Counter[str] = collections.Counter()  # groups, since then
 
     def begin_iteration(self) -> None:
         """A batch was taken: the counts start again."""
-        self._num_done = self._num_failed = self._num_kept = 0
+        self._num_done = self._num_failed = self.num_kept = 0
         self._num_dropped.clear()
 
     def drop(self, reason: str, message: str, prompt: Prompt) -> None:
@@ -249,10 +247,6 @@ class DropCounter:
                 f"(max_failed_fraction={max_fraction:g}). Last failure: {self.last.reason}: {self.last.message}"
             )
 
-    def count_kept(self) -> None:
-        """A group is kept."""
-        self._num_kept += 1
-
     def count_given_up(self, reason: str) -> None:
         """An over-sampled group is dropped; that does not count as a failure."""
         self._group_drops[reason] += 1
@@ -268,11 +262,11 @@ class DropCounter:
         size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
         if max_dropped is None:
             max_dropped = MAX_DROPPED_ITERATIONS * size
-        if self._num_dropped.total() > max_dropped * max(1.0, self._num_kept / size):
+        if self._num_dropped.total() > max_dropped * max(1.0, self.num_kept / size):
             advice = dict.fromkeys(ADVICE.get(reason, OTHER_ADVICE) for reason, _ in self._num_dropped.most_common())
             raise RolloutError(
                 f"Aborting: {count_text(self._num_dropped.total(), 'dropped group')} ({dict(self._num_dropped)}) and "
-                f"{self._num_kept} kept since the last batch was taken; max_dropped_groups_per_iteration={max_dropped} "
+                f"{self.num_kept} kept since the last batch was taken; max_dropped_groups_per_iteration={max_dropped} "
                 f"per {size} kept. To fix this, {'; or '.join(advice)}. Last drop: {message}"
             )
 
@@ -434,7 +428,7 @@ class GroupScheduler:
         if reason is None:
             del self.running[group.id]
             self._keep(group)
-            self.counter.count_kept()
+            self.counter.num_kept += 1
         else:
             self._drop(group.id, *reason)
             self.counter.count_dropped(*reason)
@@ -536,7 +530,7 @@ class GroupScheduler:
         for _ in range(num):
             self.counter.drop(reason, message, prompt)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Positions in flight and groups not yet trained on; plain Python."""
         in_flight = sorted([*self.running, *self._queued, *self._again])
         started = self.started | {key: (item.started_version, item.results) for key, item in self.running.items()}
@@ -547,7 +541,7 @@ class GroupScheduler:
             "max_staleness": self.settings.max_staleness,
             "group_size": self.settings.group_size,
             "begun": [
-                [position, version, [_state_of(*result) for result in sorted(results.items())]]
+                [position, version, [[sample, item and item.state_dict()] for sample, item in sorted(results.items())]]
                 for position, (version, results) in sorted(started.items())
             ],
             "redraws": [
@@ -558,7 +552,7 @@ class GroupScheduler:
             ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Before the first `take`: restores finished groups; what was in flight starts again first."""
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
@@ -572,10 +566,6 @@ class GroupScheduler:
         for position, version, results in state["begun"] if continues else []:
             done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
             self.started[position] = (version, done)
-
-
-def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:
-    return [sample, None if trajectory is None else trajectory.state_dict()]
 
 
 def num_admissible(

@@ -21,6 +21,7 @@ from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError, RewardError, RolloutError
 from lightrl.rewards import RewardResult, RewardWorker
 from lightrl.rollout.group_scheduler import DropCounter
+from lightrl.rollout.prompts import State
 from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record, span
@@ -87,7 +88,7 @@ class TrajectoryRunner:
         """The group is done or given up."""
         self.in_flight.close(seed_name)
 
-    async def states_of_workers(self) -> list[dict[str, Any]]:
+    async def states_of_workers(self) -> list[State]:
         """Nothing: all that is in flight is here."""
         return []
 

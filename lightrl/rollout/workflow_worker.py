@@ -28,6 +28,7 @@ from lightrl.concurrency.channel import Channel
 from lightrl.engines.engine import Completion
 from lightrl.engines.servers.follower import Follower
 from lightrl.errors import EngineError, RolloutError
+from lightrl.rollout.prompts import State
 from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Prompt, Trajectory
@@ -88,7 +89,7 @@ class WorkflowWorker:
         ending = [*running, asyncio.ensure_future(self._engine.close())]
         await asyncio.wait(ending, timeout=END_S)
 
-    def _start(self, key: int, started: dict[str, Any] | None, *run: Any) -> None:
+    def _start(self, key: int, started: State | None, *run: Any) -> None:
         """Starts a part of a group; `started` is what a checkpoint has of it, None for a validation."""
         if started is not None:
             self._runner.in_flight.take_over(run[-1], started)
@@ -111,7 +112,7 @@ class WorkflowWorker:
             self._channel.send(key, EngineError(str(error)))
 
 
-def _pickled(key: int, sample: int, result: Any, prompt: Prompt) -> bytes:
+def _pickled(key: int, sample: int, result: object, prompt: Prompt) -> bytes:
     if isinstance(result, Trajectory) and result.prompt is prompt:
         result.prompt = None  # type: ignore[assignment]  # the pool has it
     try:

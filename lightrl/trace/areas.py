@@ -21,6 +21,7 @@ from lightrl.trace.spans import Event
 AREAS = ("rollout", "reward", "score", "update", "sync", "data")
 _PHASES = {"rewards": "reward", "score": "score", "update": "update", "sync": "sync"}
 
+SummaryJson = dict[str, Any]  # see `Summary.to_json`
 Intervals = list[tuple[int, int]]  # disjoint, in order
 
 _ADVICE = {
@@ -138,7 +139,7 @@ class Summary:
     def add(self, times: AreaTimes) -> None:
         self._times.append(times)
 
-    def to_json(self, *, overlaps: bool = False) -> dict[str, Any] | None:
+    def to_json(self, *, overlaps: bool = False) -> SummaryJson | None:
         """The means in seconds, and where to look first; None without an iteration.
 
         `gain` is how often faster an iteration would be if the area took no time, so the most that work on it gives.
@@ -164,7 +165,7 @@ class Summary:
         }
 
 
-def summary_text(summary: dict[str, Any]) -> str:
+def summary_text(summary: SummaryJson) -> str:
     """Writes the summary that a run prints at its end."""
     total, areas, first = summary["total_s"], summary["areas_s"], summary["look_first_at"]
     lines = [f"Where the time went: {_seconds(total)} an iteration, traced iterations: {summary['iterations']}"]
@@ -180,7 +181,7 @@ def summary_text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rollout_advice(summary: dict[str, Any]) -> str:
+def _rollout_advice(summary: SummaryJson) -> str:
     rollout = summary["areas_s"]["rollout"]
     advice = []
     if summary["overlap_gain"] is not None:

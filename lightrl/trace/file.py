@@ -11,7 +11,6 @@ import heapq
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lightrl.trace.spans import Event
 
@@ -52,7 +51,7 @@ class TraceFile:
             lines.append({**marker, "name": "memory (MiB)", "ph": "C", "args": dict(memory)})
         self._write(lines)
 
-    def _row(self, event: Event, lines: list[dict[str, Any]]) -> int:
+    def _row(self, event: Event, lines: list[dict[str, object]]) -> int:
         """The `tid` of a row of the track that is free when the event starts; names a new one."""
         number = self._numbers.setdefault(event.track, len(self._numbers) + 1)
         rows = self._rows.setdefault(event.track, [])
@@ -82,7 +81,7 @@ class TraceFile:
             {**head, "name": "process_sort_index", "args": {"sort_index": self._rank}},
         ])  # fmt: skip
 
-    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, lines: Sequence[Mapping[str, object]]) -> None:
         encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
         text = "".join(f"{encode(line)},\n" for line in lines)
         with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
