@@ -137,11 +137,7 @@ def rest_mass(logprobs: Tensor) -> Tensor:
 
 
 def check_divergence(divergence: str, jsd_beta: float) -> None:
-    """Checks the settings of `topk_divergence`.
-
-    Raises:
-        ValueError: if the divergence is unknown or `jsd_beta` is not between 0 and 1.
-    """
+    """Raises ValueError if the divergence is unknown or `jsd_beta` is not between 0 and 1."""
     check_choice(get_args(Divergence), divergence=divergence)
     if not 0 < jsd_beta < 1:
         raise ValueError(f"jsd_beta must be above 0 and below 1, got {jsd_beta}; the limits are the two KLs.")

@@ -15,7 +15,7 @@ from lightrl.trajectory import Trajectory
 
 def padded_rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor:
     """[B, T] of TokenArrays, padded to the longest."""
-    rows: Any = np.full((len(values), max(len(row) for row in values)), fill, dtype)
+    rows = np.full((len(values), max(len(row) for row in values)), fill, dtype)
     for row, numbers in zip(rows, values, strict=True):
         row[: len(numbers)] = numbers
     return torch.from_numpy(rows)
@@ -32,11 +32,7 @@ def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any] | None]:
-    """Return the rewards, float32 [B], and for each row those of its tokens, float32, if any row has them.
-
-    Raises:
-        ValueError: if rewards per token are not one for each token.
-    """
+    """Return the rewards, float32 [B], and for each row those of its tokens, float32, if any row has them."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if all(item.rewards is None for item in trajectories):
         return rewards, None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
+Template = str | Mapping[str, str] | None  # Jinja text, or several by name
 
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _TAIL_TOKENS = 24  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
@@ -34,7 +35,7 @@ KEEP_HISTORY = (
 
 
 def set_chat_template(
-    tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, object] | None = None
 ) -> None:
     """Gives the tokenizer a chat template, and arguments of it, which are written into it: exports have them too.
 
@@ -50,7 +51,7 @@ def set_chat_template(
         if not path.is_file():
             raise ValueError(f"chat_template={template!r} is neither a file nor a Jinja template.")
         template = path.read_text(encoding="utf-8")
-    new: Any = tokenizer.chat_template if template is None else template
+    new: Template = tokenizer.chat_template if template is None else template
     if arguments:
         _check_arguments(arguments, new)
         each = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif %}}"
@@ -61,7 +62,7 @@ def set_chat_template(
     tokenizer.chat_template = new
 
 
-def _check_arguments(arguments: Mapping[str, Any], template: Any) -> None:
+def _check_arguments(arguments: Mapping[str, object], template: Template) -> None:
     for name in arguments:
         if name in ("messages", "add_generation_prompt") or not re.search(rf"\b{re.escape(name)}\b", str(template)):
             raise ValueError(
@@ -79,13 +80,14 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.end_token_ids: set[int] = set()  # further ends of a turn, besides the tokenizer's and the template's own
-        self._ends: tuple[Any, set[int | None]] | None = None  # the template, and the ends of its turns
-        self._reads_text: tuple[Any, bool] = None, True  # a template, and whether it reads text, not only parts
+        self._ends: tuple[Template, set[int | None]] | None = None  # the template, and the ends of its turns
+        self._reads_text: tuple[Template, bool] = None, True  # a template, and whether it reads text, not only parts
 
     @property
-    def chat_template(self) -> Any:
-        """The tokenizer's: text, several by name, or None."""
-        return getattr(self.tokenizer, "chat_template", None)
+    def chat_template(self) -> Template:
+        """The tokenizer's."""
+        template: Template = getattr(self.tokenizer, "chat_template", None)
+        return template
 
     def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """The template's arguments in the columns `chat_template_kwargs` and `tools` of a prompt's row.
@@ -115,7 +117,7 @@ class ChatTemplate:
         _check_arguments(arguments, self.chat_template)
         return {**arguments, "tools": list(tools)} if tools else arguments
 
-    def render(self, messages: Messages, arguments: Mapping[str, Any], *, is_whole: bool = False) -> str:
+    def render(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool = False) -> str:
         """Return the text of these messages, up to where the policy continues; with `is_whole`, to their end.
 
         Args:

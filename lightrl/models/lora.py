@@ -29,7 +29,7 @@ _HEAD = "score"  # the head of critics and reward models is trained itself, with
 Part = Literal["merged", "base", "adapters"]
 
 # Settings of peft that change the weights in other ways than by B A → their value when off.
-_OFF: dict[str, Any] = {
+_OFF: dict[str, object] = {
     "bias": "none",
     "fan_in_fan_out": False,
     "lora_bias": False,
@@ -253,15 +253,14 @@ def peft_name(name: str) -> str:
     return _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")
 
 
-def adapter_config(model: torch.nn.Module, base: str | None) -> str:
+def adapter_config(model: PreTrainedModel, base: str | None) -> str:
     """The content of `adapter_config.json`.
 
     Args:
         model: with adapters.
         base: the model that the adapters belong to, a folder or a hub name.
     """
-    any_model: Any = model
-    values = any_model.peft_config[_ADAPTER].to_dict()
+    values = model.peft_config[_ADAPTER].to_dict()
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
     values.update(base_model_name_or_path=base, inference_mode=True, task_type="CAUSAL_LM")
     return json.dumps(values, indent=2, sort_keys=True, default=str)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import Self
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RoleMesh:
@@ -137,8 +139,6 @@ def models_made_by(make: Callable[[Role], PreTrainedModel]) -> Iterator[None]:
         _MAKE.reset(token)
 
 
-log = logging.getLogger(__name__)
-
 MAX_OTHER_TOKENS = 0.01  # fraction of the policy's: reserved tokens differ by name within a family
 
 
@@ -153,11 +153,7 @@ def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compares the role's own tokenizer, if it has one, with the policy's.
-
-    Raises:
-        ValueError: if more than a few ids are other tokens there.
-    """
+    """Raises ValueError if more than a few ids are other tokens in the role's own tokenizer than in the policy's."""
     source = spec.tokenizer or spec.path
     if source == (policy.tokenizer or policy.path):
         return
@@ -189,11 +185,7 @@ def _has_tokenizer(source: str) -> bool:
 
 
 def trainable_policy(policy: str | ModelSpec | Role) -> Role:
-    """The policy's role.
-
-    Raises:
-        ValueError: if it is behind a server or frozen.
-    """
+    """The policy's role; raises ValueError if it is behind a server or frozen."""
     role = Role.of(policy)
     if role.spec.url is not None:
         raise ValueError(

@@ -37,30 +37,8 @@ from lightrl.strategies.single import LogprobSettings, SingleModel, head_is_plai
 from lightrl.strategies.splits_models import SplitsModels, check_strategy, named_strategy, parallel_model, ranks_of
 from lightrl.strategies.tensor_parallel import local
 
-__all__ = [
-    "META_FILE",
-    "PACKED_ATTENTION",
-    "AtomicCheckpointIO",
-    "FSDP2Strategy",
-    "LogprobSettings",
-    "Message",
-    "Microbatches",
-    "Parallel3DStrategy",
-    "ProcessRanks",
-    "Ranks",
-    "ShardedExperience",
-    "SingleModel",
-    "SplitsModels",
-    "check_strategy",
-    "head_is_plain",
-    "is_on_all_ranks",
-    "load_plain",
-    "local",
-    "mark_as_on_all_ranks",
-    "named_strategy",
-    "parallel_model",
-    "ranks_of",
-    "read_tensors",
-    "run_inside",
-    "whole",
-]
+__all__ = ["META_FILE", "PACKED_ATTENTION", "AtomicCheckpointIO", "FSDP2Strategy", "LogprobSettings", "Message"]
+__all__ += ["Microbatches", "Parallel3DStrategy", "ProcessRanks", "Ranks", "ShardedExperience", "SingleModel"]
+__all__ += ["SplitsModels", "check_strategy", "head_is_plain", "is_on_all_ranks", "load_plain", "local"]
+__all__ += ["mark_as_on_all_ranks", "named_strategy", "parallel_model", "ranks_of", "read_tensors", "run_inside"]
+__all__ += ["whole"]

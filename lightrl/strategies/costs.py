@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
 from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
@@ -267,5 +267,5 @@ def _bandwidth(ranks: int, machine: Machine) -> float:
 
 def _compute_s(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> float:
     """Time of forward and backward, without attention scores; a checkpointed layer runs its forward twice."""
-    per_token: Any = (8 if work.checkpoint_activations else 6) * num_parameters(config)
-    return float(per_token * work.tokens / (gpus * machine.flops * machine.mfu))
+    per_token = (8 if work.checkpoint_activations else 6) * num_parameters(config)
+    return per_token * work.tokens / (gpus * machine.flops * machine.mfu)

@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from lightrl.checks.disk_errors import nearest_folder
 from lightrl.strategies.ranks import Ranks, mark_as_on_all_ranks
@@ -33,7 +32,7 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
     root, mark = ranks.broadcast_json([str(folder), mark])
     has_left = leave_mark(Path(root), ranks.rank, mark)
     answers = ranks.gather_json([socket.gethostname(), has_left], timeout_s=_ARRIVE_WITHIN_S)
-    missing: list[Any] = []
+    missing: list[tuple[int, str]] = []
     if ranks.is_main:
         left = [rank for rank, (_, has_left) in enumerate(answers) if has_left]
         unseen = set(range(ranks.size)) - set(_wait_for(folder, left, mark))

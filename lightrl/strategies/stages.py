@@ -140,7 +140,7 @@ class Stage(nn.Module):
         value_head: nn.Linear | None = None,
     ) -> None:
         super().__init__()
-        body: Any = model.base_model
+        body = model.base_model
         self.is_first, self.is_last, self.tp = is_first, is_last, tp
         self.config: PretrainedConfig = model.config
         self.family: Family = family_of(model.config)
@@ -157,8 +157,10 @@ class Stage(nn.Module):
 
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
         """Hidden states [R, W / tp, H] from those of the previous stage, None for the first; at the end [N, width]."""
-        hidden = self._embed(feed.token_ids) if self.is_first else hidden
-        assert hidden is not None
+        if hidden is None:
+            assert self.embedding is not None
+            is_split = self.tp.size() > 1
+            hidden = embed(self.embedding, feed.token_ids, self.tp) if is_split else self.embedding(feed.token_ids)
         masks = self._masks(feed, hidden)
         packed = {} if feed.packed_rows is None else {"packed_rows": feed.packed_rows}
         ropes = self._ropes(feed, hidden)
@@ -172,13 +174,6 @@ class Stage(nn.Module):
                 **packed,
             )
         return self._results(hidden, feed, settings) if self.is_last else hidden
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        embedding: Any = self.embedding
-        if self.tp.size() > 1:
-            return embed(embedding, token_ids, self.tp)
-        embedded: Tensor = embedding(token_ids)
-        return embedded
 
     def _masks(self, feed: Feed, hidden: Tensor) -> dict[str, Any]:
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -332,7 +327,7 @@ def split_model(
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
     parameters = [(name, value.shape, value.dtype, _stage_of(name, ranges)) for name, value in model.named_parameters()]
-    body: Any = model.base_model
+    body = model.base_model
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
     has_values = value_head is not None or scalar_head(model) is not None
@@ -366,7 +361,7 @@ def _drop_other_stages(
     model: PreTrainedModel, value_head: nn.Linear | None, held: Mapping[int, range], last: int
 ) -> None:
     """Removes the parts of a model, and of the head on its body, that only other ranks need."""
-    body: Any = model.base_model
+    body = model.base_model
     held_layers = {str(index) for layers in held.values() for index in layers}
     for name in [name for name, _ in body.layers.named_children() if name not in held_layers]:
         delattr(body.layers, name)
@@ -405,7 +400,7 @@ def _shard_over_dp(stages: Iterable[Stage], mesh: DeviceMesh) -> None:
 def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *, is_tied: bool) -> None:
     """Gives the part that this rank holds of a model without memory its weights, which the rank reads itself."""
     give_memory(model, device)
-    body: Any = model.base_model
+    body = model.base_model
     head = model.get_output_embeddings()
     if is_tied and head is not None and body.embed_tokens is not None:
         head.weight = body.embed_tokens.weight

@@ -14,10 +14,10 @@ from lightrl.algorithms import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.loops.score import score
-from lightrl.models import ModelSpec, Role, scalar_head
+from lightrl.models import ModelSpec, Role, models_made_by, scalar_head
 from lightrl.module import RLModule
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.empty_model import empty_models
+from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.single import Form
 
 FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
@@ -132,7 +132,7 @@ def test_a_language_model_is_no_reward_model() -> None:
     module = GRPO(tiny_spec(), reward_model=tiny_spec(seed=1), group_size=3)
     with pytest.raises(ValueError, match=r"a language model without a trained head\. Train a"):
         module.configure_model()
-    with empty_models():  # whose weights nobody has seen yet
+    with models_made_by(empty_model):  # whose weights nobody has seen yet
         module.configure_model()
     module.parallel_models = {"reward_model": SingleModel(critic_spec().load_model(), LogprobSettings())}
     with pytest.raises(ValueError, match=r"a language model without a trained head\. Train a"):
