@@ -176,11 +176,7 @@ class SupervisedModule(L.LightningModule):
         self._log_means(stage, means | of_set, on_step=False, batch_size=number)
 
     def means(self, measure: Callable[[Any], dict[str, Tensor]], batch: Any) -> tuple[dict[str, Tensor], int]:
-        """Means to log and minimize, and their count. Averaged over ranks they are those of the batch.
-
-        Raises:
-            TypeError: if the batch belongs to another module.
-        """
+        """Means to log and minimize, and their count. Averaged over ranks they are those of the batch."""
         if not isinstance(batch, self.batch_type):
             made_by = _MADE_BY.get(self.batch_type, "a data module that makes these")
             raise TypeError(

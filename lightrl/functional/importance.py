@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_choice, check_same_shape
-from lightrl.functional.kl import kl
+from lightrl.functional.kl import MAX_LOG_RATIO, kl
 from lightrl.functional.reduction import neutralize
-
-# A ratio is the exponential of a difference of logprobs. The difference is clamped to ±20 (a ratio of 4.9e8 or 2.1e-9,
-# with zero gradient), so that values that far out stay finite; all others are untouched.
-
-_MAX_LOG_RATIO = 20.0
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
@@ -52,7 +47,8 @@ def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tenso
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    """The ratio; a log-ratio beyond ±20 counts as ±20, a ratio of 4.9e8 or 2.1e-9, and has no gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def trajectory_mean(values: Tensor, loss_mask: Tensor) -> Tensor:

@@ -117,8 +117,7 @@ def token_logprobs(
 def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the hidden states that predict the tokens of the mask: (rows [N], columns [N]), in row order.
 
-    Args:
-        loss_mask: bool [B, T]; position 0 does not count, since nothing predicts it.
+    Position 0 of the mask, bool [B, T], does not count, since nothing predicts it.
     """
     rows, columns = on_host(loss_mask)[:, 1:].nonzero(as_tuple=True)
     return to_device(rows, loss_mask.device), to_device(columns, loss_mask.device)

@@ -15,7 +15,7 @@ from lightrl.trajectory import Trajectory
 
 def padded_rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor:
     """[B, T] of TokenArrays, padded to the longest."""
-    rows = np.full((len(values), max(len(row) for row in values)), fill, dtype)
+    rows: Any = np.full((len(values), max(len(row) for row in values)), fill, dtype)
     for row, numbers in zip(rows, values, strict=True):
         row[: len(numbers)] = numbers
     return torch.from_numpy(rows)

@@ -51,7 +51,7 @@ def set_chat_template(
         if not path.is_file():
             raise ValueError(f"chat_template={template!r} is neither a file nor a Jinja template.")
         template = path.read_text(encoding="utf-8")
-    new: Template = tokenizer.chat_template if template is None else template
+    new: Any = tokenizer.chat_template if template is None else template
     if arguments:
         _check_arguments(arguments, new)
         each = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif %}}"
@@ -71,11 +71,7 @@ def _check_arguments(arguments: Mapping[str, object], template: Template) -> Non
 
 
 class ChatTemplate:
-    """Renders chats, and reads back what the policy generated.
-
-    Args:
-        tokenizer: the policy's, with its chat template.
-    """
+    """Renders chats with the policy's tokenizer, and reads back what the policy generated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -90,14 +86,7 @@ class ChatTemplate:
         return template
 
     def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """The template's arguments in the columns `chat_template_kwargs` and `tools` of a prompt's row.
-
-        Args:
-            tools: JSON schemas that replace the row's, if not None.
-
-        Raises:
-            ValueError: if a column has another form, or the template does not read it.
-        """
+        """The template's arguments in a row's columns `chat_template_kwargs` and `tools`, or of these `tools`."""
         given, of_row = prompt.fields.get("chat_template_kwargs") or {}, tools is None and prompt.fields.get("tools")
         if isinstance(of_row, str):
             with contextlib.suppress(ValueError):
@@ -118,11 +107,7 @@ class ChatTemplate:
         return {**arguments, "tools": list(tools)} if tools else arguments
 
     def render(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool = False) -> str:
-        """Return the text of these messages, up to where the policy continues; with `is_whole`, to their end.
-
-        Args:
-            arguments: that the template reads, by name, such as `tools`.
-        """
+        """Return the text of these messages, up to where the policy continues; with `is_whole`, to their end."""
         continues = not is_whole and messages[-1].get("role") == "assistant"
         text = self.tokenizer.apply_chat_template(
             [self._as_read(message) for message in messages],
@@ -172,11 +157,7 @@ class ChatTemplate:
         return self._ends[1]
 
     def opened_thinking(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
-        """The thinking that the prompt opens and does not close; empty if there is none.
-
-        Args:
-            token_ids: all that the policy's turn follows.
-        """
+        """The thinking that the prompt of these tokens opens and does not close; empty if there is none."""
         is_first = len(token_ids) == len(prompt.token_ids or [])
         started = _started_message(prompt.messages) if prompt.messages and is_first else ""
         text = started or opened(self.decode(token_ids[-_TAIL_TOKENS:]))

@@ -17,7 +17,7 @@ import io
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def sees_images(config: PretrainedConfig) -> bool:
     return config.model_type == "llava" and tower in _EXTRA_TOKENS
 
 
-def auto_model(config: PretrainedConfig) -> type[PreTrainedModel]:
+def auto_model(config: PretrainedConfig) -> Any:
     """The auto class for a language model of this config, with or without images."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

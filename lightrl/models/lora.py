@@ -126,9 +126,6 @@ def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]
     return lambda name, shape: tensors[peft_name(name)]
 
 
-_PEFT_PREFIX = "base_model.model."  # before the names of the model's own parameters, in peft's files
-
-
 def _fresh(name: str, shape: torch.Size, seed: int) -> Tensor:
     weight = torch.zeros(shape)
     if ".lora_A." in name:
@@ -250,7 +247,7 @@ class AdapterShape:
 
 def peft_name(name: str) -> str:
     """The name of an adapter's parameter in peft's files."""
-    return _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")
+    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
 
 
 def adapter_config(model: PreTrainedModel, base: str | None) -> str:

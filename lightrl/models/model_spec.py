@@ -378,11 +378,7 @@ def names_function(tokenizer: str) -> bool:
 
 
 def _dotted(name: str) -> Callable[[], object] | None:
-    """The function behind `package.module.function`; None if the name has another form or is a folder.
-
-    Raises:
-        ValueError: if there is no such module, or no such function in it.
-    """
+    """The function behind `package.module.function`; None if the name has another form or is a folder."""
     if not names_function(name):
         return None
     module, _, attribute = name.rpartition(".")

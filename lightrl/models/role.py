@@ -47,11 +47,7 @@ class RoleMesh:
         check_bounds(1, num_ranks=self.num_ranks, pp=self.pp, tp=self.tp)
 
     def ranks(self, world_size: int) -> range:
-        """The ranks of this mesh in a run of `world_size`.
-
-        Raises:
-            ValueError: if the run has too few, or pp · tp does not divide their number.
-        """
+        """The ranks of this mesh in a run of `world_size`; raises ValueError if they do not fit."""
         num = max(0, world_size - self.first_rank) if self.num_ranks is None else self.num_ranks
         if num == 0 or self.first_rank + num > world_size:
             raise ValueError(
@@ -208,9 +204,6 @@ def load_role(
         name: of the role, such as `critic`.
         policy: the policy's role.
         tokenizer: the policy's.
-
-    Raises:
-        ValueError: if the model reads other tokens, is trained and has `offload`, or is an untrained reward model.
     """
     check_tokens(name, role.spec, policy.spec, tokenizer)
     model = role.load_model()

@@ -66,11 +66,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return of_run(checkpoint, path)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Writes `checkpoint`, and removes what dead writers left next to it.
-
-        Raises:
-            OSError: if it cannot be written; a previous file stays as it is.
-        """
+        """Writes `checkpoint` or raises OSError, with a previous file intact; removes what dead writers left there."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return

@@ -44,13 +44,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def folder_writer(
-    checkpoint: dict[str, Any],
-    place: Path,
-    *,
-    writer_mark: str,
-    group: dist.ProcessGroup,
-    is_main: bool,
-    copies: bool,
+    checkpoint: dict[str, Any], place: Path, *, writer_mark: str, group: dist.ProcessGroup, is_main: bool, copies: bool
 ) -> Callable[[Progress], None]:
     """A function that writes this rank's part of a checkpoint; the folder gets its name once all ranks have written.
 

@@ -35,22 +35,8 @@ from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, opt
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
-from lightrl.strategies.ranks import (
-    START_TIMEOUT,
-    ProcessRanks,
-    Ranks,
-    allow_long_waits,
-    nearest_divisors,
-    watch_all,
-)
-from lightrl.strategies.role_mesh import (
-    OtherRanksModel,
-    Place,
-    check_meshes,
-    empty_out,
-    make_place,
-    role_meshes,
-)
+from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
+from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, empty_out, make_place, role_meshes
 from lightrl.strategies.shared_folder import check_all_see
 from lightrl.strategies.single import LogprobSettings, decoder_layers
 

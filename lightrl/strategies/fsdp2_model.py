@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -151,10 +151,11 @@ def run_inside(model: PreTrainedModel, function: Callable[_P, _T], *args: _P.arg
     """
     if not isinstance(model, FSDPModule):
         return function(*args, **kwargs)
-    add_run_inside(model)
-    result: _T = model.run_inside(function, *args, **kwargs)
+    root: Any = model
+    add_run_inside(root)
+    result: _T = root.run_inside(function, *args, **kwargs)
     if not torch.is_grad_enabled():
-        reshard(model)
+        reshard(root)
     return result
 
 

@@ -37,8 +37,8 @@ NAME = "lightrl_packed"  # this attention's, in transformers' registry
 # Cost in tokens of one more call of SDPA: below it, padding is cheaper.
 _CALL_OVERHEAD_TOKENS = 64
 _BLOCK = 128  # flex attention's block
-# Relative to the largest value, between kernels; a token that sees too much or too little differs far more.
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# Relative to the largest value: rounding errors are smaller, a token that sees too much or too little differs far more.
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 class NotPackable(ValueError):
@@ -191,8 +191,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' interface of an attention: [1, heads, T, D] three times, to [1, T, heads, D].
 
-    Raises:
-        NotPackable: if the model wants more than `scaling` and `sliding_window`.
+    Raises NotPackable if the model wants more than `scaling` and `sliding_window`.
     """
     if packed_rows is None:
         if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
@@ -270,7 +269,7 @@ def _failure(
             return (str(error).strip() or type(error).__name__).splitlines()[0][:100]
     for actual, expected in zip(*results, strict=True):
         error_size = float((actual - expected).abs().max() / expected.abs().max())
-        if not error_size <= _TOLERANCE.get(dtype, 1e-2):
+        if not error_size <= TOLERANCE.get(dtype, 1e-2):
             return f"differs from SDPA by {error_size:.0e}"
     return None
 

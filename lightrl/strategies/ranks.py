@@ -119,11 +119,7 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """Gathers on rank 0 every rank's value, by rank; empty on the others; plain JSON.
-
-        Raises:
-            RuntimeError: at the deadline; it names the ranks that have not come.
-        """
+        """Gathers on rank 0 every rank's plain JSON, by rank; at the deadline a RuntimeError names those that lack."""
         return [value]
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:

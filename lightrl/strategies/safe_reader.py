@@ -99,11 +99,7 @@ def _without_advice(error: BaseException) -> BaseException:
 
 
 def load_parts(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:
-    """Fills a state in place from a checkpoint folder; collective unless `no_dist`.
-
-    Raises:
-        ValueError: if the folder is damaged, or holds more than plain data.
-    """
+    """Fills a state in place from a checkpoint folder, or raises ValueError; collective unless `no_dist`."""
     try:
         dcp.state_dict_loader.load(state, storage_reader=SafeReader(folder), planner=_SafePlanner(), no_dist=no_dist)
     except CheckpointException as error:
@@ -116,11 +112,7 @@ def load_parts(state: dict[str, Any], folder: Path, *, no_dist: bool = False) ->
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder: checks every byte, and has a fixed list of what `.metadata` may name.
-
-    Args:
-        folder: of the checkpoint.
-    """
+    """torch's reader of a checkpoint folder: checks every byte, and has a fixed list of what `.metadata` may name."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads what the folder holds; raises ValueError if `.metadata` is not what torch writes."""

@@ -21,11 +21,7 @@ _ARRIVE_WITHIN_S = 300.0  # ranks at this place, after rank 0
 
 
 def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
-    """The ranks that do not share rank 0's folder, or cannot write there, each with its host's name; collective.
-
-    Raises:
-        OSError: on rank 0 if it cannot write there itself.
-    """
+    """The ranks that do not share rank 0's folder, or cannot write there, each with its host's name; collective."""
     mark = f".seen-by-all-{secrets.token_hex(8)}"
     if ranks.is_main:
         (folder / mark).touch()
@@ -44,11 +40,7 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
 
 
 def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
-    """Refuses folders for checkpoints that a rank does not share; collective. They need not exist yet.
-
-    Raises:
-        ValueError: on all ranks; it names the hosts.
-    """
+    """Raises ValueError on all ranks for a folder that a rank does not share; collective. It need not exist yet."""
     for folder in folders:
         if missing := ranks_without(nearest_folder(folder), ranks):
             who = ", ".join(f"rank {rank} on {host}" for rank, host in missing)

@@ -10,7 +10,7 @@ tokens of a teacher at each; H hidden size. Stages send each other [R, W / tp, H
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -184,12 +184,7 @@ class Stage(nn.Module):
         # Only its shape, dtype and device are read; `hidden` may be a part of the whole width.
         like = hidden.new_empty(1).expand(*feed.token_ids.shape, self.config.hidden_size)
         return {
-            kind: make[kind](
-                config=self.config,
-                inputs_embeds=like,
-                attention_mask=None,
-                past_key_values=None,
-            )
+            kind: make[kind](config=self.config, inputs_embeds=like, attention_mask=None, past_key_values=None)
             for kind in set(self.kinds)
         }
 
@@ -271,7 +266,7 @@ class SplitModel:
 
     def finish_gradients(self) -> None:
         """After the last backward: sums the summands of tp ranks, and the two ends of a tied embedding."""
-        for parameter in self.own_parameters():
+        for parameter in (parameter for stage in self.stages.values() for parameter in stage.parameters()):
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -279,10 +274,6 @@ class SplitModel:
             if self.tied.grad is None:
                 self.tied.grad = torch.zeros_like(self.tied)
             dist.all_reduce(local(self.tied.grad), group=self.tied_group)
-
-    def own_parameters(self) -> Iterator[Tensor]:
-        """The model's part on this rank, with a critic's head on its body."""
-        return (parameter for stage in self.stages.values() for parameter in stage.parameters())
 
     @property
     def copy(self) -> Tensor | None:

@@ -225,7 +225,10 @@ def test_sapo_has_the_papers_loss_token_by_token() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SAPO(tiny_spec(), reward=len, temperature_negative=0.0), "must be above 0, got 1.0 and 0.0"),
+        (
+            lambda: SAPO(tiny_spec(), reward=len, temperature_negative=0.0),
+            r"must be above 0 \(1 and 1.05 in the paper\), got 1.0 and 0.0",
+        ),
         (lambda: M2PO(tiny_spec(), reward=len, second_moment_threshold=0.0), "second_moment_threshold must be above 0"),
         (
             lambda: M2PO(tiny_spec(), reward=len, decoupled=ImportanceWeights(approximate_proximal=True)),

@@ -26,13 +26,7 @@ from lightrl.experience import (
 )
 from lightrl.functional import EVERY_TOKEN, to_device
 from lightrl.functional.device_copy import remember
-from lightrl.functional.rows import (
-    check_trajectories,
-    reward_fields,
-    row_fields,
-    support_codes,
-    support_fields,
-)
+from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, support_codes, support_fields
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.sharded_experience.token_rows import TokenRows, Values
 from lightrl.trajectory import Trajectory, token_array
@@ -143,11 +137,7 @@ class ShardedExperience:
         return sorted(name for name in (*self.rows, *self.tokens) if not name.startswith("_"))
 
     def read(self, name: str) -> Tensor | None:
-        """Return a field or an extra of all rows, padded; None if it is not set.
-
-        Raises:
-            ValueError: if some of its rows are on other ranks.
-        """
+        """Return a field or an extra of all rows, padded; None if it is not set. All rows must be here."""
         if name in ON_HOST:
             return self._support_tensors().get(name)
         if name not in self.tokens:

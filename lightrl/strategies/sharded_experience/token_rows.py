@@ -23,7 +23,7 @@ class TokenRows:
         empty: an array [0, ...] with their dtype and shape.
     """
 
-    def __init__(self, rows: Sequence[Values | None], empty: Values) -> None:
+    def __init__(self, rows: Sequence[Any], empty: Values) -> None:
         self.rows = rows
         self.empty = empty
 
