@@ -21,8 +21,8 @@ from lightrl.weights import bucketed
 
 
 def image_reader() -> ImageReader:
-    found = ImageReader.of(image_spec().load_config())
-    return found
+    actual = ImageReader.of(image_spec().load_config())
+    return actual
 
 
 def image_experience(**settings: int) -> Experience:
@@ -55,8 +55,8 @@ def test_an_image_is_as_many_tokens_as_the_model_makes_of_it():
     ids = [5, *[IMAGE_TOKEN] * TOKENS_EACH, 6]
     expected = model(input_ids=torch.tensor([ids]), pixel_values=read.pixel_values([RED])).logits
     rows = torch.tensor([[0]])
-    found = input_embeddings(model, torch.tensor([ids]), read.pixel_values([RED]), rows)
-    assert torch.allclose(model(inputs_embeds=found).logits, expected, atol=1e-6)
+    actual = input_embeddings(model, torch.tensor([ids]), read.pixel_values([RED]), rows)
+    assert torch.allclose(model(inputs_embeds=actual).logits, expected, atol=1e-6)
 
 
 def test_the_context_of_a_model_that_sees_images_is_that_of_its_text_model():
@@ -152,11 +152,8 @@ def test_a_file_and_a_data_url_are_the_same_image(tmp_path: Path):
             read_image(wrong)
 
 
-# ------------------------------------------------------------------ engines
-
-
 def engine_completions(prompts: list[Prompt], *, reload: bool = False, max_batch: int = 8) -> list[Trajectory]:
-    """Two completions of each prompt, drawn side by side; with `reload` the weights come again in between."""
+    """Two completions of each prompt, sampled side by side; with `reload` the weights come again in between."""
     model = image_spec().load_model()
     engine = LocalEngine(max_batch=max_batch, threads=1)
     engine.start(model.config)

@@ -35,7 +35,7 @@ def test_a_group_shares_its_prompt() -> None:
     assert prompts == [Row(num_prompt_tokens=2, members=[0, 1], sizes=[0, 1])]
 
 
-def test_equal_prompts_of_different_groups_are_told_apart() -> None:
+def test_equal_prompts_of_different_groups_are_kept_apart() -> None:
     assert len(find_shared_prompts(experience((0, [3, 4, 5], [2]), (1, [3, 4, 5], [2])))) == 2
 
 
