@@ -180,13 +180,18 @@ def engine_completions(prompts: list[Prompt], *, reload: bool = False, max_batch
                 start = len(prompt.token_ids)
                 found.append(
                     Trajectory(
-                        prompt=prompt, group_id=group, sample=sample, token_ids=prompt.token_ids + item.token_ids,
+                        prompt=prompt,
+                        group_id=group,
+                        sample=sample,
+                        token_ids=prompt.token_ids + item.token_ids,
                         loss_mask=[False] * start + [True] * len(item.token_ids),
                         behavior_logprobs=[0.0] * start + item.logprobs,
-                        weight_versions=[-1] * start + item.weight_versions, completion_ids=item.token_ids,
-                        completion="", reward=0.0,
+                        weight_versions=[-1] * start + item.weight_versions,
+                        completion_ids=item.token_ids,
+                        completion="",
+                        reward=0.0,
                     )
-                )  # fmt: skip
+                )
         return found
 
     try:

@@ -84,10 +84,8 @@ def difference(left: Tensor, right: Tensor) -> float:
 def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "rectangles") -> dict[str, Any]:
     single, split_one = make_model(family), make_model(family)
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    split = split_model(
-        split_one, mesh, ends=ends_group(mesh), schedule=schedule, stages_per_rank=1 if schedule == "1F1B" else 2,
-        checkpoint_activations=form == "checkpointed",
-    )  # fmt: skip
+    stages = {"schedule": schedule, "stages_per_rank": 1 if schedule == "1F1B" else 2}
+    split = split_model(split_one, mesh, ends=ends_group(mesh), checkpoint_activations=form == "checkpointed", **stages)
     alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS, is_packed=form == "packed")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
     actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "norm": 0.0}
