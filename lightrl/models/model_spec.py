@@ -273,16 +273,14 @@ class ModelSpec:
                 "A model that sees images cannot have a scalar head. Use critic='shared', which is a head on the "
                 "policy's body, or another reward."
             )
-        body = replace(self, head="vocabulary").load_model() if self.config is not None else None
         options = {**self.build_options, **self.options}
-        if body is not None:  # random weights: the same body as a language model of this config and seed
-            config = self.load_config()
-            config.num_labels = 1
-            with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
+            if self.config is not None:
+                config = self.load_config()
+                config.num_labels = 1
                 model = AutoModelForSequenceClassification.from_config(config, **options)
-            is_fresh = True
-        else:
-            with torch.random.fork_rng(devices=[]):
+                is_fresh = True
+            else:
                 model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                     self.path,
                     num_labels=1,
@@ -291,15 +289,16 @@ class ModelSpec:
                     output_loading_info=True,
                     **options,
                 )
-            is_fresh = any(name.startswith("score.") for name in loading_info["missing_keys"])
+                is_fresh = any(name.startswith("score.") for name in loading_info["missing_keys"])
         head = scalar_head(model)
         if head is None:
             raise ValueError(
                 f"A critic or a reward model needs a linear layer `score`, which {type(model).__name__} does not have. "
                 "Use a decoder such as Qwen3 or Llama."
             )
-        if body is not None:
-            model.base_model.load_state_dict(body.base_model.state_dict())
+        if self.config is not None:  # random weights: the same body as a language model of this config and seed
+            body = replace(self, head="vocabulary").load_model().base_model
+            model.base_model.load_state_dict(body.state_dict())
         if is_fresh:
             with torch.no_grad():
                 for parameter in head.parameters():

@@ -85,7 +85,9 @@ def folder_writer(
             dcp.state_dict_saver.save(state, storage_writer=writer, process_group=group)
             if is_main:  # all ranks have written: a save ends with a reduction
                 with progress.at_disk():
-                    _check_parts(part)
+                    parts = {file.relative_path for file in SafeReader(part).read_metadata().storage_data.values()}
+                    if missing := sorted(name for name in parts if not (part / name).is_file()):
+                        raise OSError(f"{', '.join(missing[:3])} of other ranks did not appear in {part}")
                     write_sums(part, [".metadata"])  # the other files have checksums of their own
                     publish(part, place)
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -94,14 +96,6 @@ def folder_writer(
             raise write_error(error, place, "to be shared by all ranks") from cause_to_show(error)
 
     return write
-
-
-def _check_parts(folder: Path) -> None:
-    """Raises OSError unless rank 0 sees the files that the other ranks have written."""
-    files = {place.relative_path for place in SafeReader(folder).read_metadata().storage_data.values()}
-    missing = {name for name in files if not (folder / name).is_file()}
-    if missing:
-        raise OSError(f"{', '.join(sorted(missing)[:3])} of other ranks did not appear in {folder}")
 
 
 class _TrackedFiles(FileSystem):
