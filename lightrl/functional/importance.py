@@ -70,7 +70,7 @@ class ImportanceWeights:
     """Proximal ÷ behavior policy: what a token's loss is multiplied by because another policy sampled it.
 
     The factor of the decoupled loss, and of truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
-    between engine and trainer; IcePop is "mask" with a floor too. A bound applies to the weight itself, or to an
+    between engine and trainer; IcePop is "mask" with both bounds. A bound applies to the weight itself, or to an
     estimate of KL(behavior ‖ proximal): with r the ratio, k1 is -log r, k2 is (log r)²/2, k3 is r - 1 - log r.
 
     Source: decoupled PPO, https://arxiv.org/abs/2110.00641, and AReaL, https://arxiv.org/abs/2505.24298; truncated
