@@ -110,7 +110,7 @@ class Distillation(GRPO):
                     f"{self.teacher_topk}."
                 )
 
-    def reward(self, trajectory: Trajectory) -> Any:
+    def reward(self, trajectory: Trajectory) -> object:
         """0 unless `reward=` is given."""
         return 0.0
 
@@ -130,15 +130,13 @@ class Distillation(GRPO):
             self._check_ids(local["teacher_topk_ids"])
             advantages = torch.zeros_like(local.behavior_logprobs)
         else:
-            assert local.teacher_logprobs is not None
-            advantages = local.teacher_logprobs - local.behavior_logprobs
+            advantages = local["teacher_logprobs"] - local.behavior_logprobs
         if self.reward_coef:
             advantages = advantages + self.reward_coef * super().advantages(experience)[experience.local_rows, None]
         return advantages
 
-    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:
-        assert experience.teacher_logprobs is not None
-        divergence = kl(outputs.logprobs.detach(), experience.teacher_logprobs, estimator="k1")
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+        divergence = kl(outputs.logprobs.detach(), experience["teacher_logprobs"], estimator="k1")
         result = {**super().loss(experience, outputs), "kl_teacher_nats": divergence}
         if self.teacher_topk is None:
             return result
@@ -153,11 +151,7 @@ class Distillation(GRPO):
         }
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Checks a teacher's top-k ids; a teacher behind a server cannot be limited to the policy's.
-
-        Raises:
-            ValueError: if the policy does not have one of them.
-        """
+        """Raises ValueError if the policy lacks a teacher's top-k id: a server does not limit them to the policy's."""
         num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max()) if ids.numel() else 0
         if largest >= num_ids:
             raise ValueError(

@@ -55,8 +55,7 @@ class DPO(SupervisedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
-        if kl_coef <= 0:
-            raise ValueError(f"kl_coef must be above 0 (0.1 is usual), got {kl_coef}.")
+        preference_loss(torch.zeros(1), kl_coef=kl_coef)  # it refuses the setting before anything is loaded
         self.reference_role = self.policy_role if reference is None else Role.of(reference)
         self.check_role("reference", self.reference_role)
         lora = self.policy_role.lora

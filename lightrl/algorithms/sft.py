@@ -43,7 +43,7 @@ class SFT(SupervisedModule):
     @functools.cached_property
     def _head_is_plain(self) -> bool:
         with torch.no_grad():
-            return bool(self.run_inside(head_is_plain, self.policy))
+            return self.run_inside(head_is_plain, self.policy)
 
     def training_step(self, batch: ChatBatch, batch_idx: int) -> Tensor:
         means, number = self.means(self._losses, batch)
@@ -53,13 +53,11 @@ class SFT(SupervisedModule):
     def measure(self, batch: ChatBatch) -> dict[str, Tensor]:
         """The loss of each loss token, [N], and whether the most likely token is the right one."""
         assert self._head_is_plain is not None  # computed first, since it runs the model
-        measured: dict[str, Tensor] = self.run_inside(self._measure, batch)
-        return measured
+        return self.run_inside(self._measure, batch)
 
     def _losses(self, batch: ChatBatch) -> dict[str, Tensor]:
         assert self._head_is_plain is not None
-        losses: Tensor = self.run_inside(lambda: -self._logprobs(*self._predictions(batch)))
-        return {"loss_nats": losses}
+        return {"loss_nats": self.run_inside(lambda: -self._logprobs(*self._predictions(batch)))}
 
     def _measure(self, batch: ChatBatch) -> dict[str, Tensor]:
         predictions, token_ids = self._predictions(batch)

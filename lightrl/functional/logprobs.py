@@ -117,8 +117,7 @@ def token_logprobs(
 def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the hidden states that predict the tokens of the mask: (rows [N], columns [N]), in row order.
 
-    Args:
-        loss_mask: bool [B, T]; position 0 does not count, since nothing predicts it.
+    Position 0 of the mask, bool [B, T], does not count, since nothing predicts it.
     """
     rows, columns = on_host(loss_mask)[:, 1:].nonzero(as_tuple=True)
     return to_device(rows, loss_mask.device), to_device(columns, loss_mask.device)
@@ -166,12 +165,9 @@ def hidden_logprobs(
         weight: [V, H] of the output head.
         bias: [V], or None.
         token_ids: int64 [N], of `predicted_token_ids`; or [N, J], several at each position.
-        temperature: divides the logits; more than 0.
+        temperature, masked_ids, masked_rows, supports: as in `token_logprobs`, for these N positions.
         chunk_tokens: positions in a chunk; None chooses by vocabulary and device, one chunk if the logits are few.
         entropy_gradient: False returns the entropy detached, which saves memory.
-        masked_ids: int64 [K], ids that could not be sampled at some positions.
-        masked_rows: bool [N], True at the positions that could not predict one of `masked_ids`.
-        supports: of these positions; None if each could predict any token of the vocabulary.
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have gradients of zeros.

@@ -54,9 +54,6 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
     Returns:
         Row indices of each rectangle, shortest rectangle first, rows in ascending order within one. Every row is in
         exactly one.
-
-    Raises:
-        ValueError: if a length or the overhead is negative.
     """
     if overhead_tokens < 0 or min(lengths, default=0) < 0:
         raise ValueError(
@@ -142,9 +139,7 @@ def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:
     rows = torch.arange(len(lengths)).repeat_interleave(sizes)
     columns = torch.arange(len(rows)) - starts[rows]
     starts, rows, columns = (to_device(value, token_ids.device) for value in (starts, rows, columns))
-    return Packed(
-        token_ids=token_ids[rows, columns][None], position_ids=columns[None], rows=rows, columns=columns, starts=starts
-    )
+    return Packed(token_ids[rows, columns][None], columns[None], rows, columns, starts)
 
 
 def unpack(values: Tensor, packed: Packed, shape: Sequence[int]) -> Tensor:
@@ -157,9 +152,6 @@ def unpack(values: Tensor, packed: Packed, shape: Sequence[int]) -> Tensor:
 
     Returns:
         [B, T], or [B, T, ...].
-
-    Raises:
-        ValueError: if there is not one value for each packed token.
     """
     if values.shape[:1] != packed.rows.shape:
         raise ValueError(

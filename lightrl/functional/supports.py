@@ -43,9 +43,6 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
         ids: int [M], of the supports, ascending within a token; no ids if every token could be sampled.
         sampled: int [n], the tokens.
         vocabulary: V, to recognize supports that are the whole vocabulary; None if it is not known.
-
-    Raises:
-        ValueError: if a sampled token is outside its support.
     """
     num = len(sampled)
     counts = np.bincount(rows, minlength=num)

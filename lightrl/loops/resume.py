@@ -22,7 +22,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import SplitsModels, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
+from lightrl.strategies import FSDP2Strategy, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
 from lightrl.strategies.checkpoint import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def restore_model(self) -> None:
         module = self.trainer.lightning_module
-        is_split = isinstance(self.trainer.strategy, SplitsModels)
+        is_split = isinstance(self.trainer.strategy, FSDP2Strategy)
         with contextlib.nullcontext() if is_split else explained_mismatch(module, self._loaded_checkpoint):
             super().restore_model()
 
@@ -239,7 +239,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def restore_optimizers(self) -> None:
         strategy = self.trainer.strategy
-        if not self._loaded_checkpoint or isinstance(strategy, SplitsModels):
+        if not self._loaded_checkpoint or isinstance(strategy, FSDP2Strategy):
             super().restore_optimizers()
         else:
             load_optimizers(strategy, strategy.load_optimizer_state_dict, self._loaded_checkpoint)

@@ -29,7 +29,7 @@ _HEAD = "score"  # the head of critics and reward models is trained itself, with
 Part = Literal["merged", "base", "adapters"]
 
 # Settings of peft that change the weights in other ways than by B A → their value when off.
-_OFF: dict[str, Any] = {
+_OFF: dict[str, object] = {
     "bias": "none",
     "fan_in_fan_out": False,
     "lora_bias": False,
@@ -124,9 +124,6 @@ def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]
     check_files(Path(lora.adapter))
     tensors = load_file(Path(lora.adapter) / "adapter_model.safetensors")
     return lambda name, shape: tensors[peft_name(name)]
-
-
-_PEFT_PREFIX = "base_model.model."  # before the names of the model's own parameters, in peft's files
 
 
 def _fresh(name: str, shape: torch.Size, seed: int) -> Tensor:
@@ -250,18 +247,17 @@ class AdapterShape:
 
 def peft_name(name: str) -> str:
     """The name of an adapter's parameter in peft's files."""
-    return _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")
+    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
 
 
-def adapter_config(model: torch.nn.Module, base: str | None) -> str:
+def adapter_config(model: PreTrainedModel, base: str | None) -> str:
     """The content of `adapter_config.json`.
 
     Args:
         model: with adapters.
         base: the model that the adapters belong to, a folder or a hub name.
     """
-    any_model: Any = model
-    values = any_model.peft_config[_ADAPTER].to_dict()
+    values = model.peft_config[_ADAPTER].to_dict()
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
     values.update(base_model_name_or_path=base, inference_mode=True, task_type="CAUSAL_LM")
     return json.dumps(values, indent=2, sort_keys=True, default=str)

@@ -197,7 +197,7 @@ class ModelDescription:
             )
         return model
 
-    def _model_class(self) -> Any:
+    def _model_class(self) -> type[PreTrainedModel]:
         from transformers import PreTrainedModel
 
         module, _, name = self.model_class.rpartition(".")

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightrl.checks.disk_errors import write_problem
 from lightrl.checks.publish import remove_path
 from lightrl.concurrency.daemon_future import submit
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class TrackedFile(io.FileIO):
         self._progress = progress
         self._num_unsynced = 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         num = super().write(data) or 0
         self._num_unsynced += num
         if self._num_unsynced >= _SYNC_BYTES:

@@ -11,18 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
 from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
-from lightrl.strategies.tensor_plans import (
-    FAMILIES,
-    Family,
-    check_sizes,
-    head_size,
-    layer_parameters,
-    split_layers,
-)
+from lightrl.strategies.tensor_plans import FAMILIES, Family, check_sizes, head_size, layer_parameters, split_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -207,9 +200,7 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
 
     Over dp, a pipeline keeps its parameters whole within an update. Without a pipeline, layers are freed after each
     forward, gathered again for the backward and kept for the next forward; compute hides communication as in FSDP2.
-
-    Raises:
-        ValueError: if the model cannot be split this way.
+    Raises ValueError if the model cannot be split this way.
     """
     check_sizes(config, pp, tp, "1F1B", 1)
     gpus = pp * dp * tp
@@ -267,5 +258,5 @@ def _bandwidth(ranks: int, machine: Machine) -> float:
 
 def _compute_s(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> float:
     """Time of forward and backward, without attention scores; a checkpointed layer runs its forward twice."""
-    per_token: Any = (8 if work.checkpoint_activations else 6) * num_parameters(config)
-    return float(per_token * work.tokens / (gpus * machine.flops * machine.mfu))
+    per_token = (8 if work.checkpoint_activations else 6) * num_parameters(config)
+    return per_token * work.tokens / (gpus * machine.flops * machine.mfu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class FSDP2Model(SingleModel):
@@ -55,7 +58,7 @@ class FSDP2Model(SingleModel):
         self.ranks = ranks
         self.reduce_every_microbatch = reduce_every_microbatch
         self.is_offloaded = is_offloaded
-        self._root: Any = model
+        self._root = model
         self._num_calls = 0  # for the current microbatch
         self._gather: PlannedGather | None = None
         add_run_inside(model)
@@ -141,25 +144,25 @@ def whole(value: Tensor) -> Tensor:
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
 
-def run_inside(model: PreTrainedModel, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(*args)` while the parameters of the model's root are whole; collective if they are sharded.
+def run_inside(model: PreTrainedModel, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Calls the function while the parameters of the model's root are whole; collective if they are sharded.
 
     `function` returns tensors, possibly in tuples or dicts: FSDP searches those for the start of the backward.
     """
     if not isinstance(model, FSDPModule):
-        return function(*args)
+        return function(*args, **kwargs)
     root: Any = model
     add_run_inside(root)
-    result = root.run_inside(function, *args)
+    result: _T = root.run_inside(function, *args, **kwargs)
     if not torch.is_grad_enabled():
         reshard(root)
     return result
 
 
-def add_run_inside(model: Any) -> None:
-    """Gives a sharded model the method `run_inside(function, *args)`, which makes its root's parameters whole."""
+def add_run_inside(model: PreTrainedModel) -> None:
+    """Gives a sharded model the method `run_inside(function, …)`, which makes its root's parameters whole."""
     if not hasattr(model, "run_inside"):
-        model.run_inside = lambda function, *args: function(*args)
+        model.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
         register_fsdp_forward_method(model, "run_inside")
 
 

@@ -18,7 +18,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightrl.functional import rectangles, to_device
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ NAME = "lightrl_packed"  # this attention's, in transformers' registry
 # Cost in tokens of one more call of SDPA: below it, padding is cheaper.
 _CALL_OVERHEAD_TOKENS = 64
 _BLOCK = 128  # flex attention's block
-# Relative to the largest value, between kernels; a token that sees too much or too little differs far more.
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# Relative to the largest value: rounding errors are smaller, a token that sees too much or too little differs far more.
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 class NotPackable(ValueError):
@@ -61,7 +62,7 @@ class PackedRows:
         self.longest = max(self.lengths, default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
-        self._block_masks: dict[int | None, Any] = {}  # window → mask
+        self._block_masks: dict[int | None, BlockMask] = {}  # window → mask
 
     @functools.cached_property
     def documents(self) -> Tensor:
@@ -88,7 +89,7 @@ class PackedRows:
             parts.append(to_device(tokens, self.device))
         return parts, to_device(indices, self.device)
 
-    def block_mask(self, window: int | None) -> Any:
+    def block_mask(self, window: int | None) -> BlockMask:
         """Flex attention's BlockMask, from the starts alone; `window` as in `blocks`."""
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -190,8 +191,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' interface of an attention: [1, heads, T, D] three times, to [1, T, heads, D].
 
-    Raises:
-        NotPackable: if the model wants more than `scaling` and `sliding_window`.
+    Raises NotPackable if the model wants more than `scaling` and `sliding_window`.
     """
     if packed_rows is None:
         if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
@@ -269,7 +269,7 @@ def _failure(
             return (str(error).strip() or type(error).__name__).splitlines()[0][:100]
     for actual, expected in zip(*results, strict=True):
         error_size = float((actual - expected).abs().max() / expected.abs().max())
-        if not error_size <= _TOLERANCE.get(dtype, 1e-2):
+        if not error_size <= TOLERANCE.get(dtype, 1e-2):
             return f"differs from SDPA by {error_size:.0e}"
     return None
 
@@ -283,9 +283,8 @@ def _flash(
     if query.shape[1] != key.shape[1] and _names_groups():
         options["enable_gqa"] = True
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    output: Any = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, **options)
-    result: Tensor = output[None]
-    return result
+    output = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, **options)
+    return cast(Tensor, output)[None]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
@@ -297,7 +296,7 @@ def _names_groups() -> bool:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
+def _compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)  # type: ignore[no-any-return, unused-ignore]
@@ -308,8 +307,7 @@ def _flex(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
     options = {"block_mask": rows.block_mask(window), "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    output: Tensor = _compiled_flex()(query.contiguous(), key.contiguous(), value.contiguous(), **options)
-    return output.transpose(1, 2)
+    return _compiled_flex()(query.contiguous(), key.contiguous(), value.contiguous(), **options).transpose(1, 2)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # rectangles differ in every microbatch, and each would compile again

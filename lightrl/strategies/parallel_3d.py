@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from lightrl.weights import Bucket
 if TYPE_CHECKING:
     import lightning as L
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
 
@@ -118,7 +119,7 @@ class Parallel3DStrategy(FSDP2Strategy):
                 )
             check_sizes(role.spec.load_config(), pp, tp, *self._schedule_at(pp))
 
-    def _make_mesh(self) -> Any:
+    def _make_mesh(self) -> dist.ProcessGroup:
         sizes = (self.pp, self.dp_size, self.tp)
         mesh = self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=AXES)
         self._ends[mesh] = ends_group(mesh)
@@ -158,11 +159,10 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
         """Splits a model in place, the policy with the head on its body; collective over its place's ranks, or all."""
-        any_model: Any = model
         mesh = self.device_mesh if place is None else place.mesh
         schedule, stages_per_rank = self._schedule_at(mesh["pp"].size())
         split = split_model(
-            any_model,
+            cast("PreTrainedModel", model),
             mesh,
             ends=self._ends[mesh],
             schedule=schedule,
@@ -186,7 +186,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         assert isinstance(ranks, ProcessRanks)
         return Parallel3DModel(self._splits[model], settings, group=ranks.control_group)
 
-    def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Over all axes: each rank scales its parts by the norm of the whole gradient."""
         gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
         present = [gradient for gradient in gradients if gradient is not None]

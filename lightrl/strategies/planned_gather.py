@@ -55,7 +55,7 @@ class PlannedGather:
             )
             for name, (shape, dtype) in whole_of.items()
         ]
-        self._plans: dict[Any, GatherPlan] = {}
+        self._plans: dict[tuple[str, int, bool], GatherPlan] = {}
 
     def buckets(
         self,
@@ -85,7 +85,7 @@ class PlannedGather:
             tensors.clear()
 
     def plan(self, sources: Mapping[str, Sequence[str]], *, bucket_bytes: int, is_spread: bool) -> GatherPlan:
-        key = (tuple(sources.items()).__repr__(), bucket_bytes, is_spread)
+        key = (repr(tuple(sources.items())), bucket_bytes, is_spread)
         if key not in self._plans:
             ranks = list(range(dist.get_world_size(self._group))) if is_spread else [0]
             self._plans[key] = make_plan(self._layouts, sources, ranks=ranks, bucket_bytes=bucket_bytes)
@@ -132,7 +132,7 @@ class PlannedGather:
         _view(whole, _box(held)).copy_(part)
         return whole
 
-    def _operation(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+    def _operation(self, kind: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, peer if self._group is None else dist.get_global_rank(self._group, peer))
 
 

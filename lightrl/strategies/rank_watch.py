@@ -218,10 +218,16 @@ class RankWatch:
         """The current state of this rank."""
         phase, has_own_deadline = self._phases[-1]
         return RankState(
-            phase, self._num_phases, self._num_steps, self._now_s - self._stepped_s, has_own_deadline,
-            has_ended=self._closed.is_set(), host=socket.gethostname(), process=own_mark(),
+            phase=phase,
+            num_phases=self._num_phases,
+            num_steps=self._num_steps,
+            idle_s=self._now_s - self._stepped_s,
+            has_own_deadline=has_own_deadline,
+            has_ended=self._closed.is_set(),
+            host=socket.gethostname(),
+            process=own_mark(),
             num_published=self._num_published,
-        )  # fmt: skip
+        )
 
     def _restart_clock(self) -> None:
         self._num_phases += 1
@@ -306,10 +312,10 @@ class RankWatch:
 
     def _find_hang(self) -> Failure | None:
         """A rank that stands still, or that others wait for, as seen by rank 0; the others see rank 0."""
-        for rank, (state, published_s) in self._states.items():
-            if self._now_s - published_s > self._hang_timeout_s and not (state is not None and state.has_ended):
+        for rank in self._running():
+            if self._now_s - self._states[rank][1] > self._hang_timeout_s:
                 return -1, self._silence_of(rank), "", [rank]
-        states = {rank: state for rank, (state, _) in self._states.items() if state is not None and not state.has_ended}
+        states = {rank: state for rank, state in self._running().items() if state is not None}
         late = [rank for rank, state in states.items() if state.is_late(self._hang_timeout_s)]
         if self._rank != 0 or not late:
             return None
@@ -318,6 +324,11 @@ class RankWatch:
             return None
         waiting = next((rank for rank in late if rank not in behind), late[0])
         return -1, hang_message(states, waiting, self._hang_timeout_s), "", []
+
+    def _running(self) -> dict[int, RankState | None]:
+        """The last states of the ranks that have not ended as planned; None for one that has published nothing."""
+        states = {rank: state for rank, (state, _) in self._states.items()}
+        return {rank: state for rank, state in states.items() if state is None or not state.has_ended}
 
     def _silence_of(self, rank: int) -> str:
         return silence_message(rank, self._states.get(rank, (None, 0.0))[0], self._hang_timeout_s)
@@ -335,11 +346,8 @@ class RankWatch:
         if _may_be_a_broken_connection(error):
             if self._roll_call_s is None:
                 self._roll_call_s = self._now_s
-                self._roll_call = {
-                    rank: state
-                    for rank, (state, _) in self._states.items()
-                    if rank != self._rank and not (state is not None and state.has_ended)
-                }
+                self._roll_call = self._running()
+                self._roll_call.pop(self._rank, None)
             if self._roll_call and self._now_s - self._roll_call_s < ROLL_CALL_POLLS * POLL_S:
                 return None
             if self._roll_call:

@@ -24,7 +24,7 @@ from lightrl.experience import Experience
 from lightrl.functional import bins, on_host, rectangles, to_device
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
 # Cost in tokens of one more forward: below it, padding is cheaper than another call of every layer.
 CALL_OVERHEAD_TOKENS = 256
@@ -143,7 +143,7 @@ def shared_hidden(
             into the model's arguments.
     """
     device = token_ids.device
-    cache: Any = None
+    cache: DynamicCache | None = None
     for rows, following in pairwise([*plan, []]):
         tokens = _Tokens.of(rows, on_host(token_ids))
         inputs: dict[str, Any] = {"input_ids": to_device(tokens.token_ids, device)}
@@ -201,11 +201,7 @@ class _Tokens(NamedTuple):
 
 
 def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in the prompt (segment 0) and its own segment.
-
-    Args:
-        segments: int64 [R, T].
-    """
+    """The mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in the prompt (segment 0) and its own segment."""
     num_tokens = segments.shape[1]
     is_before = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segments.device).tril()
     is_seen = is_before & ((segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0))
@@ -213,14 +209,14 @@ def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~is_seen, float("-inf"))[:, None]
 
 
-def new_cache(model: PreTrainedModel) -> Any:
+def new_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty key-value cache of the model's kind."""
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
 
 
-def repeated_cache(model: PreTrainedModel, cache: Any, stored: Tensor) -> Any:
+def repeated_cache(model: PreTrainedModel, cache: DynamicCache, stored: Tensor) -> DynamicCache:
     """The key-values of these rows as a new cache; gradients flow back to them."""
     repeated = new_cache(model)
     for index, layer in enumerate(cache.layers):

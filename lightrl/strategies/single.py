@@ -46,7 +46,7 @@ from lightrl.models import (
 from lightrl.models.images import input_embeddings
 from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
-from lightrl.strategies.packed_attention import NotPackable, PackedRows, arguments, make_packable
+from lightrl.strategies.packed_attention import TOLERANCE, NotPackable, PackedRows, arguments, make_packable
 from lightrl.strategies.shared_prefix import (
     CALL_OVERHEAD_TOKENS,
     LAYOUTS,
@@ -66,9 +66,6 @@ if TYPE_CHECKING:
 
 # A run on a few tokens shows what a model supports: a plain head, shared prefixes, packed rows. Families differ, and a
 # wrong guess would silently train on wrong logprobs, so nothing is assumed by name.
-
-# Relative to the largest value: rounding errors are far smaller, a token that sees too much or too little far larger.
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 # Kinds of rotary embedding whose angles depend on the number of tokens in a forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -161,7 +158,7 @@ def _rope_depends_on_length(model: PreTrainedModel) -> bool:
 
 
 def _is_close(left: Tensor, right: Tensor) -> bool:
-    tolerance = _TOLERANCE.get(left.dtype, 1e-3) * max(1e-6, float(right.float().abs().max()))
+    tolerance = TOLERANCE.get(left.dtype, 1e-3) * max(1e-6, float(right.float().abs().max()))
     return torch.allclose(left.float(), right.float(), rtol=0, atol=tolerance)
 
 

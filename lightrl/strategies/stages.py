@@ -10,7 +10,7 @@ tokens of a teacher at each; H hidden size. Stages send each other [R, W / tp, H
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ class Stage(nn.Module):
         value_head: nn.Linear | None = None,
     ) -> None:
         super().__init__()
-        body: Any = model.base_model
+        body = model.base_model
         self.is_first, self.is_last, self.tp = is_first, is_last, tp
         self.config: PretrainedConfig = model.config
         self.family: Family = family_of(model.config)
@@ -157,8 +157,10 @@ class Stage(nn.Module):
 
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
         """Hidden states [R, W / tp, H] from those of the previous stage, None for the first; at the end [N, width]."""
-        hidden = self._embed(feed.token_ids) if self.is_first else hidden
-        assert hidden is not None
+        if hidden is None:
+            assert self.embedding is not None
+            is_split = self.tp.size() > 1
+            hidden = embed(self.embedding, feed.token_ids, self.tp) if is_split else self.embedding(feed.token_ids)
         masks = self._masks(feed, hidden)
         packed = {} if feed.packed_rows is None else {"packed_rows": feed.packed_rows}
         ropes = self._ropes(feed, hidden)
@@ -173,13 +175,6 @@ class Stage(nn.Module):
             )
         return self._results(hidden, feed, settings) if self.is_last else hidden
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        embedding: Any = self.embedding
-        if self.tp.size() > 1:
-            return embed(embedding, token_ids, self.tp)
-        embedded: Tensor = embedding(token_ids)
-        return embedded
-
     def _masks(self, feed: Feed, hidden: Tensor) -> dict[str, Any]:
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -189,12 +184,7 @@ class Stage(nn.Module):
         # Only its shape, dtype and device are read; `hidden` may be a part of the whole width.
         like = hidden.new_empty(1).expand(*feed.token_ids.shape, self.config.hidden_size)
         return {
-            kind: make[kind](
-                config=self.config,
-                inputs_embeds=like,
-                attention_mask=None,
-                past_key_values=None,
-            )
+            kind: make[kind](config=self.config, inputs_embeds=like, attention_mask=None, past_key_values=None)
             for kind in set(self.kinds)
         }
 
@@ -276,7 +266,7 @@ class SplitModel:
 
     def finish_gradients(self) -> None:
         """After the last backward: sums the summands of tp ranks, and the two ends of a tied embedding."""
-        for parameter in self.own_parameters():
+        for parameter in (parameter for stage in self.stages.values() for parameter in stage.parameters()):
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -284,10 +274,6 @@ class SplitModel:
             if self.tied.grad is None:
                 self.tied.grad = torch.zeros_like(self.tied)
             dist.all_reduce(local(self.tied.grad), group=self.tied_group)
-
-    def own_parameters(self) -> Iterator[Tensor]:
-        """The model's part on this rank, with a critic's head on its body."""
-        return (parameter for stage in self.stages.values() for parameter in stage.parameters())
 
     @property
     def copy(self) -> Tensor | None:
@@ -332,7 +318,7 @@ def split_model(
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
     parameters = [(name, value.shape, value.dtype, _stage_of(name, ranges)) for name, value in model.named_parameters()]
-    body: Any = model.base_model
+    body = model.base_model
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
     has_values = value_head is not None or scalar_head(model) is not None
@@ -366,7 +352,7 @@ def _drop_other_stages(
     model: PreTrainedModel, value_head: nn.Linear | None, held: Mapping[int, range], last: int
 ) -> None:
     """Removes the parts of a model, and of the head on its body, that only other ranks need."""
-    body: Any = model.base_model
+    body = model.base_model
     held_layers = {str(index) for layers in held.values() for index in layers}
     for name in [name for name, _ in body.layers.named_children() if name not in held_layers]:
         delattr(body.layers, name)
@@ -405,7 +391,7 @@ def _shard_over_dp(stages: Iterable[Stage], mesh: DeviceMesh) -> None:
 def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *, is_tied: bool) -> None:
     """Gives the part that this rank holds of a model without memory its weights, which the rank reads itself."""
     give_memory(model, device)
-    body: Any = model.base_model
+    body = model.base_model
     head = model.get_output_embeddings()
     if is_tied and head is not None and body.embed_tokens is not None:
         head.weight = body.embed_tokens.weight

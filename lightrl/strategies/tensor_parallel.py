@@ -137,17 +137,9 @@ def vocab_parallel_logprobs(
     Args:
         hidden: [N, H], the same on all ranks; its gradient is this rank's summand.
         weight: [V / tp, H], this rank's rows of the head.
-        token_ids: int64 [N], or [N, J] for several at each position.
-        temperature: divides the logits; above 0.
+        token_ids, temperature, entropy_gradient, masked_ids, masked_rows, supports: as for one rank.
         group: of the tp axis; None for one rank.
         cap: logits are cap · tanh(logits / cap) before the temperature; None for no cap.
-        entropy_gradient: False detaches the entropy.
-        masked_ids: int64 [K], ids that could not be sampled at some positions.
-        masked_rows: bool [N], True at those positions.
-        supports: the tokens that could be sampled at each position; None for all.
-
-    Returns:
-        Logprobs, of the shape of `token_ids`, and entropies, [N], the same on all ranks.
     """
     hidden, weight, first, mask = _prepared(hidden, weight, group, masked_ids, masked_rows)
     ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first

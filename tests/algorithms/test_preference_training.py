@@ -106,9 +106,9 @@ def test_with_adapters_the_policy_without_them_is_the_reference(tmp_path: Path) 
     plain = DPO(Role(tiny_spec(), lora=LoRA(rank=2)), reference=tiny_spec(), lr=1e-2)
     other = make_trainer(tmp_path, max_epochs=2)
     other.fit(plain, Digits(None, batch_size=5))
-    found, expected = (float(one.callback_metrics["dpo/margin_nats"]) for one in (trainer, other))
-    assert found != 0
-    assert found == pytest.approx(expected, rel=1e-5)
+    actual, expected = (float(one.callback_metrics["dpo/margin_nats"]) for one in (trainer, other))
+    assert actual != 0
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def reward_of(model: Any, token_ids: torch.Tensor) -> float:
@@ -158,8 +158,8 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path, kind: type[Sup
     run(2)
     resumed = run(5, tmp_path / "2.ckpt")
     trained = getattr(plain, kind.trained_role).state_dict()
-    found = getattr(resumed, kind.trained_role).state_dict()
-    assert all(torch.equal(value, found[name]) for name, value in trained.items())
+    actual = getattr(resumed, kind.trained_role).state_dict()
+    assert all(torch.equal(value, actual[name]) for name, value in trained.items())
 
 
 def test_exports_load_as_what_they_are_and_begin_the_next_stage(tmp_path: Path) -> None:

@@ -185,10 +185,10 @@ def test_one_graph_serves_all_layers_and_microbatches_of_any_lengths(monkeypatch
 def test_no_microbatch_makes_the_host_wait_for_the_device(tmp_path: Path) -> None:
     done = finished(Path(__file__).with_name("fake_device_run.py"), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
-    assert len(found) == 6
-    for algorithm, one in found.items():
+    actual = json.loads(done.stdout.splitlines()[-1])
+    assert set(actual.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
+    assert len(actual) == 6
+    for algorithm, one in actual.items():
         assert one["waits"] == {}, algorithm
         assert one["difference"] < ROUNDING, algorithm
 

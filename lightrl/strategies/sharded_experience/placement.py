@@ -34,9 +34,6 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
 
     Returns:
         Rows in ascending order within a share; shares are empty if there are fewer rows than ranks.
-
-    Raises:
-        ValueError: if `num` is not positive.
     """
     if num < 1:
         raise ValueError(f"num must be at least 1, got {num}.")

@@ -1,10 +1,10 @@
-"""The strategies that train an RLModule (one device, or one that SplitsModels), and what to ask them for."""
+"""The strategies that train an RLModule: one device, or FSDP2Strategy and its subclasses; and what to ask them for."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 
@@ -23,33 +23,11 @@ if TYPE_CHECKING:
 _ALONE = Ranks()
 
 
-@runtime_checkable
-class SplitsModels(Protocol):
-    """A strategy that spreads models over ranks."""
-
-    ranks: Ranks
-
-    def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Raises ValueError for sizes that do not fit the world or the module's models."""
-        ...
-
-    def parallel_model(
-        self,
-        model: PreTrainedModel,
-        settings: LogprobSettings,
-        *,
-        role: str = "policy",
-        value_head: torch.nn.Linear | None = None,
-    ) -> ParallelModel:
-        """The ParallelModel of a role's model that the strategy's `setup` has split."""
-        ...
-
-
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
-    """Raises ValueError for anything but a single device or SplitsModels, and for models that do not fit."""
+    """Raises ValueError for anything but a single device or FSDP2Strategy, and for models that do not fit."""
     if isinstance(strategy, SingleDeviceStrategy):
         check_meshes(module, 1)
-    elif isinstance(strategy, SplitsModels):
+    elif isinstance(strategy, FSDP2Strategy):
         strategy.check_sizes(module)
     else:
         raise ValueError(
@@ -86,12 +64,11 @@ def parallel_model(
 ) -> ParallelModel:
     """The ParallelModel of this role's model under this strategy; with `value_head` its body has a critic too."""
     check_strategy(strategy)
-    if isinstance(strategy, SplitsModels):
+    if isinstance(strategy, FSDP2Strategy):
         return strategy.parallel_model(model, settings, role=role, value_head=value_head)
     return SingleModel(model, settings, value_head=value_head)
 
 
 def ranks_of(strategy: Strategy) -> Ranks:
     """The strategy's Ranks; those of one process if it does not split models."""
-    ranks = getattr(strategy, "ranks", None)  # isinstance with a protocol is slow
-    return ranks if isinstance(ranks, Ranks) else _ALONE
+    return strategy.ranks if isinstance(strategy, FSDP2Strategy) else _ALONE
