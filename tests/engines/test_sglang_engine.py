@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import resource
 import threading
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import NUM_TOKENS, SLOWLY, Deadlines, no_more_files, until, until_written
 
 from lightrl.engines.servers.addresses import addresses_from_environment
+from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
@@ -39,6 +41,12 @@ def model_servers(models: list[PreTrainedModel], tmp_path_factory: pytest.TempPa
     models[0].save_pretrained(folder)
     with running(2, folder) as servers:
         yield servers
+
+
+def test_an_engine_of_servers_has_at_most_twelve_settings():
+    constructors = (ServerEngine.__init__, SGLangEngine.__init__)
+    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+    assert len(names - {"self", "settings"}) <= 12
 
 
 ContractCase = Callable[..., EngineCase]

@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -489,9 +489,12 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         traffic = Traffic()
         leader = Leader(home, members, traffic)
         requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, adapters=versions)
-        settings = {"timeouts": timeouts, "config": config, "is_colocated": self.placement == "colocated"}
-        make = WeightLoader if versions is None else functools.partial(AdapterLoader, versions, ServerForm(dtype))
-        return _Parts(members, leader, requests, make(home, members, requests, sync, **settings))
+        make: Callable[..., WeightLoader] = WeightLoader
+        if versions is not None:
+            make = functools.partial(AdapterLoader, versions=versions, form=ServerForm(dtype))
+        is_colocated = self.placement == "colocated"
+        parts = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
+        return _Parts(members, leader, requests, make(**parts, config=config, is_colocated=is_colocated))
 
     def _sent_dtype(self) -> torch.dtype | None:
         """The dtype of all servers if it is narrower than float32; None sends the trainer's own."""
