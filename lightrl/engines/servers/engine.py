@@ -99,8 +99,8 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
     Args:
         urls: addresses of running servers, such as `http://host:30000`, or one of a registry.
         servers: how many to start on this machine.
-        tp: GPUs of each of these.
-        server_args: their arguments by the server's own names.
+        tp: GPUs of each started server.
+        server_args: arguments of started servers, by the server's own names.
         transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; takes a
             pickle, see weights/shared_memory.py), `delta` (only what changed, through weight receivers) or
             `cuda_ipc` (same GPUs; a pickle too, and not run yet). They have the servers' dtype if all report the same.

@@ -30,7 +30,7 @@ class ServerFleet:
 
     may_grow: bool = False  # servers may join that are not known yet
     max_lead_tokens: int = 65536
-    salt: str = field(default_factory=lambda: secrets.token_hex(8))  # of the cache keys: two runs share no key-values
+    salt: str = field(default_factory=lambda: secrets.token_hex(8))  # part of cache keys: two runs share no key-values
     servers: dict[str, Server] = field(default_factory=dict)  # address to server
     weight_version: int = -1  # all routable servers have it
     is_loading: bool = False  # servers may report either version

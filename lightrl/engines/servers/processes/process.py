@@ -294,7 +294,7 @@ class ServerProcess:
         return [part.replace("{port}", str(self.port)) for part in self._program]
 
     def environment(self) -> dict[str, str]:
-        """Its variables, without those that choose its devices."""
+        """The process's variables, without those that choose its devices."""
         return {**os.environ, TOKEN_VARIABLE: self.token}
 
     def _write_secrets(self) -> Path:

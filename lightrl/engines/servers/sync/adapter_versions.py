@@ -61,13 +61,13 @@ class AdapterVersions:
     num_kept: int  # versions
     timeout_s: float  # for each request, and for the last request under a version that is removed
     newest: int = -1
-    _kept: dict[int, Adapter] = field(default_factory=dict)  # oldest first
+    _adapters: dict[int, Adapter] = field(default_factory=dict)  # weight version to adapter, oldest first
     _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version to its requests: id to server
 
     def choose(self, started_with: AdapterVersion | None) -> AdapterVersion:
         """The version for the next request of a completion: the one it started with, or the newest."""
         version = self.newest
-        if started_with is not None and started_with.version in self._kept:
+        if started_with is not None and started_with.version in self._adapters:
             version = started_with.version
         return AdapterVersion(version, name_of(version), self.fleet.weight_version)
 
@@ -83,12 +83,12 @@ class AdapterVersions:
 
     async def add(self, version: int, adapter: Adapter) -> list[int]:
         """Keeps a version that all routable servers have; returns those that are dropped, whose requests it aborts."""
-        self._kept.pop(version, None)  # from before this run was resumed from an older checkpoint
-        self._kept[version] = adapter
+        self._adapters.pop(version, None)  # from before this run was resumed from an older checkpoint
+        self._adapters[version] = adapter
         self.newest = version
-        dropped = list(self._kept)[: -self.num_kept]
+        dropped = list(self._adapters)[: -self.num_kept]
         for old in dropped:
-            del self._kept[old]
+            del self._adapters[old]
         requests = [request for old in dropped for request in self._in_use.get(old, {}).items()]
         await asyncio.gather(*(server.client.abort(rid) for rid, server in requests), return_exceptions=True)
         return dropped
@@ -96,7 +96,7 @@ class AdapterVersions:
     async def give(self, server: Server, version: int, adapter: Adapter, payload: str) -> None:
         """Afterwards the server has this adapter under the version's name, and lists it; others of ours are removed."""
         client, name = server.client, name_of(version)
-        current = {name_of(one) for one in (*self._kept, *self._in_use)} - {name}
+        current = {name_of(one) for one in (*self._adapters, *self._in_use)} - {name}
         for other in await client.adapters():
             if other.startswith(_PREFIX) and other not in current:  # left by an earlier run, or from before a resume
                 await client.unload_adapter(other, timeout_s=self.timeout_s)
@@ -108,7 +108,7 @@ class AdapterVersions:
 
     async def give_all(self, server: Server) -> None:
         """Gives a server that is back all kept versions, before it gets requests."""
-        for version, adapter in list(self._kept.items()):
+        for version, adapter in list(self._adapters.items()):
             await self.give(server, version, adapter, await in_thread(payload_of, dict(adapter.tensors)))
 
     async def remove(self, version: int) -> None:

@@ -32,7 +32,7 @@ class CacheCanary:
 
     fleet: ServerFleet  # has the cache keys
     vocab_size: int
-    max_context: int | None = None  # of the model; None is no limit
+    max_context: int | None = None  # tokens; None is no limit
     timeout_s: float = 3600.0  # for a canary after a load: it waits behind other requests
 
     def start(self, servers: Iterable[Server], weight_version: int) -> dict[str, asyncio.Task[int]]:

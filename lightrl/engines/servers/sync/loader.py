@@ -44,7 +44,7 @@ class WeightLoader:
     requests: RequestLoop
     sync: ServerSync
     timeouts: Timeouts
-    config: PretrainedConfig  # of the trainer's model
+    config: PretrainedConfig  # the policy's
     is_colocated: bool = False  # the servers give their memory to the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time

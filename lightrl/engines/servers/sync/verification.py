@@ -35,7 +35,7 @@ class WeightVerifier:
     checks never replace the digests silently. The log says once for each server which check runs.
     """
 
-    config: PretrainedConfig  # of the trainer's model
+    config: PretrainedConfig  # the policy's
     form: ServerForm  # dtype and names that are sent
     timeout_s: float = 600.0  # for the digests of one bucket
     _versions: dict[int, Digests] = field(default_factory=dict)
