@@ -319,22 +319,13 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         traffic = self._parts.requests.traffic if self._parts is not None else Traffic()
         return {"running": traffic.num_running, "waiting": traffic.num_waiting}
 
-    async def generate(
-        self,
-        token_ids: list[int],
-        sampling: Sampling,
-        *,
-        session: str,
-        n: int = 1,
-        images: tuple[str, ...] = (),
-        started: Completion | None = None,
-    ) -> list[Completion]:
-        """`n` completions of one prompt; waits at most `timeouts.generate_s` for each request to a server."""
+    async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
+        """Takes what RolloutEngine's takes; waits at most `timeouts.generate_s` for each request to a server."""
         requests = self._opened().requests
         if self.weight_version < 0:
             raise EngineError(f"{type(self).__name__} has no weights yet. Call load_weights before the first request.")
         try:
-            return await self._home.across(requests.generate(token_ids, sampling, session, n, images, started))
+            return await self._home.across(requests.generate(token_ids, sampling, **request))
         except asyncio.CancelledError:
             if self._is_open:
                 raise

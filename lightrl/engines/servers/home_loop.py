@@ -48,7 +48,9 @@ class HomeLoop:
         if self._is_closed:  # a supervising thread that is late must not start a loop that nobody ends
             raise EngineError("The engine is closed.")
         if self._loop is None:
-            self._own_thread = LoopThread(loop_timeout_s=self.timeout_s, on_exit=_log_exit)
+            self._own_thread = LoopThread(
+                loop_timeout_s=self.timeout_s, on_exit=lambda error: log.error("A request ended with %r.", error)
+            )
             self._own_thread.start()
             self._enter(self._own_thread.loop)
         assert self._loop is not None
@@ -177,7 +179,3 @@ class HomeLoop:
         """Returns at the next `wake`, or after `timeout_s`."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
-
-
-def _log_exit(error: BaseException) -> None:
-    log.error("A request ended with %r.", error)

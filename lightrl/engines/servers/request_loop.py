@@ -80,19 +80,13 @@ class RequestLoop:
         self,
         token_ids: list[int],
         sampling: Sampling,
+        *,
         session: str,
         n: int = 1,
         images: tuple[str, ...] = (),
         started: Completion | None = None,
     ) -> list[Completion]:
-        """`n` completions of one prompt. A cancellation aborts the requests on the servers.
-
-        Args:
-            started: how the only completion begins.
-
-        Raises:
-            ValueError: if the model cannot take the prompt.
-        """
+        """Generates as RolloutEngine's does; a cancellation aborts the requests on the servers."""
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
         request_images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
