@@ -51,13 +51,11 @@ def asked(server: dict[str, Any], *bodies: dict[str, Any], token: str | None = N
 
 
 def load(server: dict[str, Any], folder: Path, version: int, model: torch.nn.Module) -> None:
-    path = WeightFolder(folder, tiny_config(), is_durable=False).write(
-        bucketed(model.named_parameters(), BUCKET_BYTES), version
-    )
+    path = WeightFolder(folder, tiny_config()).write(bucketed(model.named_parameters(), BUCKET_BYTES), version)
 
     async def scenario() -> None:
         client = SGLangClient(server["url"], token=server["token"], timeouts=Timeouts(request_s=30))
-        await client.update_weights_from_disk(str(path), weight_version=str(version))
+        await client.update_weights_from_disk(str(path), str(version), timeout_s=60)
         await client.close()
 
     run(scenario())

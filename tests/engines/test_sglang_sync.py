@@ -26,7 +26,7 @@ UPDATE = "/update_weights_from_disk"
 
 @pytest.fixture
 def folder(tmp_path):
-    return WeightFolder(tmp_path / "weights", CONFIG, form=ServerForm(), is_durable=False)
+    return WeightFolder(tmp_path / "weights", CONFIG, form=ServerForm())
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_disk_that_hangs_pauses_no_server_and_is_named_at_the_deadline(folder,
             is_over.wait(60)
             return super().begin(weight_version)
 
-    hanging = Hanging(folder.root, CONFIG, form=ServerForm(), is_durable=False)
+    hanging = Hanging(folder.root, CONFIG, form=ServerForm())
     with pytest.raises(SyncFailed, match=r"did not finish a step within engine.timeouts.sync_s=0\.5.*network folder"):
         sync(two_servers, DiskTransport(hanging), weights(1), 1, timeout_s=0.5, previous_version=0)
     is_over.set()

@@ -52,12 +52,6 @@ class Watch:
     def fleet(self) -> ServerFleet:
         return self.members.fleet
 
-    async def join(self, url: str, process: ServerProcess | None = None) -> Server:
-        """Adds a server that is up but does not have our weights."""
-        server = self.fleet.join(Server(self.make_client(url), process))
-        self.home.spawn(self._watch(server))
-        return server
-
     async def run(self) -> None:
         """Watches all servers on a new loop."""
         for server in self.fleet.in_state():
@@ -180,7 +174,8 @@ class Watch:
 
     async def _enter(self, entry: ServerEntry) -> None:
         self.receivers.add(entry.receiver)
-        server = await self.join(entry.url)
+        server = self.fleet.join(Server(self.make_client(entry.url)))
+        self.home.spawn(self._watch(server))
         try:
             await self.members.reach(server)
         except LightRLError as error:

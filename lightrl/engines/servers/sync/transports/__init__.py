@@ -68,4 +68,4 @@ def make_transport(
         return SharedMemoryTransport(form)
     if name == "delta":
         return DeltaTransport(form, config, connect=connect, receiver_of=receiver_of, wait_s=request_s)
-    return DiskTransport(WeightFolder(folder, config, form=form, is_durable=False))
+    return DiskTransport(WeightFolder(folder, config, form=form))
