@@ -79,7 +79,7 @@ def test_it_stops_at_the_tokens_a_request_names_and_at_no_others(real_server, tm
     assert len(delayed["output_ids"]) == 5
 
 
-def test_a_seed_draws_the_same_tokens_wherever_a_completion_is_interrupted_and_beside_others(real_server, tmp_path):
+def test_a_seed_samples_the_same_tokens_wherever_a_completion_is_interrupted_and_next_to_others(real_server, tmp_path):
     load(real_server, tmp_path, 0, tiny_models(1)[0])
     bodies = [body([3, 1, 4], sampling_seed=seed) for seed in range(8)]
 

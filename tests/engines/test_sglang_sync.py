@@ -38,7 +38,7 @@ def two_servers():
 # ---------------------------------------------------------------------- through the disk
 
 
-def test_servers_take_the_version_and_go_on(folder, two_servers):
+def test_servers_take_the_version_and_continue(folder, two_servers):
     report = sync(two_servers, DiskTransport(folder), weights(3), 3)
     assert report.versions == {server.url: 3 for server in two_servers}
     assert not report.lost
@@ -83,7 +83,7 @@ def test_a_disk_that_hangs_pauses_no_server_and_is_named_at_the_deadline(folder,
         ("error", "/continue_generation"),
     ],
 )
-def test_a_server_that_fails_is_lost_and_the_other_goes_on(folder, two_servers, kind, path):
+def test_a_server_that_fails_is_lost_and_the_other_continues(folder, two_servers, kind, path):
     transport = DiskTransport(folder)
     sync(two_servers, transport, weights(0), 0)
     broken, sound = two_servers
