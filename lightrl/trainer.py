@@ -39,7 +39,7 @@ from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.rollout_metrics import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 from lightrl.checks.disk_errors import check_local, nearest_folder
-from lightrl.engines import RolloutEngine, SGLangEngine
+from lightrl.engines import RolloutEngine, ServerEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import CheckpointConnector, RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
@@ -397,7 +397,7 @@ class Trainer(RLTrainer):
 
     def _check_engine(self, *, is_fit: bool) -> None:
         is_colocated = False
-        if isinstance(self.engine, SGLangEngine):
+        if isinstance(self.engine, ServerEngine):
             self.engine.check()
             is_colocated = self.engine.placement == "colocated"
         control = next(item for item in self.callbacks if isinstance(item, StalenessControl))

@@ -6,7 +6,7 @@ Reading order:
     placing.py      which devices an engine gets next to the trainer
     fake_engine.py  deterministic, slow or broken on request, for tests
     local/          LocalEngine, for a laptop: decodes in this process
-    servers/        what engines of servers over HTTP share: fleet, requests, weight syncs
+    servers/        the shared part of engines of servers: fleet, requests, weight syncs
     sglang/         SGLangEngine: SGLang servers
 
 May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Knows no workflow. To add
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightrl.engines.fake_engine import FakeEngine
     from lightrl.engines.local.local_engine import LocalEngine
     from lightrl.engines.placing import choose_devices
+    from lightrl.engines.servers.engine import ServerEngine
     from lightrl.engines.servers.timeouts import Timeouts
     from lightrl.engines.sglang.engine import SGLangEngine
 
@@ -33,10 +34,12 @@ _HOMES = {
     "LocalEngine": "local.local_engine",
     "RolloutEngine": "engine",
     "SGLangEngine": "sglang.engine",
+    "ServerEngine": "servers.engine",
     "Timeouts": "servers.timeouts",
     "choose_devices": "placing",
 }
 
-__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "Timeouts", "choose_devices"]
+__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "ServerEngine", "Timeouts"]
+__all__ += ["choose_devices"]
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

@@ -1,7 +1,7 @@
 """Optional abilities of an engine, beyond RolloutEngine; each is a small protocol.
 
 The framework checks `isinstance(engine, ScoresTokens)` before it uses an ability; an engine works without any. What
-only SGLangEngine can do, such as sharing the trainer's devices, is asked of that class.
+only engines of servers can do, such as sharing the trainer's devices, is asked of that class.
 """
 
 from __future__ import annotations

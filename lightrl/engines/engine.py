@@ -40,10 +40,8 @@ class Completion:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Completion:
-        fields = state.items()
-        arrays: dict[str, Any] = {
-            name: TokenArray.of_text(value[1], value[0]) for name, value in fields if isinstance(value, list)
-        }
+        lists = {name: value for name, value in state.items() if isinstance(value, list)}
+        arrays: dict[str, Any] = {name: TokenArray.of_text(text, code) for name, (code, text) in lists.items()}
         return cls(**{**state, **arrays})
 
 

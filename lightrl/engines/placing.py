@@ -9,7 +9,7 @@ import torch
 from lightrl.checks.printable import count_text
 from lightrl.engines.engine import RolloutEngine
 from lightrl.engines.local.local_engine import LocalEngine
-from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.servers.engine import ServerEngine
 
 
 def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device]) -> str:
@@ -21,7 +21,7 @@ def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device
     if isinstance(engine, LocalEngine):
         engine.trainer_devices = trainer_devices
         return f"on {engine.choose_device()}"
-    if not isinstance(engine, SGLangEngine):
+    if not isinstance(engine, ServerEngine):
         return ""
     engine.trainer_devices = trainer_devices
     if not engine.num_servers:

@@ -34,7 +34,7 @@ from lightrl.checks.printable import count_text
 from lightrl.concurrency.in_thread import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
-from lightrl.engines import LocalEngine, SGLangEngine, choose_devices
+from lightrl.engines import LocalEngine, ServerEngine, choose_devices
 from lightrl.loops.resume import Resume
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.models import ParallelModel
@@ -260,7 +260,7 @@ class RolloutStage:
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
-        if isinstance(engine, SGLangEngine) and engine.adapters == "served":
+        if isinstance(engine, ServerEngine) and engine.adapters == "served":
             policy: Any = module.policy
             engine.expect_adapters(AdapterShape.of(policy), num_versions=settings.max_staleness + 1)
         log.info("devices: %s", devices_text(self.trainer))

@@ -30,7 +30,7 @@ from typing import Any
 
 from lightrl.concurrency.channel import Channel
 from lightrl.concurrency.guarded_processes import ONE_THREAD, GuardedProcesses, command, import_path
-from lightrl.engines import RolloutEngine, SGLangEngine
+from lightrl.engines import RolloutEngine, ServerEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rollout.prompts import State
 from lightrl.rollout.resume import InFlightCompletions
@@ -106,7 +106,7 @@ class WorkflowPool:
     def __init__(self, engine: RolloutEngine, workflow: Workflow, num: int, tasks: Tasks, *, silent_s: float) -> None:
         check_workers(engine, num)
         _check_travels(workflow, num)
-        assert isinstance(engine, SGLangEngine)
+        assert isinstance(engine, ServerEngine)
         self._leader = engine.leader
         self._follower = engine.follower(num)
         self.in_flight = InFlightCompletions(workflow)
@@ -333,7 +333,7 @@ class WorkflowPool:
 
 def check_workers(engine: object, num: int) -> None:
     """Raises ValueError if this engine cannot be used by workers; before it is started."""
-    if not isinstance(engine, SGLangEngine):
+    if not isinstance(engine, ServerEngine):
         raise ValueError(
             f"workflow_workers={num} needs an engine of servers, such as SGLangEngine; {type(engine).__name__} "
             "generates in rank 0's process. Set workflow_workers to 0."

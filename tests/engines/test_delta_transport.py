@@ -147,7 +147,7 @@ def test_a_server_that_was_restarted_loads_the_version_that_the_receiver_has(rec
         assert serves(servers[0], 1)
 
 
-def test_servers_that_all_refuse_go_on_with_the_previous_version(receiver):
+def test_servers_that_all_refuse_continue_with_the_previous_version(receiver):
     with running(2) as servers:
         transport = transport_to([receiver], servers)
         sync(servers, transport, parameters(0), 0)
@@ -244,10 +244,10 @@ def test_each_receiver_gets_its_own_upload_and_one_that_dies_loses_only_its_own_
         assert all(serves(server, 1) for server in servers[1:])
 
 
-def test_an_engine_starts_a_receiver_beside_its_servers_and_leaves_nothing(tmp_path, monkeypatch):
+def test_an_engine_starts_a_receiver_for_its_servers_and_leaves_nothing(tmp_path, monkeypatch):
     folder = tmp_path / "weights"
     folder.mkdir()
-    monkeypatch.setattr("lightrl.engines.sglang.sync.receivers.folder_in_memory", lambda prefix: folder)
+    monkeypatch.setattr("lightrl.engines.servers.sync.receivers.folder_in_memory", lambda prefix: folder)
     spec = tiny_policy()
     python = python_of_fakes(tmp_path, "--dtype", "bfloat16")
     engine = SGLangEngine(servers=2, sglang_python=python, transport="delta")

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version
+from engine_contract import CONTRACT, EngineCase, after_a_sync_during_a_generation_each_token_is_that_of_its_version
 from fake_gateway import FakeGateway
 from fake_sglang.process import FakeServerProcess
 from sync_cases import LARGE, Start, one_weight
@@ -163,7 +163,7 @@ def test_requests_of_a_server_that_ends_continue_and_it_serves_again_when_it_is_
 
 
 @pytest.mark.parametrize("router", [None, "fake", REAL], indirect=True)
-def test_servers_join_and_leave_amid_a_run_and_no_token_is_lost(
+def test_servers_join_and_leave_during_a_run_and_no_token_is_lost(
     router: str | None, tmp_path: Path, announced: Any, often: None
 ) -> None:
     first, second = FakeServerProcess(**SLOWLY), FakeServerProcess(**SLOWLY)
@@ -347,4 +347,4 @@ def test_the_engine_through_smg_keeps_the_contract(
 
 @BOTH
 def test_each_token_is_that_of_its_version_on_two_servers(router: str, contract_case: ContractCase) -> None:
-    after_a_sync_amid_a_generation_each_token_is_that_of_its_version(contract_case(2, router=router))
+    after_a_sync_during_a_generation_each_token_is_that_of_its_version(contract_case(2, router=router))

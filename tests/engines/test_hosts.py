@@ -116,7 +116,7 @@ def test_a_server_on_another_host_gets_the_weights(
     ],
 )
 @pytest.mark.extra
-def test_a_host_that_is_lost_amid_a_sync_is_named_and_the_other_gets_the_weights(
+def test_a_host_that_is_lost_during_a_sync_is_named_and_the_other_gets_the_weights(
     transport: str, end: str, hosts: Hosts, model_folder: str, tmp_path: Path, record_property: Any
 ) -> None:
     doomed, left = serve(hosts, 2, model_folder), serve(hosts, 3, model_folder)

@@ -31,7 +31,7 @@ def test_deltas_give_the_real_server_the_weights_that_it_loads_from_the_disk(rea
     delta = DeltaTransport(
         form, config, connect=lambda url: Connection(url, token=token), receiver_of=receivers.of, wait_s=20
     )
-    disk = DiskTransport(WeightFolder(tmp_path, config, form=form, is_durable=False))
+    disk = DiskTransport(WeightFolder(tmp_path, config, form=form))
     model = tiny_models(1)[0]
 
     async def synced(transport: WeightTransport, version: int) -> tuple[SyncReport, dict[str, Any]]:

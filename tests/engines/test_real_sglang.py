@@ -51,13 +51,11 @@ def asked(server: dict[str, Any], *bodies: dict[str, Any], token: str | None = N
 
 
 def load(server: dict[str, Any], folder: Path, version: int, model: torch.nn.Module) -> None:
-    path = WeightFolder(folder, tiny_config(), is_durable=False).write(
-        bucketed(model.named_parameters(), BUCKET_BYTES), version
-    )
+    path = WeightFolder(folder, tiny_config()).write(bucketed(model.named_parameters(), BUCKET_BYTES), version)
 
     async def scenario() -> None:
         client = SGLangClient(server["url"], token=server["token"], timeouts=Timeouts(request_s=30))
-        await client.update_weights_from_disk(str(path), weight_version=str(version))
+        await client.update_weights_from_disk(str(path), str(version), timeout_s=60)
         await client.close()
 
     run(scenario())
@@ -81,7 +79,7 @@ def test_it_stops_at_the_tokens_a_request_names_and_at_no_others(real_server, tm
     assert len(delayed["output_ids"]) == 5
 
 
-def test_a_seed_draws_the_same_tokens_wherever_a_completion_is_interrupted_and_beside_others(real_server, tmp_path):
+def test_a_seed_samples_the_same_tokens_wherever_a_completion_is_interrupted_and_next_to_others(real_server, tmp_path):
     load(real_server, tmp_path, 0, tiny_models(1)[0])
     bodies = [body([3, 1, 4], sampling_seed=seed) for seed in range(8)]
 

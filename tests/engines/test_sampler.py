@@ -75,13 +75,13 @@ def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform()
         assert logprobs[row].item() == pytest.approx(math.log(weights[token] / sum(weights)), abs=1e-5)
 
 
-def test_a_token_without_probability_is_never_drawn() -> None:
+def test_a_token_without_probability_is_never_sampled() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).repeat(3, 1)
     token_ids, _, _ = sample_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
     assert token_ids.tolist() == [1, 3, 3]
 
 
-def test_greedy_rows_take_the_likeliest_token_with_unscaled_logprobs() -> None:
+def test_greedy_rows_take_the_most_likely_token_with_unscaled_logprobs() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)]])
     token_ids, logprobs, _ = sample_tokens(
         logits, torch.zeros(2, dtype=torch.float64), is_greedy=torch.tensor([True, False])
@@ -101,7 +101,7 @@ def test_greedy_rows_take_the_likeliest_token_with_unscaled_logprobs() -> None:
         pytest.param(2, 0.6, [0.0, 0.4, 0.0, 0.0, 0.0], id="top-p of what top-k left: 0.4 of 0.65 is more than 0.6"),
     ],
 )
-def test_truncation_keeps_the_likeliest_tokens(top_k: int, top_p: float, kept: list[float]) -> None:
+def test_truncation_keeps_the_most_likely_tokens(top_k: int, top_p: float, kept: list[float]) -> None:
     probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]])
     result = truncated(probabilities, torch.tensor([top_k]), torch.tensor([top_p]))
     assert result[0].tolist() == pytest.approx(kept)

@@ -62,7 +62,7 @@ def test_a_teacher_behind_a_server_says_what_it_says_here(topk: int | None, serv
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
 
 
-def test_more_likeliest_tokens_than_a_server_gives_are_refused(server: FakeServerProcess) -> None:
+def test_more_top_tokens_than_a_server_gives_are_refused(server: FakeServerProcess) -> None:
     with pytest.raises(EngineError, match="Lower teacher_topk"):
         ServedScores(server.url, topk=100)(random_experience(), [])
 

@@ -89,7 +89,7 @@ def test_a_process_that_may_open_no_more_files_does_not_blame_the_server(server:
     assert "Check that it is running" not in str(caught.value)
 
 
-def test_control_goes_on_while_all_connections_generate(server: FakeServerProcess) -> None:
+def test_control_continues_while_all_connections_generate(server: FakeServerProcess) -> None:
     async def scenario(client: SGLangClient) -> None:
         before = server.stats()["requests"].get("/generate", 0)
         server.fault("slow", seconds=600)

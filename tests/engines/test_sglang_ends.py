@@ -22,7 +22,7 @@ from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 
 
-def test_a_close_amid_a_thousand_requests_is_orderly(start: Start, engine_on: EngineOn) -> None:
+def test_a_close_during_a_thousand_requests_is_orderly(start: Start, engine_on: EngineOn) -> None:
     num = 1024
     server = start(**SLOWLY)
     engine = engine_on(server)

@@ -423,7 +423,7 @@ def test_a_model_folder_has_architecture_and_tokenizer_but_no_end_token(config, 
     assert {file.name for file in folder.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
-def test_the_context_has_room_for_what_sglang_keeps_back(tmp_path):
+def test_the_context_includes_what_sglang_reserves(tmp_path):
     folder = write_model_folder(Qwen3Config(max_position_embeddings=256), tmp_path)
     assert context_args(folder) == {"context_length": 264}
     given = SGLangProcess(folder, python=sys.executable, args={"context-length": 100})

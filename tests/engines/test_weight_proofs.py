@@ -285,7 +285,7 @@ def test_the_dtype_of_a_server_that_says_auto_is_the_one_that_matches(dtype):
     ],
     ids=["quantized", "pipeline stages", "no checksums", "an unknown parameter"],
 )
-def test_what_cannot_be_compared_is_told_once_and_never_after_it_could(info, answer, told, caplog):
+def test_what_cannot_be_compared_is_logged_once_and_never_after_it_could(info, answer, told, caplog):
     server = server_of(info)
     verifier = verifier_of(config_of(), server)
     with caplog.at_level("WARNING", logger="lightrl"):

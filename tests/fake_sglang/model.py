@@ -240,7 +240,7 @@ class EmbeddedModel(ScriptedModel):
     def score(self, token_ids: list[int], lora: str | None = None) -> list[float]:
         return self._engine_of(lora).score([token_ids])["engine"][0]
 
-    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+    def top_logprobs(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
         return self._engine.top_logprobs(token_ids, num)
 
     async def pause(self) -> None:

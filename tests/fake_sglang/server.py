@@ -159,9 +159,9 @@ class FakeServer:
                 [None if index == 0 else score, prompt[index], None] for index, score in enumerate(scores)
             ]
             if body.get("top_logprobs_num"):
-                likeliest = await asyncio.to_thread(self.model.likeliest, prompt, body["top_logprobs_num"])
+                top_logprobs = await asyncio.to_thread(self.model.top_logprobs, prompt, body["top_logprobs_num"])
                 answer["meta_info"]["input_top_logprobs"] = [
-                    [[score, token, None] for score, token in place] or None for place in likeliest
+                    [[score, token, None] for score, token in place] or None for place in top_logprobs
                 ]
         return answer
 

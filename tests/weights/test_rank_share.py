@@ -50,7 +50,7 @@ def test_values_that_are_not_finite_stop_the_version_and_name_the_parameter(tmp_
         files_of([other.record()])
 
 
-def test_a_rank_with_a_full_disk_is_named(tmp_path):
+def test_a_rank_without_space_on_its_disk_is_named(tmp_path):
     (tmp_path / ".share-3").write_text("no folder")
     with pytest.raises(WeightSyncError, match="Rank 3 could not write its share"):
         files_of([share(tmp_path, 3, {"b": torch.ones(2)}).record()])

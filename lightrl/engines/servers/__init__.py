@@ -1,4 +1,4 @@
-"""What engines of servers share, whatever the server: the fleet, requests to it, and how weights get there.
+"""Shared part of all engines of servers: the fleet, requests to it, and how weights get there.
 
 Reading order:
     engine.py        ServerEngine and its settings; timeouts.py  its deadlines; addresses.py  servers elsewhere

@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,8 +99,8 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
     Args:
         urls: addresses of running servers, such as `http://host:30000`, or one of a registry.
         servers: how many to start on this machine.
-        tp: GPUs of each of these.
-        server_args: their arguments by the server's own names.
+        tp: GPUs of each started server.
+        server_args: arguments of started servers, by the server's own names.
         transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; takes a
             pickle, see weights/shared_memory.py), `delta` (only what changed, through weight receivers) or
             `cuda_ipc` (same GPUs; a pickle too, and not run yet). They have the servers' dtype if all report the same.
@@ -319,22 +319,13 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         traffic = self._parts.requests.traffic if self._parts is not None else Traffic()
         return {"running": traffic.num_running, "waiting": traffic.num_waiting}
 
-    async def generate(
-        self,
-        token_ids: list[int],
-        sampling: Sampling,
-        *,
-        session: str,
-        n: int = 1,
-        images: tuple[str, ...] = (),
-        started: Completion | None = None,
-    ) -> list[Completion]:
-        """`n` completions of one prompt; waits at most `timeouts.generate_s` for each request to a server."""
+    async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
+        """Takes what RolloutEngine's takes; waits at most `timeouts.generate_s` for each request to a server."""
         requests = self._opened().requests
         if self.weight_version < 0:
             raise EngineError(f"{type(self).__name__} has no weights yet. Call load_weights before the first request.")
         try:
-            return await self._home.across(requests.generate(token_ids, sampling, session, n, images, started))
+            return await self._home.across(requests.generate(token_ids, sampling, **request))
         except asyncio.CancelledError:
             if self._is_open:
                 raise
@@ -489,9 +480,12 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         traffic = Traffic()
         leader = Leader(home, members, traffic)
         requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, adapters=versions)
-        settings = {"timeouts": timeouts, "config": config, "is_colocated": self.placement == "colocated"}
-        make = WeightLoader if versions is None else functools.partial(AdapterLoader, versions, ServerForm(dtype))
-        return _Parts(members, leader, requests, make(home, members, requests, sync, **settings))
+        make: Callable[..., WeightLoader] = WeightLoader
+        if versions is not None:
+            make = functools.partial(AdapterLoader, versions=versions, form=ServerForm(dtype))
+        is_colocated = self.placement == "colocated"
+        parts = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
+        return _Parts(members, leader, requests, make(**parts, config=config, is_colocated=is_colocated))
 
     def _sent_dtype(self) -> torch.dtype | None:
         """The dtype of all servers if it is narrower than float32; None sends the trainer's own."""

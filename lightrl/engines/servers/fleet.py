@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import statistics
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from lightrl.engines.servers.server import ACTIVE, GONE, Server, State
 
@@ -19,25 +20,21 @@ MAX_LOSSES, WITHIN_VERSIONS = 4, 8
 SLOW_FACTOR = 3.0  # a server that takes so many times as long for a token as the others is named
 
 
+@dataclass(eq=False, kw_only=True)
 class ServerFleet:
     """The servers of an engine, and the sessions whose prefixes they hold.
 
     A server is routable only after it acknowledged the current weights. A session stays on its server while that server
     is routable and at most `max_lead_tokens` busier than the least busy one; a prefix cache is worth that much.
-
-    Args:
-        may_grow: servers may join that are not known yet.
-        salt: part of the run's cache keys: two runs on one server share no key-values.
     """
 
-    def __init__(self, *, may_grow: bool = False, max_lead_tokens: int = 65536, salt: str | None = None) -> None:
-        self.servers: dict[str, Server] = {}  # address to server
-        self.weight_version = -1  # all routable servers have it
-        self.is_loading = False  # servers may report either version
-        self.may_grow = may_grow
-        self.max_lead_tokens = max_lead_tokens
-        self.salt = salt or secrets.token_hex(8)
-        self.sessions: dict[str, str] = {}  # session to the address that has its prefix; a load empties the caches
+    may_grow: bool = False  # servers may join that are not known yet
+    max_lead_tokens: int = 65536
+    salt: str = field(default_factory=lambda: secrets.token_hex(8))  # part of cache keys: two runs share no key-values
+    servers: dict[str, Server] = field(default_factory=dict)  # address to server
+    weight_version: int = -1  # all routable servers have it
+    is_loading: bool = False  # servers may report either version
+    sessions: dict[str, str] = field(default_factory=dict)  # session to the address that has its prefix, until a load
 
     def join(self, server: Server) -> Server:
         """Adds a server that is up but does not have our weights."""

@@ -106,10 +106,8 @@ class Follower:
         loads = tuple((item.url, item.num_requests, item.outstanding_tokens) for item in servers if item.num_requests)
         return FollowerState(self._traffic.num_running, self._traffic.has_minimum, loads)
 
-    async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, **of_request: Any
-    ) -> list[Completion]:
-        return await self._requests.generate(token_ids, sampling, session, n, **of_request)
+    async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
+        return await self._requests.generate(token_ids, sampling, **request)
 
     generate_group = RolloutEngine.generate_group
 

@@ -7,11 +7,11 @@ import concurrent.futures
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.concurrency.loop_thread import WAIT_S, LoopThread, deaths
+from lightrl.concurrency.loop_thread import WAIT_S, LoopThread, Work, deaths
 from lightrl.concurrency.wake_up import wake_up
 from lightrl.errors import EngineError, EngineTimeout
 
@@ -35,7 +35,7 @@ class HomeLoop:
     def __init__(self, describe: Callable[[], str], *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
         self._describe = describe
-        self._kept: list[Callable[[], Coroutine[Any, Any, object]]] = []
+        self._kept: list[Callable[[], Work[object]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._own_thread: LoopThread | None = None
         self._is_closed = False
@@ -48,13 +48,15 @@ class HomeLoop:
         if self._is_closed:  # a supervising thread that is late must not start a loop that nobody ends
             raise EngineError("The engine is closed.")
         if self._loop is None:
-            self._own_thread = LoopThread(loop_timeout_s=self.timeout_s, on_exit=_log_exit)
+            self._own_thread = LoopThread(
+                loop_timeout_s=self.timeout_s, on_exit=lambda error: log.error("A request ended with %r.", error)
+            )
             self._own_thread.start()
             self._enter(self._own_thread.loop)
         assert self._loop is not None
         return self._loop
 
-    async def move_here(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def move_here(self, leave: Callable[[], Work[None]]) -> None:
         """Makes the running loop the home; `leave` runs on the previous one, which ends if it was our own."""
         here = asyncio.get_running_loop()
         old, thread = self._loop, self._own_thread
@@ -70,7 +72,7 @@ class HomeLoop:
         """The loop is about to end."""
         self._loop = None
 
-    def close(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def close(self, leave: Callable[[], Work[None]]) -> None:
         """Runs `leave` on the loop, from another thread, and ends our own loop.
 
         A loop that does not answer in time, or is ending itself, is left as it is: its requests end with it.
@@ -104,7 +106,7 @@ class HomeLoop:
         for start in self._kept:
             self._start_soon(start)
 
-    def call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+    def call(self, coroutine: Work[_T], timeout_s: float) -> _T:
         """Returns the coroutine's result, from another thread; EngineError if the loop ends meanwhile."""
         future, loop, deadline_s = self._submit(coroutine), self._loop, time.monotonic() + timeout_s
         try:
@@ -121,13 +123,13 @@ class HomeLoop:
         finally:
             future.cancel()  # no effect if it is done
 
-    async def across(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    async def across(self, coroutine: Work[_T]) -> _T:
         """Returns the coroutine's result; from any loop."""
         if self._loop is asyncio.get_running_loop():
             return await coroutine
         return await asyncio.wrap_future(self._submit(coroutine))
 
-    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+    def _submit(self, coroutine: Work[_T]) -> concurrent.futures.Future[_T]:
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except EngineError:
@@ -142,15 +144,15 @@ class HomeLoop:
         if self._loop is not None:
             wake_up(self._loop, action)
 
-    def keep(self, start: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    def keep(self, start: Callable[[], Work[object]]) -> None:
         """Runs this coroutine on the loop, and again on each later one; from any thread."""
         self._kept.append(start)
         self._start_soon(start)
 
-    def _start_soon(self, start: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    def _start_soon(self, start: Callable[[], Work[object]]) -> None:
         self.soon(lambda: self.spawn(start()))
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def spawn(self, coroutine: Work[_T]) -> asyncio.Task[_T]:
         """Starts a task that nothing awaits."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
@@ -177,7 +179,3 @@ class HomeLoop:
         """Returns at the next `wake`, or after `timeout_s`."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
-
-
-def _log_exit(error: BaseException) -> None:
-    log.error("A request ended with %r.", error)

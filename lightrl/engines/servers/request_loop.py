@@ -21,6 +21,7 @@ from typing import Any
 from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.servers.client import ABORT_TIMEOUT_S, abort_at
 from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
+from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.leader import Leader, Traffic
 from lightrl.engines.servers.members import Members
@@ -56,58 +57,40 @@ class RequestLimits:
     image_reader: ImageReader | None  # how it reads images; None if it takes none
 
 
+@dataclass(eq=False)
 class RequestLoop:
-    """Generates completions while the gate is open.
+    """Generates completions while the gate is open."""
 
-    Args:
-        leader: with followers, they alone send requests, and the traffic is theirs.
-        adapters: None if the policy is merged.
-    """
+    home: HomeLoop
+    members: Members
+    traffic: Traffic
+    leader: Leader  # with followers, they alone send requests, and the traffic is theirs
+    limits: RequestLimits
+    timeouts: Timeouts
+    adapters: AdapterVersions | None = None  # None if the policy is merged
+    _paused: set[Server] = field(default_factory=set)  # servers that `pause` has paused and nothing resumed since
+    _at_load: set[Server] = field(default_factory=set)  # a load pauses and resumes them
+    _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # seed to a completion that is generated alone
 
-    def __init__(
-        self,
-        home: HomeLoop,
-        members: Members,
-        traffic: Traffic,
-        leader: Leader,
-        *,
-        limits: RequestLimits,
-        timeouts: Timeouts,
-        adapters: AdapterVersions | None = None,
-    ) -> None:
-        self.traffic = traffic
-        self.limits = limits
-        self._paused: set[Server] = set()  # servers that `pause` has paused and nothing resumed since
-        self._at_load: set[Server] = set()  # a load pauses and resumes them
-        self._drafts: dict[int, CompletionDraft] = {}  # seed to a completion that is generated alone
-        self.leader = leader
-        self._home = home
-        self._members = members
-        self._fleet = members.fleet
-        self._timeouts = timeouts
-        self._adapters = adapters
+    @property
+    def fleet(self) -> ServerFleet:
+        return self.members.fleet
 
     async def generate(
         self,
         token_ids: list[int],
         sampling: Sampling,
+        *,
         session: str,
         n: int = 1,
         images: tuple[str, ...] = (),
         started: Completion | None = None,
     ) -> list[Completion]:
-        """`n` completions of one prompt. A cancellation aborts the requests on the servers.
-
-        Args:
-            started: how the only completion begins.
-
-        Raises:
-            ValueError: if the model cannot take the prompt.
-        """
+        """Generates as RolloutEngine's does; a cancellation aborts the requests on the servers."""
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
         request_images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
-        with self._home.counted():
+        with self.home.counted():
             if n == 1:
                 draft = CompletionDraft(token_ids, sampling, images=request_images)
                 if started is not None:
@@ -133,10 +116,10 @@ class RequestLoop:
 
         A server that gives none has empty lists; one that is lost meanwhile is left out.
         """
-        with self._home.counted():
+        with self.home.counted():
             while True:
                 await self._find_server("probe", set())
-                servers = self._fleet.in_state("routable")
+                servers = self.fleet.in_state("routable")
                 answers = await asyncio.gather(*(self._logprobs_of(server, sequences) for server in servers))
                 if any(answers):
                     return {server.url: rows for server, rows in zip(servers, answers, strict=True) if rows is not None}
@@ -144,9 +127,9 @@ class RequestLoop:
     async def _logprobs_of(self, server: Server, sequences: list[list[int]]) -> list[list[float]] | None:
         """None if the server is lost."""
         failures = _Failures()
-        while self._fleet.has(server) and server.state == "routable":
+        while self.fleet.has(server) and server.state == "routable":
             try:
-                adapter = None if self._adapters is None else self._adapters.choose(None).name
+                adapter = None if self.adapters is None else self.adapters.choose(None).name
                 requests = (server.client.logprobs(token_ids, adapter=adapter) for token_ids in sequences)
                 return list(await asyncio.gather(*requests))
             except EngineError as error:
@@ -166,9 +149,9 @@ class RequestLoop:
         A server returns what it has only when it ends a request: it is aborted, and sent again after the pause.
         """
         paused, self._paused = self._paused, set()
-        for server in paused & set(self._fleet.in_state("routable")):
+        for server in paused & set(self.fleet.in_state("routable")):
             await server.client.resume()
-        await self._abort_all(self._fleet.in_state("routable"), within_s=self._timeouts.request_s)
+        await self._abort_all(self.fleet.in_state("routable"), within_s=self.timeouts.request_s)
         return {seed: draft.completion() for seed, draft in self._drafts.items() if len(draft.token_ids)}
 
     async def resume(self) -> None:
@@ -178,14 +161,14 @@ class RequestLoop:
             try:
                 await server.client.resume()
             except EngineError as error:
-                self._members.lose(server, f"it could not be resumed: {error}")
+                self.members.lose(server, f"it could not be resumed: {error}")
 
         # Also if all requests have ended since: nothing else resumes that server. During a load, the load does.
         paused = self._paused - self._at_load
-        await asyncio.gather(*(resume(server) for server in self._fleet.in_state("routable") if server in paused))
+        await asyncio.gather(*(resume(server) for server in self.fleet.in_state("routable") if server in paused))
         self._paused.clear()
         self.traffic.is_paused = False
-        self._home.wake()
+        self.home.wake()
 
     def leave_to_load(self, servers: Collection[Server]) -> None:
         """Leaves it to a load to pause and resume these servers, until `release`."""
@@ -200,7 +183,7 @@ class RequestLoop:
         """Closes the gate. Requests in flight return with what they have if one of them has a minimum of tokens."""
         await self.close_gate()
         if self.traffic.has_minimum:
-            await self._abort_all(servers, within_s=self._timeouts.sync_s)
+            await self._abort_all(servers, within_s=self.timeouts.sync_s)
 
     async def _abort_all(self, servers: Collection[Server], *, within_s: float) -> None:
         deadline = time.monotonic() + within_s
@@ -218,27 +201,27 @@ class RequestLoop:
         if self.traffic.is_paused and self.traffic.num_running:
             await self._pause_servers()
         self.traffic.is_held = False
-        self._home.wake()
+        self.home.wake()
 
     async def _pause_servers(self) -> None:
         if self.traffic.has_minimum:
-            await self._abort_all(self._fleet.in_state("routable"), within_s=self._timeouts.request_s)
+            await self._abort_all(self.fleet.in_state("routable"), within_s=self.timeouts.request_s)
 
         async def pause(server: Server) -> None:
             self._paused.add(server)
             try:
                 await server.client.pause()
             except EngineError as error:
-                self._members.lose(server, f"it could not be paused: {error}")
+                self.members.lose(server, f"it could not be paused: {error}")
 
-        await asyncio.gather(*(pause(server) for server in self._fleet.in_state("routable")))
+        await asyncio.gather(*(pause(server) for server in self.fleet.in_state("routable")))
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
         """Sends requests until the completion is finished: again after an abort, elsewhere after a loss."""
         failures = _Failures()
         while draft.finish_reason is None:
             # Every routable server has every adapter; the version of its base says nothing.
-            min_version = draft.last_version if self._adapters is None else -1
+            min_version = draft.last_version if self.adapters is None else -1
             server = await self._find_server(session, failures.servers, min_version=min_version)
             before = len(draft.token_ids)
             try:
@@ -253,8 +236,8 @@ class RequestLoop:
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
         """Returns after a while if the request may be sent again; else raises."""
         is_refused = isinstance(error, ServerRefused) and not error.is_server_error
-        if is_refused and self._adapters is not None and server.client.is_unknown_adapter(error):
-            self._members.lose(server, str(error))
+        if is_refused and self.adapters is not None and server.client.is_unknown_adapter(error):
+            self.members.lose(server, str(error))
             is_refused = False
         passing = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
         if is_refused or not isinstance(error, passing):
@@ -263,17 +246,17 @@ class RequestLoop:
         if not isinstance(error, OutOfFiles):
             failures.servers.add(server)
         if isinstance(error, (EngineTimeout, EngineUnreachable)):  # it may have lost only this request
-            self._home.spawn(self._members.check(server))
+            self.home.spawn(self.members.check(server))
         if failures.num > MAX_RETRIES:
             raise EngineError(
                 f"A request failed {failures.num} times in a row. Last failure: {error} Servers: "
-                f"{self._fleet.describe()}."
+                f"{self.fleet.describe()}."
             ) from error
         await asyncio.sleep(min(0.05 * 2**failures.num, MAX_BACKOFF_S))
 
     async def _request(self, server: Server, draft: CompletionDraft) -> None:
         rid = secrets.token_hex(16)
-        traffic, fleet, has_gateway = self.traffic, self._fleet, self._members.gateway is not None
+        traffic, fleet, has_gateway = self.traffic, self.fleet, self.members.gateway is not None
         traffic.has_minimum |= draft.sampling.min_new_tokens > 0
         if not has_gateway:
             fleet.start_request(server, draft.max_tokens)
@@ -281,9 +264,9 @@ class RequestLoop:
 
         def abort() -> None:
             servers = fleet.in_state("routable", "draining") if has_gateway else [server]  # any, behind a gateway
-            self._home.spawn(abort_at([one.client for one in servers], rid))
+            self.home.spawn(abort_at([one.client for one in servers], rid))
 
-        limit_s = self._timeouts.generate_s  # then the server returns what it has, unless it lost the request
+        limit_s = self.timeouts.generate_s  # then the server returns what it has, unless it lost the request
         overdue = asyncio.get_running_loop().call_later(limit_s, abort)
         try:
             with self._adapter(draft, rid, server):
@@ -306,7 +289,7 @@ class RequestLoop:
 
     async def _send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
         """Returns the answer and the address of the server that gave it: a gateway chooses one."""
-        if (gateway := self._members.gateway) is not None:
+        if (gateway := self.members.gateway) is not None:
             return await gateway.generate(body, timeout_s=timeout_s, read=server.client.read_answer)
         read = server.client.read_answer
         return await server.client.generate(body, num_retries=0, timeout_s=timeout_s, read=read), server.url
@@ -314,16 +297,16 @@ class RequestLoop:
     @contextlib.contextmanager
     def _adapter(self, draft: CompletionDraft, rid: str, server: Server) -> Iterator[None]:
         """Runs the draft's next request under an adapter, if adapters are served."""
-        if self._adapters is None:
+        if self.adapters is None:
             yield
             return
-        draft.adapter = self._adapters.choose(draft.adapter)
-        with self._adapters.used(draft.adapter.version, rid, server):
+        draft.adapter = self.adapters.choose(draft.adapter)
+        with self.adapters.used(draft.adapter.version, rid, server):
             yield
 
     async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
         """Waits for the gate, a routable server and the gateway, if there is one; a change of any wakes it."""
-        gateway = self._members.gateway
+        gateway = self.members.gateway
         since = time.monotonic()
         is_waiting = False
         try:
@@ -331,13 +314,13 @@ class RequestLoop:
                 if not self.traffic.is_open:
                     since = time.monotonic()
                 elif (gateway is None or gateway.can_send()) and (
-                    server := self._fleet.choose(session, min_version=min_version, excluded=failed)
+                    server := self.fleet.choose(session, min_version=min_version, excluded=failed)
                 ):
                     return server
                 if not is_waiting:
                     is_waiting = True
                     self.traffic.num_waiting += 1
-                self._members.check_hope(since)
-                await self._home.wait_for_change(1.0)
+                self.members.check_hope(since)
+                await self.home.wait_for_change(1.0)
         finally:
             self.traffic.num_waiting -= is_waiting

@@ -32,7 +32,7 @@ from lightrl.errors import EngineError, EngineTimeout
 from lightrl.models.images import auto_model
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig
 
 _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
@@ -259,9 +259,9 @@ class ServerProcess:
         """The command line of the latest start, for messages."""
         return " ".join(self._last_command)
 
-    def log_tail(self, max_bytes: int = _TAIL_BYTES) -> str:
+    def log_tail(self) -> str:
         """The end of the server's output, without the token."""
-        return "" if self.log_file is None else end_of_log(self.log_file, max_bytes).replace(self.token, "<token>")
+        return "" if self.log_file is None else end_of_log(self.log_file, _TAIL_BYTES).replace(self.token, "<token>")
 
     def last_output(self) -> str:
         """Command, log file and its end, for messages."""
@@ -294,7 +294,7 @@ class ServerProcess:
         return [part.replace("{port}", str(self.port)) for part in self._program]
 
     def environment(self) -> dict[str, str]:
-        """Its variables, without those that choose its devices."""
+        """The process's variables, without those that choose its devices."""
         return {**os.environ, TOKEN_VARIABLE: self.token}
 
     def _write_secrets(self) -> Path:
@@ -358,14 +358,12 @@ def make_servers(
     ]
 
 
-def write_model_folder(
-    config: PretrainedConfig, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None
-) -> Path:
+def write_model_folder(config: PretrainedConfig, folder: str | Path) -> Path:
     """Writes the config and a tokenizer, from which a server starts a model without weights (`load_format: dummy`).
 
     The config gets no end token: SGLang stops at a config's end tokens whatever a request says, and lightrl's requests
-    name their stop tokens. Without `tokenizer` it writes one of a single token: requests and answers are token ids, but
-    a request with `min_new_tokens` kills an SGLang without a tokenizer.
+    name their stop tokens. The tokenizer has a single token: requests and answers are token ids, but a request with
+    `min_new_tokens` kills an SGLang without a tokenizer.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -377,8 +375,6 @@ def write_model_folder(
         values["architectures"] = [auto_model(config)._model_mapping[type(config)].__name__]
     values["eos_token_id"] = None
     (folder / "config.json").write_text(json.dumps(values, indent=2, default=str) + "\n")
-    if tokenizer is None:
-        lone = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=lone)
-    tokenizer.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder

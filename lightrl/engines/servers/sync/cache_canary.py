@@ -13,6 +13,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.server import Server
@@ -25,21 +26,14 @@ _FLUSH_S = 60.0  # for a busy server to be idle
 _ABORT_S = 1.0
 
 
+@dataclass(frozen=True)
 class CacheCanary:
-    """Canaries of one engine.
+    """Canaries of one engine."""
 
-    Args:
-        max_context: of the model; None is no limit.
-        timeout_s: for a canary after a load: it waits behind other requests.
-    """
-
-    def __init__(
-        self, fleet: ServerFleet, *, vocab_size: int, max_context: int | None = None, timeout_s: float = 3600.0
-    ) -> None:
-        self._fleet = fleet
-        self._vocab_size = vocab_size
-        self._max_context = max_context or 2**31
-        self._timeout_s = timeout_s
+    fleet: ServerFleet  # has the cache keys
+    vocab_size: int
+    max_context: int | None = None  # tokens; None is no limit
+    timeout_s: float = 3600.0  # for a canary after a load: it waits behind other requests
 
     def start(self, servers: Iterable[Server], weight_version: int) -> dict[str, asyncio.Task[int]]:
         """Starts a canary on each server, under the key of the version that it has; returns them by address."""
@@ -82,12 +76,12 @@ class CacheCanary:
 
     async def _generate(self, server: Server, weight_version: int) -> int:
         """Generates one token; the number of prompt tokens that the cache had."""
-        length = min(2 * server.page_tokens + 8, self._max_context - 1)
+        length = min(2 * server.page_tokens + 8, (self.max_context or 2**31) - 1)
         rid = secrets.token_hex(16)
-        token_ids = [(7 * index + 3) % self._vocab_size for index in range(length)]
-        key = self._fleet.cache_key(weight_version)
+        token_ids = [(7 * index + 3) % self.vocab_size for index in range(length)]
+        key = self.fleet.cache_key(weight_version)
         try:
-            return await server.client.num_cached(token_ids, rid, key, timeout_s=self._timeout_s)
+            return await server.client.num_cached(token_ids, rid, key, timeout_s=self.timeout_s)
         except asyncio.CancelledError:
             with contextlib.suppress(EngineError, asyncio.TimeoutError):
                 await asyncio.wait_for(server.client.abort(rid), _ABORT_S)

@@ -26,6 +26,7 @@ from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
 _MAX_PART_BYTES = 2**36  # bound of a request: a part is larger than its bound if one tensor is
+Fields = dict[str, Any]
 PROTOCOL = 4  # version of the requests; trainer and receiver must agree
 
 
@@ -62,7 +63,7 @@ class Receiver:
         return await handler(request)
 
     def _route(
-        self, answer: Callable[[web.Request], Awaitable[dict[str, Any]]]
+        self, answer: Callable[[web.Request], Awaitable[Fields]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             await request.read()
@@ -81,35 +82,35 @@ class Receiver:
     async def _ready(self, request: web.Request) -> web.Response:
         return web.json_response({"protocol": PROTOCOL})
 
-    async def _state(self, request: web.Request) -> dict[str, Any]:
+    async def _state(self, request: web.Request) -> Fields:
         async with self._lock:
             return self._present() | {"protocol": PROTOCOL}
 
-    async def _begin(self, request: web.Request) -> dict[str, Any]:
+    async def _begin(self, request: web.Request) -> Fields:
         fields = await request.json()
         async with self._lock:
             await in_thread(self.folder.begin, fields["session"], fields["base"])
             return self._present()
 
-    async def _part(self, request: web.Request) -> dict[str, Any]:
+    async def _part(self, request: web.Request) -> Fields:
         query, body = request.query, await request.read()
         await in_thread(self.folder.write, query["session"], int(query["index"]), body, int(query["check"]))
         return {}
 
-    async def _finish(self, request: web.Request) -> dict[str, Any]:
+    async def _finish(self, request: web.Request) -> Fields:
         fields = await request.json()
         version = Version(**fields["version"])
         async with self._lock:
             await in_thread(self.folder.finish, fields["session"], version, fields["num_parts"], fields["config"])
             return self._present()
 
-    async def _revert(self, request: web.Request) -> dict[str, Any]:
+    async def _revert(self, request: web.Request) -> Fields:
         digest = (await request.json())["digest"]
         async with self._lock:
             await in_thread(self.folder.revert, digest)
             return self._present()
 
-    def _present(self) -> dict[str, Any]:
+    def _present(self) -> Fields:
         folder = self.folder
         return {"digest": folder.version.digest, "folder": str(folder.path), "undo": folder.undo.digest}
 

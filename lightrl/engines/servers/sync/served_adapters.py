@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,23 +30,22 @@ from lightrl.weights import Bucket, ServerForm
 from lightrl.weights.shared_memory import payload_of
 
 
+@dataclass(eq=False, kw_only=True)
 class AdapterLoader(WeightLoader):
     """Loads the base once, and after that only adapters, in the dtype of `form`."""
 
-    def __init__(self, versions: AdapterVersions, form: ServerForm, *of_loader: Any, **settings: Any) -> None:
-        super().__init__(*of_loader, **settings)
-        self._versions = versions
-        self._form = form
-        self._adapter_shapes: dict[str, torch.Size] | None = None  # adapters of the first load
+    versions: AdapterVersions
+    form: ServerForm
+    _adapter_shapes: dict[str, torch.Size] | None = None  # adapters of the first load
 
     @property
     def weight_version(self) -> int:
         """The newest adapter version on all routable servers."""
-        return self._versions.newest
+        return self.versions.newest
 
     @property
     def needs_base(self) -> bool:
-        return self._fleet.weight_version < 0
+        return self.fleet.weight_version < 0
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
         """Loads the adapters of a version, and before them the base, which comes last, if `needs_base`.
@@ -60,12 +59,12 @@ class AdapterLoader(WeightLoader):
         if base is not None:
             super().load(base, weight_version)
         with self._lock:
-            report = self._home.call(self._load_adapter(adapter, weight_version), self._timeouts.sync_s)
+            report = self.home.call(self._load_adapter(adapter, weight_version), self.timeouts.sync_s)
             report.seconds["load"] = round(time.perf_counter() - start, 6)
             self.last_report = report
 
     async def _before_admit(self, server: Server) -> None:
-        await self._versions.give_all(server)
+        await self.versions.give_all(server)
 
     def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -78,11 +77,11 @@ class AdapterLoader(WeightLoader):
             if not torch.isfinite(tensor).all():
                 raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
         self._adapter_shapes = shapes
-        return Adapter.of({peft_name(name): tensor.cpu() for name, tensor in self._form.tensors(Bucket(tensors))})
+        return Adapter.of({peft_name(name): tensor.cpu() for name, tensor in self.form.tensors(Bucket(tensors))})
 
     async def _load_adapter(self, adapter: Adapter, weight_version: int) -> SyncReport:
-        versions = self._versions
-        servers = SyncServers(self._fleet.in_state("routable"), self._timeouts.sync_s)
+        versions = self.versions
+        servers = SyncServers(self.fleet.in_state("routable"), self.timeouts.sync_s)
         payload = await in_thread(payload_of, dict(adapter.tensors))
         candidates = list(servers.left)
         await servers.ask(lambda server: versions.give(server, weight_version, adapter, payload))
@@ -93,9 +92,9 @@ class AdapterLoader(WeightLoader):
                 f"The adapters of version {weight_version} reached no server: {lost or 'no server is left'}. "
                 f"{versions.shape.how_to_serve}"
             )
-        self._fleet.sessions.clear()
+        self.fleet.sessions.clear()
         for dropped in await versions.add(weight_version, adapter):
-            self._home.spawn(versions.remove(dropped))
+            self.home.spawn(versions.remove(dropped))
         loaded = {server.url: weight_version for server in servers.left}
         num_bytes = adapter.num_bytes * len(servers.left)
         return SyncReport(weight_version, versions=loaded, lost=servers.lost, num_bytes=num_bytes)

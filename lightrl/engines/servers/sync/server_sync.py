@@ -21,6 +21,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -146,30 +147,15 @@ log = logging.getLogger(__name__)
 _LAST_RESUME_S = 10.0  # for a server that a cancelled sync has paused
 
 
+@dataclass(eq=False)
 class ServerSync:
-    """Loads versions into servers.
+    """Loads versions into servers."""
 
-    Args:
-        timeout_s: for each request and each bucket.
-        verify: checks the version that each server reports, and its parameters as far as possible.
-        verifier: has the digests of the versions sent; None compares the servers with each other only.
-        canary: shows whether a load has emptied the prefix caches.
-    """
-
-    def __init__(
-        self,
-        transport: WeightTransport,
-        *,
-        timeout_s: float = 600.0,
-        verify: bool = True,
-        verifier: WeightVerifier | None = None,
-        canary: CacheCanary | None = None,
-    ) -> None:
-        self.transport = transport
-        self.timeout_s = timeout_s
-        self.verify = verify
-        self.verifier = verifier
-        self.canary = canary
+    transport: WeightTransport
+    timeout_s: float = 600.0  # for each request and each bucket
+    verify: bool = True  # checks the version that each server reports, and its parameters as far as possible
+    verifier: WeightVerifier | None = None  # has the digests that were sent; None compares servers with each other only
+    canary: CacheCanary | None = None  # shows whether a load has emptied the prefix caches
 
     async def load(
         self,

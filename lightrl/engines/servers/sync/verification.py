@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lightrl.engines.abilities import Verification
@@ -26,22 +27,18 @@ _USUAL = re.compile(
 )
 
 
+@dataclass(eq=False)
 class WeightVerifier:
     """Verifies that servers have the trainer's weights.
 
     A server whose digests were compared once must be comparable at each later sync, else it is rejected: the weaker
     checks never replace the digests silently. The log says once for each server which check runs.
-
-    Args:
-        form: dtype and names that are sent.
-        timeout_s: for the digests of one bucket.
     """
 
-    def __init__(self, config: PretrainedConfig, form: ServerForm, *, timeout_s: float = 600.0) -> None:
-        self._config = config
-        self._form = form
-        self._timeout_s = timeout_s
-        self._versions: dict[int, Digests] = {}
+    config: PretrainedConfig  # the policy's
+    form: ServerForm  # dtype and names that are sent
+    timeout_s: float = 600.0  # for the digests of one bucket
+    _versions: dict[int, Digests] = field(default_factory=dict)
 
     def begin(self, weight_version: int, servers: Iterable[Server]) -> Digests:
         """Computes what these servers must answer after a load; keeps it, also for late servers and a roll-back."""
@@ -49,9 +46,9 @@ class WeightVerifier:
         for server in servers:
             if server.info is not None and server.info.layout_problem is None:
                 fitting = server.info.layouts(server.digest_dtype)
-                layouts |= {layout: None for layout in fitting if unknown_layout(self._config, layout) is None}
+                layouts |= {layout: None for layout in fitting if unknown_layout(self.config, layout) is None}
         num_threads = max(1, min(8, (os.cpu_count() or 2) // 2))
-        digests = Digests(self._config, self._form, layouts, timeout_s=self._timeout_s, num_threads=num_threads)
+        digests = Digests(self.config, self.form, layouts, timeout_s=self.timeout_s, num_threads=num_threads)
         if weight_version in self._versions:
             self._versions.pop(weight_version).close()
         self._versions[weight_version] = digests
@@ -98,7 +95,7 @@ class WeightVerifier:
             return "version", f"the digests of version {weight_version} are unknown"
         expected = self._versions[weight_version].finish()
         layouts = info.layouts(server.digest_dtype)
-        problem = info.layout_problem or unknown_layout(self._config, layouts[0])
+        problem = info.layout_problem or unknown_layout(self.config, layouts[0])
         if problem is None and not any(layout in expected for layout in layouts):
             problem = f"the digests of version {weight_version} were not computed for {layouts[0]}"
         if problem is None and ranks is None:
@@ -135,7 +132,7 @@ class WeightVerifier:
         self, theirs: Mapping[str, str], ours: Mapping[str, str]
     ) -> tuple[Verification | None, str] | None:
         """None if the server has the trainer's parameters and no others."""
-        optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self._form.skip_names else set()
+        optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self.form.skip_names else set()
         extra = sorted(set(theirs) - set(ours))
         missing = sorted(set(ours) - set(theirs) - optional)
         if not extra and not missing:

@@ -1,10 +1,10 @@
 """How the bytes of a weight version reach paused servers, and what is kept for late ones.
 
-transport.py      WeightTransport, what a sync needs of them; Streaming, those that send bucket by bucket
-disk.py           a folder that trainer and servers see; written while they generate
-broadcast.py      a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
-shared_memory.py  servers of the same host, or of the trainer's GPUs (not run yet); takes a pickle
-delta.py          what changed, to a receiver next to the servers, which load it from there
+transport.py  WeightTransport, what a sync needs of them; Streaming, those that send bucket by bucket. Through
+              a folder that trainer and servers see, written while they generate; through memory of the same host
+              or of the trainer's GPUs (not run yet), which takes a pickle
+broadcast.py  a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
+delta.py      what changed, to a receiver next to the servers, which load it from there
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import torch
 from lightrl.engines.servers.connection import Connection
 from lightrl.engines.servers.sync.transports.broadcast import BroadcastTransport
 from lightrl.engines.servers.sync.transports.delta import DeltaTransport
-from lightrl.engines.servers.sync.transports.disk import DiskTransport
-from lightrl.engines.servers.sync.transports.shared_memory import CudaIpcTransport, SharedMemoryTransport
-from lightrl.engines.servers.sync.transports.transport import WeightTransport
+from lightrl.engines.servers.sync.transports.transport import (
+    CudaIpcTransport,
+    DiskTransport,
+    SharedMemoryTransport,
+    WeightTransport,
+)
 from lightrl.weights import ServerForm, WeightFolder
 
 if TYPE_CHECKING:
@@ -65,4 +68,4 @@ def make_transport(
         return SharedMemoryTransport(form)
     if name == "delta":
         return DeltaTransport(form, config, connect=connect, receiver_of=receiver_of, wait_s=request_s)
-    return DiskTransport(WeightFolder(folder, config, form=form, is_durable=False))
+    return DiskTransport(WeightFolder(folder, config, form=form))

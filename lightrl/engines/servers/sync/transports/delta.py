@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 _IN_FLIGHT = 4  # parts: hides the round trip, and bounds the memory
 _POLL_S = 0.2  # between two questions to a receiver that is starting
 
-Answers = dict[str, dict[str, Any]]  # address to answer; with `error` from a receiver that failed
+Answer = dict[str, Any]
+Answers = dict[str, Answer]  # address to answer; with `error` from a receiver that failed
 
 
 class DeltaTransport(WeightTransport):
@@ -167,7 +168,7 @@ class DeltaTransport(WeightTransport):
         """Asks each receiver what it has; waits for those that do not answer."""
         deadline = time.monotonic() + self._wait_s
 
-        async def ask(url: str) -> dict[str, Any]:
+        async def ask(url: str) -> Answer:
             while True:
                 state = await receivers.state(url)
                 if not state.get("is_silent") or time.monotonic() > deadline:
@@ -193,15 +194,15 @@ class _Receivers:
             await connection.close()
 
     async def ask(
-        self, urls: Sequence[str], path: str, body: dict[str, Any] | bytes, fields: dict[str, Any] | None = None
+        self, urls: Sequence[str], path: str, body: dict[str, object] | bytes, fields: dict[str, object] | None = None
     ) -> Answers:
         """Sends one request to each of these receivers, to all at the same time."""
         receivers = list(urls)  # the caller may remove some meanwhile
         query = f"?{urlencode(fields)}" if fields else ""
 
-        async def ask(url: str) -> dict[str, Any]:
+        async def ask(url: str) -> Answer:
             try:
-                answer: dict[str, Any] = await self._connect(url).request(
+                answer: Answer = await self._connect(url).request(
                     "POST", f"{path}{query}", body, timeout_s=self.timeout_s, num_retries=0
                 )
             except EngineError as error:
@@ -210,11 +211,11 @@ class _Receivers:
 
         return dict(zip(receivers, await asyncio.gather(*map(ask, receivers)), strict=True))
 
-    async def state(self, url: str) -> dict[str, Any]:
+    async def state(self, url: str) -> Answer:
         """Returns a receiver's state, with `error` if there is none, and `is_silent` if nothing answered."""
         connection = self._connect(url)
         try:
-            state: dict[str, Any] = await connection.request("POST", "/state", {}, num_retries=0)
+            state: Answer = await connection.request("POST", "/state", {}, num_retries=0)
         except EngineError as error:
             is_silent = isinstance(error, (EngineUnreachable, EngineTimeout))
             return {"error": f"{error} {RECEIVER_HELP}", "is_silent": is_silent}
@@ -259,7 +260,7 @@ class _Sending:
             self._in_flight.add(asyncio.ensure_future(self._send(part, fields)))
             self._num_parts += 1
 
-    async def finish(self, version: Version, config: dict[str, Any]) -> None:
+    async def finish(self, version: Version, config: dict[str, object]) -> None:
         await self._settle(0)
         body = {"session": self._session, "version": asdict(version), "num_parts": self._num_parts, "config": config}
         answers = await self._ask("/finish", body)
@@ -272,11 +273,13 @@ class _Sending:
             for task in done:
                 task.result()
 
-    async def _send(self, part: bytes, fields: dict[str, Any]) -> None:
+    async def _send(self, part: bytes, fields: dict[str, object]) -> None:
         self.num_bytes += len(part) * len(self.urls)
         await self._ask("/part", part, fields)
 
-    async def _ask(self, path: str, body: dict[str, Any] | bytes, fields: dict[str, Any] | None = None) -> Answers:
+    async def _ask(
+        self, path: str, body: dict[str, object] | bytes, fields: dict[str, object] | None = None
+    ) -> Answers:
         answers = await self._receivers.ask(self.urls, path, body, fields)
         for url, answer in answers.items():
             if "error" in answer:
