@@ -1,6 +1,9 @@
 """The records of a rollout: Prompt, Sampling, Turn, TokenArray, Trajectory, Group. Plain Python: reward workers import
 neither torch nor numpy.
 
+A trajectory has two encodings: `to_bytes` for other processes and checkpoints, and a line of JSON (`encode_json`) for
+files that people read.
+
 T is the number of tokens of a trajectory, prompt included. Every per-token field has T entries and is aligned to the
 token it describes. Logprobs are in nats.
 """
@@ -10,13 +13,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import json
 import math
 import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar, cast, overload
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -56,10 +60,7 @@ class Prompt:
         return " ".join(map(str, self.token_ids)) if decode is None else decode(self.token_ids)
 
     def to_json(self) -> JsonObject:
-        record = asdict(self)
-        if not self.images:
-            del record["images"]
-        return record
+        return {name: value for name, value in vars(self).items() if name != "images" or value}
 
     @classmethod
     def from_json(cls, record: JsonMapping) -> Prompt:
@@ -348,9 +349,18 @@ class Trajectory:
     call_outputs: JsonObject = field(default_factory=dict)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in TOKEN_FIELDS and value is not None:
+        if name in TOKEN_FIELDS and value is not None and "_arrays" not in self.__dict__:
             value = token_array(name, value)
         self.__dict__[name] = value
+
+    if not TYPE_CHECKING:  # else every attribute would be known
+
+        def __getattr__(self, name: str) -> object:
+            arrays = self.__dict__.get("_arrays", {})  # see `with_lists`
+            if name not in arrays:
+                raise AttributeError(f"Trajectory has no {name!r}; it has {sorted(self.__dataclass_fields__)}.")
+            self.__dict__[name] = arrays[name].tolist()
+            return self.__dict__[name]
 
     def __post_init__(self) -> None:
         both = [token_array("token_ids", ids) for ids in (self.token_ids, self.completion_ids)]
@@ -380,21 +390,78 @@ class Trajectory:
         """The metric `accuracy` if there is one, else 1.0 for a reward of at least 1 and 0.0 below."""
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
-    def to_json(self) -> JsonObject:
-        return {**self._others(), **{name: as_plain(getattr(self, name)) for name in TOKEN_FIELDS}}
+    def with_lists(self) -> Trajectory:
+        """A copy for user code: its per-token fields are lists, made when they are first read; it has no supports."""
+        values = dict(vars(self))
+        arrays = {name: values.pop(name) for name in TOKEN_FIELDS if isinstance(values.get(name), TokenArray)}
+        arrays.pop("supports", None)
+        copy = object.__new__(type(self))
+        copy.__dict__.update(values, _arrays=arrays)
+        if "rewards" in arrays:  # `__getattr__` is not called, since the class has a default
+            copy.rewards = arrays["rewards"].tolist()
+        return copy
 
-    def state_dict(self) -> JsonObject:
-        """Encodes for checkpoints: JSON too, but 11 bytes a token, written and read without an object for each."""
-        arrays = {name: getattr(self, name) for name in TOKEN_FIELDS}
-        texts = {name: None if values is None else token_array(name, values).text for name, values in arrays.items()}
-        return {**self._others(), **texts}
+    def to_bytes(self, prompt: bytes | None = None, *, with_supports: bool = True) -> bytes:
+        """Encodes for other processes and checkpoints, without an object for each token.
+
+            length of the prompt's JSON, of the other JSON (8 bytes each) | both | the per-token fields as stored
+
+        Args:
+            prompt: the prompt's `encode_json`, made once for a group; b"" if the reader has the prompt.
+            with_supports: False for readers that do not train.
+
+        Raises:
+            TypeError, ValueError: if JSON cannot hold a field.
+        """
+        others = {name: value for name, value in vars(self).items() if name != "prompt" and name not in TOKEN_FIELDS}
+        parts: list[bytes] = []
+        for name in TOKEN_FIELDS:
+            values = vars(self)[name]
+            is_sent = values is not None and (with_supports or name != "supports")
+            parts += values.stored if is_sent else (b"", b"")
+        prompt = encode_json(self.prompt) if prompt is None else prompt
+        other_json = encode_json({**others, "lengths": [*map(len, parts)]})
+        return b"".join([_LENGTHS.pack(len(prompt), len(other_json)), prompt, other_json, *parts])
+
+    @classmethod
+    def from_bytes(cls, data: bytes, prompt: Prompt | None = None) -> Trajectory:
+        """Decodes `to_bytes`; `prompt` is the prompt of bytes that lack it."""
+        num_prompt, num_others = _LENGTHS.unpack_from(data)
+        start = _LENGTHS.size + num_prompt
+        if num_prompt:
+            prompt = Prompt.from_json(json.loads(data[_LENGTHS.size : start]))
+        values = json.loads(data[start : start + num_others])
+        start += num_others
+        lengths = iter(values.pop("lengths"))
+        for name, num_numbers, num_ends in zip(TOKEN_FIELDS, lengths, lengths, strict=True):
+            middle, end = start + num_numbers, start + num_numbers + num_ends
+            is_none = num_numbers == 0 and name in ("rewards", "supports")
+            array = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
+            values[name] = None if is_none else array
+            start = end
+        values["turns"] = [Turn(**turn) for turn in values["turns"]]
+        values["call_outputs"] = {key: as_array(value) for key, value in values["call_outputs"].items()}
+        trajectory = object.__new__(cls)
+        trajectory.__dict__.update(values, prompt=prompt)
+        trajectory.__post_init__()
+        return trajectory
+
+    def text(self, prompt: bytes | None = None) -> str:
+        """`to_bytes` as text, for JSON that nobody reads."""
+        return base64.b64encode(self.to_bytes(prompt)).decode()
+
+    @classmethod
+    def of_text(cls, text: str, prompt: Prompt | None = None) -> Trajectory:
+        return cls.from_bytes(base64.b64decode(text), prompt)
+
+    def to_json(self) -> JsonObject:
+        """A line of the user's JSONL: JSON with a list for each per-token field."""
+        return cast(JsonObject, json.loads(encode_json(self)))
 
     @classmethod
     def from_json(cls, record: JsonMapping) -> Trajectory:
-        """Decodes `to_json` or `state_dict`; the prompt may be a Prompt."""
-        values = dict(record)
-        if not isinstance(values["prompt"], Prompt):
-            values["prompt"] = Prompt.from_json(values["prompt"])
+        """Decodes `to_json`."""
+        values = {**record, "prompt": Prompt.from_json(record["prompt"])}
         texts = {name: values[name] for name in TOKEN_FIELDS if isinstance(values.get(name), str)}
         values.update((name, TokenArray.of_text(text, TOKEN_FIELDS[name][0])) for name, text in texts.items())
         values["turns"] = [Turn(**turn) for turn in values.get("turns", [])]
@@ -404,16 +471,6 @@ class Trajectory:
 
     def _version_runs(self) -> list[tuple[int, int]]:
         return token_array("weight_versions", self.weight_versions).runs()
-
-    def _others(self) -> JsonObject:
-        """The fields that are not per token."""
-        return {
-            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name not in TOKEN_FIELDS},
-            "prompt": self.prompt.to_json(),
-            "turns": [asdict(turn) for turn in self.turns],
-            "metrics": dict(self.metrics),
-            "call_outputs": {key: as_plain(value) for key, value in self.call_outputs.items()},
-        }
 
 
 # The per-token fields: code of the TokenArray, and whether runs of equal numbers are usual.
@@ -442,29 +499,29 @@ class Group:
         versions = [trajectory.oldest_version for trajectory in self.trajectories]
         return min((version for version in versions if version >= 0), default=-1)
 
-    def to_json(self) -> JsonObject:
-        return {
-            "id": self.id,
-            "prompt": self.prompt.to_json(),
-            "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
-        }
-
     def state_dict(self) -> JsonObject:
-        """Encodes for checkpoints as `Trajectory.state_dict` does, with the prompt once for all that share it."""
-        record: JsonObject = {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": []}
+        """Encodes as JSON, for checkpoints: the trajectories' bytes as text, the prompt once for all that share it."""
+        texts = []
         for trajectory in self.trajectories:
-            item = trajectory.state_dict()
-            if trajectory.prompt is self.prompt or trajectory.prompt == self.prompt:
-                del item["prompt"]
-            record["trajectories"].append(item)
-        return record
+            shares_prompt = trajectory.prompt is self.prompt or trajectory.prompt == self.prompt
+            texts.append(trajectory.text(b"" if shares_prompt else None))
+        return {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": texts}
 
     @classmethod
-    def from_json(cls, record: JsonMapping) -> Group:
-        """Decodes `to_json` or `state_dict`."""
-        prompt = Prompt.from_json(record["prompt"])
-        items = [Trajectory.from_json({"prompt": prompt, **item}) for item in record["trajectories"]]
-        return cls(record["id"], prompt, items)
+    def from_state(cls, state: JsonMapping) -> Group:
+        """Decodes `state_dict`."""
+        prompt = Prompt.from_json(state["prompt"])
+        return cls(state["id"], prompt, [Trajectory.of_text(text, prompt) for text in state["trajectories"]])
+
+
+def encode_json(value: object) -> bytes:
+    """Encodes prompts, trajectories and whatever holds them in one line of JSON.
+
+    Raises:
+        TypeError, ValueError: if JSON cannot hold a part of it.
+    """
+    # A lone surrogate, which UTF-8 cannot hold, becomes \udxxx, as JSON calls it: it is read back as it was.
+    return _ENCODER.encode(value).encode(errors="backslashreplace")
 
 
 def token_array(name: str, values: Iterable[Any]) -> TokenArray[Any]:
@@ -482,11 +539,23 @@ def token_array(name: str, values: Iterable[Any]) -> TokenArray[Any]:
         raise ValueError(f"{name} must be numbers of type {_DTYPES[code]}, one for each token: {error}.") from error
 
 
-def as_plain(value: object) -> object:
-    """A TokenArray, or an array or number of numpy or torch, as JSON can hold it; anything else as it is."""
+def _as_plain(value: object) -> object:
+    """A record, a TokenArray, or an array or number of numpy or torch, as JSON can hold it."""
+    if isinstance(value, Prompt):
+        return value.to_json()
+    if isinstance(value, Trajectory):
+        return {name: getattr(value, name) for name in value.__dataclass_fields__}
+    if isinstance(value, Turn):
+        return vars(value)
     if isinstance(value, TokenArray) and value.code == "B":  # nobody reads them as numbers
         return value.text
-    return value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
+
+
+_ENCODER = json.JSONEncoder(default=_as_plain, ensure_ascii=False)
+_LENGTHS = struct.Struct("<qq")
 
 
 def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> int:

@@ -204,7 +204,7 @@ class SharedRollout:
         """Evaluates rank 0's prompts as RolloutController does, with the same groups on each rank."""
         controller = self.controller
         if controller is None:
-            return [Group.from_json(record) for record in self._follow(on_wait)]
+            return [Group.from_state(state) for state in self._follow(on_wait)]
         return self._lead(
             lambda notify: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=notify),
             lambda groups: [group.state_dict() for group in groups],

@@ -6,7 +6,6 @@ Reading order:
     supervisor.py    batches, deadlines, spare workers, and which call is at fault
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
     worker.py        the other end of its pipes: imports and calls the function
-    transport.py     trajectories as bytes, and with lists for the function
     hook.py          RewardHook: callables of this process, in a thread; RewardWorker, the protocol of both
     evaluation.py    reward, accuracy and pass@k of groups
     replay.py        FailureLog, failed trajectories; replay, which computes their rewards again

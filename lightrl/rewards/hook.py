@@ -22,7 +22,6 @@ from lightrl.rewards.parts import Reward, RewardPart, check_takes_trajectory
 from lightrl.rewards.pool import RewardPool
 from lightrl.rewards.reward_result import Outcome, RewardFunction, RewardResult, Runner
 from lightrl.rewards.supervisor import Supervisor
-from lightrl.rewards.transport import ListTrajectory
 from lightrl.trajectory import Trajectory
 
 _logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class RewardHook(Supervisor[Trajectory]):
         super().__init__(name, make_worker, workers=1, timeout_s=timeout_s, startup_timeout_s=timeout_s)
 
     def _request_of(self, trajectory: Trajectory) -> tuple[Trajectory, int]:
-        return ListTrajectory(**vars(trajectory)), 0
+        return trajectory.with_lists(), 0
 
     def _warn(self) -> None:
         if not self._has_warned:

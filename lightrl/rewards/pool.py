@@ -28,8 +28,7 @@ from lightrl.errors import RewardError
 from lightrl.rewards.parts import Reward, parts_of
 from lightrl.rewards.reward_result import Outcome, RewardResult
 from lightrl.rewards.supervisor import Supervisor, WorkerDied
-from lightrl.rewards.transport import prompt_to_bytes, trajectory_to_bytes
-from lightrl.trajectory import Prompt, Trajectory
+from lightrl.trajectory import Prompt, Trajectory, encode_json
 
 _OUTCOMES = ({"index", "error", "reason"}, {"index", "reward", "metrics", "rewards", "extracted"})
 _READ_BYTES = 1 << 16
@@ -97,14 +96,20 @@ class RewardPool(Supervisor[bytes]):
         )
 
     def _request_of(self, trajectory: Trajectory) -> tuple[bytes, int]:
-        request = trajectory_to_bytes(trajectory, self._prompt_bytes(trajectory.prompt))
+        try:
+            request = trajectory.to_bytes(self._prompt_bytes(trajectory.prompt), with_supports=False)
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"Prompt {trajectory.prompt.id!r} or its trajectory cannot be sent to the reward process as JSON: "
+                f"{error}. Use numbers, strings, lists and dicts in its fields."
+            ) from error
         return request, len(request)
 
     def _prompt_bytes(self, prompt: Prompt) -> bytes:
         """Made once for all trajectories of a group, which share the prompt."""
         latest, data = self._prompts.get(id(prompt), (None, b""))
         if latest is not prompt:
-            data = prompt_to_bytes(prompt)
+            data = encode_json(prompt)
             if len(self._prompts) >= _MAX_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
             self._prompts[id(prompt)] = (prompt, data)

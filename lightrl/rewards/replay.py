@@ -23,8 +23,7 @@ from lightrl.errors import RewardError
 from lightrl.rewards.hook import RewardWorker, make_reward_worker
 from lightrl.rewards.parts import Reward
 from lightrl.rewards.reward_result import RewardFunction, RewardResult
-from lightrl.rewards.transport import as_json
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Trajectory, encode_json
 
 _logger = logging.getLogger(__name__)
 
@@ -64,12 +63,11 @@ class FailureLog:
             return
         self._num_left -= 1
         try:
-            head = json.dumps({"reason": error.reason, "message": str(error)})
-            line = head[:-1].encode() + b', "trajectory": ' + as_json(trajectory) + b"}\n"
+            line = encode_json({"reason": error.reason, "message": str(error), "trajectory": trajectory}) + b"\n"
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
                 file.write(line)
-        except (OSError, RewardError) as problem:
+        except (OSError, TypeError, ValueError) as problem:
             self._num_left = 0
             why = write_problem(problem, self.path)
             _logger.warning("Could not write %s: %s. Failed rewards are no longer logged.", self.path, why)

@@ -3,7 +3,7 @@
 Both directions carry one JSON value per line; a batch of trajectories follows the line with their lengths in bytes.
 
     pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
-                     [number of bytes, ...], then the trajectories (transport.py)
+                     [number of bytes, ...], then the trajectories (`Trajectory.to_bytes`)
     worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory when it is done:
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
@@ -35,7 +35,7 @@ from lightrl.concurrency import parent_guard
 from lightrl.errors import RewardError
 from lightrl.rewards.parts import RewardPart, bound, summed
 from lightrl.rewards.reward_result import Outcome, RewardFunction, Runner, user_traceback
-from lightrl.rewards.transport import trajectory_from_bytes
+from lightrl.trajectory import Trajectory
 
 _GRACE_S = 1.0  # for a sandbox, which leaves nothing of its program behind when the worker is gone
 _SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # the pool's: end, and show the stack
@@ -70,7 +70,7 @@ def main() -> None:
         _reply(replies, {"runs_together": runner.runs_together})
         for line in lines:
             batch = [lines.read(num_bytes) for num_bytes in json.loads(line)]
-            for index, outcome in runner.outcomes(map(trajectory_from_bytes, batch)):
+            for index, outcome in runner.outcomes(Trajectory.from_bytes(data).with_lists() for data in batch):
                 _reply(replies, _record(index, outcome))
 
 

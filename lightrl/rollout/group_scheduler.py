@@ -559,13 +559,17 @@ class GroupScheduler:
         self._queued = sorted(state["in_flight"])
         self._num_resamples, self.finished = dict(state["redraws"]), {}
         for record in state["finished"]:
-            self._keep(Group.from_json(record))
+            self._keep(Group.from_state(record))
         # With a smaller bound what was running might be too old when it is done, so it starts again.
         is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
         continues = is_in_time and state.get("group_size") == self.settings.group_size
         for position, version, results in state["begun"] if continues else []:
-            done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
+            done = {sample: None if text is None else Trajectory.of_text(text) for sample, text in results}
             self.started[position] = (version, done)
+
+
+def _state_of(sample: int, trajectory: Trajectory | None) -> list[int | str | None]:
+    return [sample, None if trajectory is None else trajectory.text()]
 
 
 def num_admissible(

@@ -78,7 +78,7 @@ class _Worker:
         return sum(len(samples) for samples, _ in self.runs.values())
 
     def on_result(self, key: int, sample: int | None, result: object) -> None:
-        """A trajectory of this run is done; None: the engine has failed."""
+        """The bytes of a trajectory of this run, or its error; None for all samples: the engine has failed."""
         if key not in self.runs:  # given up
             return
         samples, results = self.runs[key]
@@ -170,9 +170,8 @@ class WorkflowPool:
                         f"{MAX_DEATHS} workflow workers died in turn while they ran prompt {prompt.id!r}, which is not "
                         "tried again. Their output, above, may say what they died of."
                     )
-                elif isinstance(result, Trajectory):
-                    result.prompt = result.prompt or prompt
-                    result.__post_init__()  # shares memory that was shared there
+                elif isinstance(result, bytes):
+                    result = Trajectory.from_bytes(result, prompt)
                 record("interaction", "generate", "generations", start_ns, session=f"{seed_name}/{sample}")
                 num_left -= 1
                 yield sample, result

@@ -2,8 +2,8 @@
 
     pool ─► worker   (key, "run", ...), (key, "cancel"), (None, "end group", ...),
                      (key, "follow", state of the servers), (key, "state")
-    worker ─► pool   (process id) when it is ready; then (key, sample, trajectory or error) for each sample of a run,
-                     (key, answer or exception), and (None, a report of a server)
+    worker ─► pool   (process id) when it is ready; then for each sample of a run (key, sample, the trajectory's
+                     bytes) or (key, sample, error), (key, answer or exception), and (None, a report of a server)
 
 It ends when the pool closes the channel. If the pool's process ends, its guard kills it, and whatever it started.
 """
@@ -16,7 +16,6 @@ import faulthandler
 import gc
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -32,7 +31,7 @@ from lightrl.rollout.prompts import State
 from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.workflow import Workflow
+from lightrl.workflows.workflow import RunResult, Workflow
 
 END_S = 2.0  # for workflows to clean up when they are cancelled
 
@@ -100,9 +99,20 @@ class WorkflowWorker:
         try:
             async with contextlib.aclosing(self._runner.run_group(prompt, *run)) as results:
                 async for sample, result in results:
-                    self._channel.send_pickled(_pickled(key, sample, result, prompt))
+                    self._send(key, sample, result, prompt)
         except EngineError as error:
             self._channel.send(key, None, EngineError(str(error)))
+
+    def _send(self, key: int, sample: int, result: RunResult, prompt: Prompt) -> None:
+        try:
+            with named_user_code("Sending the trajectory", on=f"prompt {prompt.id!r}"):
+                if isinstance(result, Trajectory):
+                    has_own_prompt = result.prompt is not prompt  # otherwise the pool has it
+                    self._channel.send_bytes(key, sample, result.to_bytes(None if has_own_prompt else b""))
+                else:
+                    self._channel.send(key, sample, result)
+        except RolloutError as error:
+            self._channel.send(key, sample, error)
 
     async def _send_state(self, key: int) -> None:
         try:
@@ -110,13 +120,3 @@ class WorkflowWorker:
             self._channel.send(key, self._runner.in_flight.state_dict(unfinished))
         except EngineError as error:
             self._channel.send(key, EngineError(str(error)))
-
-
-def _pickled(key: int, sample: int, result: object, prompt: Prompt) -> bytes:
-    if isinstance(result, Trajectory) and result.prompt is prompt:
-        result.prompt = None  # type: ignore[assignment]  # the pool has it
-    try:
-        with named_user_code("Sending the trajectory", on=f"prompt {prompt.id!r}"):
-            return pickle.dumps((key, sample, result), pickle.HIGHEST_PROTOCOL)
-    except RolloutError as error:
-        return pickle.dumps((key, sample, error))

@@ -89,7 +89,7 @@ def make(request: pytest.FixtureRequest) -> Any:
 
 
 def records(groups: list[Group]) -> list[Any]:
-    return [group.to_json() for group in groups]
+    return [group.state_dict() for group in groups]
 
 
 @pytest.mark.parametrize("settings", [{}, {"defers_rewards": True}, {"max_staleness": 1}], ids=str)

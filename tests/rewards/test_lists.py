@@ -1,23 +1,12 @@
 """What a reward function gets of a trajectory: the same fields, with lists, through a pipe or in this process."""
 
 import asyncio
-import copy
-import json
-import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from reward_functions import reads_lists, trajectory_that
 
 from lightrl.rewards import RewardHook, RewardPool
-from lightrl.rewards.transport import (
-    ListTrajectory,
-    as_json,
-    prompt_to_bytes,
-    trajectory_from_bytes,
-    trajectory_to_bytes,
-)
 from lightrl.trajectory import Trajectory, Turn
 
 
@@ -25,12 +14,6 @@ def numpy_trajectory() -> Trajectory:
     trajectory = trajectory_that(answer="7", nested={"a": [1, None]})
     trajectory.rewards, trajectory.turns = [0.0, 0.0, 0.1, 0.2], [Turn(2, 4, "length")]
     return trajectory
-
-
-def test_a_copy_comes_out_of_the_bytes() -> None:
-    trajectory = numpy_trajectory()
-    assert trajectory_from_bytes(trajectory_to_bytes(trajectory, prompt_to_bytes(trajectory.prompt))) == trajectory
-    assert json.loads(as_json(trajectory)) == json.loads(json.dumps(trajectory.to_json()))
 
 
 @pytest.mark.parametrize("is_process", [True, False], ids=["in a process", "in a thread"])
@@ -48,11 +31,3 @@ def test_a_reward_function_reads_lists(is_process: bool) -> None:
     assert result.metrics["tokens"] == 5
     assert not (is_process and result.metrics["numpy"])
     assert trajectory.token_ids == [7, 8, 5, 1]
-
-
-def test_what_a_reward_function_got_can_be_copied() -> None:
-    seen = ListTrajectory(**vars(numpy_trajectory()))
-    assert replace(seen, completion="x").token_ids == [7, 8, 5, 1]
-    assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == numpy_trajectory()
-    with pytest.raises(AttributeError, match=r"Trajectory has no 'tokens'; it has .*'token_ids'"):
-        seen.tokens  # noqa: B018
