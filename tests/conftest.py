@@ -69,7 +69,7 @@ def _no_variable_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_task_is_left_in_a_closed_loop() -> Iterator[None]:
-    """It would raise in its `finally` wherever it is collected, and fail another test."""
+    """Such a task would raise in its `finally` wherever it is collected, and fail another test."""
     yield
     tasks: Any = getattr(asyncio.tasks, "_all_tasks", None) or getattr(asyncio.tasks, "_scheduled_tasks", ())
     assert [task for task in list(tasks) if not task.done() and task.get_loop().is_closed()] == []

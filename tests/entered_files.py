@@ -1,4 +1,4 @@
-"""Which files of lightrl the processes of a run enter while a flag is up, in order of first entry.
+"""Lists the files of lightrl that the processes of a run enter while a flag is up, in order of first entry.
 
 Entered is a file of which a function, method or coroutine runs; what only is imported is not.
 """

@@ -100,7 +100,7 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
 
 
 def _strided(tensor: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
-    """Of a tensor that says it is contiguous and starts at 0, whatever its values are."""
+    """Takes `size` and `stride` for those of a contiguous tensor that starts at 0, whatever its values are."""
     held = values(tensor).contiguous()
     return _wrap(held.as_strided(size, stride, held.storage_offset() + (storage_offset or 0)))
 

@@ -59,7 +59,7 @@ class Hosts:
         return self._commands[-1]
 
     def enter(self, number: int) -> list[str]:
-        """What a command begins with to run on a host."""
+        """The words that a command starts with to run on a host."""
         return ["nsenter", "-t", str(self._pids[number]), "-n", "-p", "-m", *(["-u"] if self.are_named else [])]
 
     def cut(self, number: int) -> None:

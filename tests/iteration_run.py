@@ -1,4 +1,4 @@
-"""What test_iteration.py runs: a few iterations of the quickstart, in the fourth of which a flag is up.
+"""Script of test_iteration.py: a few iterations of the quickstart, in the fourth of which a flag is up.
 
 iteration_run.py CONFIG FOLDER
 """

@@ -1,4 +1,4 @@
-"""What tests of launches share: a program in place of SGLang, and a run's settings for it."""
+"""A program in place of SGLang, and a run's settings for it, for tests of launches."""
 
 import sys
 from pathlib import Path

@@ -93,7 +93,7 @@ def run_once(script: Path, factory: pytest.TempPathFactory, *args: str) -> Path:
 
 
 def left_by(num_ranks: int, folder: Path) -> list[Any]:
-    """What each rank left, by rank."""
+    """Loads what each rank left, by rank."""
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(num_ranks)]
 
 

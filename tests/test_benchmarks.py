@@ -50,7 +50,7 @@ def printed(capture) -> list[dict]:
 
 
 def output_of(*words: str, run=forked.run, **settings) -> str:
-    """What a benchmark prints as a command."""
+    """Lines that a benchmark prints as a command."""
     command = [sys.executable, "-m", *words]
     return run(command, capture_output=True, text=True, timeout=170, check=True, **settings).stdout
 

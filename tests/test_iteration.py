@@ -22,7 +22,7 @@ pytestmark = pytest.mark.extra
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Those that rank 0 and its reward worker enter in an iteration, in order of first entry."""
+    """Files that rank 0 and its reward worker enter in an iteration, in order of first entry."""
     folder = tmp_path_factory.mktemp("iteration")
     (folder / "sitecustomize.py").write_text("import entered_files\n\nentered_files.watch()\n")
     paths = [str(folder), str(Path(__file__).parent), str(ROOT)]

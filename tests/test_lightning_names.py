@@ -72,7 +72,7 @@ def names_of_lightning() -> frozenset[str]:
 
 
 def defined_in(tree: ast.AST) -> set[str]:
-    """What a file defines itself: functions, classes, and attributes of `self`."""
+    """Names that a file defines itself: functions, classes, and attributes of `self`."""
     names = {
         node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
@@ -88,7 +88,7 @@ def defined_in(tree: ast.AST) -> set[str]:
 
 @cache
 def own_names() -> frozenset[str]:
-    """What lightrl's classes and modules define themselves."""
+    """Names that lightrl's classes and modules define themselves."""
     return frozenset(set().union(*(defined_in(ast.parse(file.read_text())) for file in PACKAGE.rglob("*.py"))))
 
 

@@ -1,4 +1,4 @@
-"""What the README shows: its module trains, its commands exist, its files are there."""
+"""The README: its module trains, its commands exist, its files are there."""
 
 import os
 import re

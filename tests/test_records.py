@@ -1,4 +1,4 @@
-"""What is said about results: made from records, and nowhere without one."""
+"""Results in the docs are made from records, and stated nowhere without one."""
 
 import json
 import re

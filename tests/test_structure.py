@@ -220,11 +220,11 @@ def test_each_broad_except_gives_its_reason():
 def names_used(tree: ast.AST) -> Iterator[str]:
     """Names read from another object or module, imported from lightrl, or given to `setattr` and its like."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "os"):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("self", "cls", "os"):
             yield node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightrl"):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith("attr"):
             yield from (str(getattr(argument, "value", "")) for argument in node.args[1:2])
 
 

@@ -100,7 +100,7 @@ def random_trajectories(
 
 
 def random_experience(*, is_scored: bool = True, topk: int = 0, **settings: Any) -> Experience:
-    """Of `random_trajectories`; scored ones have what models say of them too, and every third is truncated.
+    """Experience of `random_trajectories`; scored ones have what models say of them too, and every third is truncated.
 
     With `topk` a teacher has said its likeliest tokens.
     """
@@ -140,7 +140,7 @@ def with_teacher_topk(experience: Experience, num: int) -> Experience:
 
 
 def with_supports(experience: Experience, vocabulary: int = VOCABULARY) -> tuple[Experience, Tensor]:
-    """With random supports of the loss tokens, some of them a single token and some the whole vocabulary.
+    """Adds random supports of the loss tokens, some of them a single token and some the whole vocabulary.
 
     Returns:
         The experience, and the supports as bool [B, T, V].
@@ -193,14 +193,14 @@ def slow_outputs(model, experience, *, temperature=1.0, min_new_tokens=0, stop_t
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """By parameter name; the parameters' own are cleared."""
+    """Gradients by parameter name; the parameters' own are cleared."""
     found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
 
 
 def widened(experience: Experience, num: int, fill: float = 0.0) -> Experience:
-    """With `num` more columns of padding; `fill` stands there in float fields."""
+    """Adds `num` columns of padding; `fill` stands there in float fields."""
     changes = {}
     for name, value in experience.tensors().items():
         if value.dim() >= 2:

@@ -37,7 +37,7 @@ async def until(is_true: Callable[[], object]) -> None:
 
 
 async def until_written(server: FakeServerProcess, num_requests: int = 1) -> None:
-    """Until so many requests run, each with a token at least."""
+    """Waits until so many requests run, each with a token at least."""
     await until(lambda: sum(count > 0 for count in server.stats()["written"]) == num_requests)
 
 

@@ -344,6 +344,7 @@ class SharedRollout:
             error = SIGTERMException() if name == "SIGTERMException" else KeyboardInterrupt()
         else:
             kind = getattr(errors, name, None)
-            is_ours = isinstance(kind, type) and issubclass(kind, LightRLError)
-            error = (kind if is_ours else RolloutError)(f"Rank 0 raised {name}: {text}")
+            if not (isinstance(kind, type) and issubclass(kind, LightRLError)):
+                kind = RolloutError
+            error = kind(f"Rank 0 raised {name}: {text}")
         raise mark_as_on_all_ranks(error)

@@ -541,7 +541,7 @@ class GroupScheduler:
             "max_staleness": self.settings.max_staleness,
             "group_size": self.settings.group_size,
             "begun": [
-                [position, version, [[sample, item and item.state_dict()] for sample, item in sorted(results.items())]]
+                [position, version, [_state_of(*result) for result in sorted(results.items())]]
                 for position, (version, results) in sorted(started.items())
             ],
             "redraws": [

@@ -1,4 +1,4 @@
-"""What test_supervised_ranks.py runs, in one process and in two: short supervised runs whose weights it compares."""
+"""Short supervised runs in one process and in two, whose weights test_supervised_ranks.py compares."""
 
 import sys
 from pathlib import Path
@@ -49,7 +49,7 @@ def save_reward_model(folder: Path) -> None:
 
 
 class FirstGradients(Callback):
-    """Of each parameter before clipping, by name; and an epsilon for Adam that divides no rounding by itself."""
+    """Keeps the gradient of each parameter before clipping; Adam's epsilon divides no rounding by itself."""
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}

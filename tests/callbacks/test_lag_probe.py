@@ -1,4 +1,4 @@
-"""What LagProbe keeps, and how it measures a step; tests/trainer/test_async.py has it in a run."""
+"""LagProbe: its state, and how it measures a step; tests/trainer/test_async.py has it in a run."""
 
 import math
 

@@ -169,7 +169,7 @@ def test_a_refresh_rate_of_zero_is_silent(capsys: pytest.CaptureFixture[str], te
     assert capsys.readouterr().out == ""
 
 
-def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_path: Any) -> None:
+def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_path: Path) -> None:
     with terminal.as_stdout():
         first = fit(RolloutProgressBar(), max_steps=2)
     first.save_checkpoint(tmp_path / "two.ckpt")

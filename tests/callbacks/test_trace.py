@@ -20,7 +20,9 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "trace" / "trace.json").read_text())
 
 
-def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(tmp_path: Path, capsys: Any) -> None:
+def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)])
     trainer.fit(TinyGRPO(num_minibatches=2), datamodule=Digits())
     events = events_of(tmp_path)
@@ -87,7 +89,7 @@ def test_a_failed_run_leaves_the_iteration_it_failed_in(tmp_path: Path) -> None:
     assert in_microbatch_spans(max, print) == (max, print)  # nothing is kept any more
 
 
-def test_a_disk_that_is_full_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: Any) -> None:
+def test_a_disk_that_is_full_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "trace").write_text("in the way")
     trainer = make_trainer(tmp_path, callbacks=[Trace()])
     trainer.fit(TinyGRPO(), datamodule=Digits())

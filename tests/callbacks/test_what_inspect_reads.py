@@ -1,4 +1,4 @@
-"""What a run leaves for `lightrl inspect`: the trainer's logprobs, token texts, problems."""
+"""Files that a run leaves for `lightrl inspect`: the trainer's logprobs, token texts, problems."""
 
 import json
 import logging

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import psutil
 import pytest
 import torch
@@ -64,7 +63,7 @@ def test_a_machine_without_gpus_says_that_it_assumed_cpus(launched, config, caps
 @pytest.mark.slow
 def test_two_ranks_and_a_server_train_and_leave_their_logs_in_one_place(launched, config):
     command = [sys.executable, "-m", "lightrl", "launch", "--config", config(launched)]
-    done = forked.run(command, capture_output=True, text=True, timeout=170, check=False, children_fork=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "trainer-0 | iteration: 2 groups x 2 = 4 trajectories" in done.stderr
     folder = Path("runs/launch-0/127.0.0.1")

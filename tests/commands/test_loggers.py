@@ -218,7 +218,7 @@ def test_weights_and_biases_has_everything(run: Any, wandb: Any) -> None:
 
 
 @pytest.fixture(params=["sqlite", pytest.param("files", marks=pytest.mark.extra)])
-def store(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 refuses it, with a sentence that says so
     return f"sqlite:///{tmp_path}/mlflow.db" if request.param == "sqlite" else f"file:{tmp_path}/mlruns"
@@ -279,7 +279,7 @@ def test_mlflow_takes_any_setting(store: str, tmp_path: Path) -> None:
     assert downloaded(logger.experiment, logger.run_id, "config.yaml").read_text() == "odd: 2"
 
 
-def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: Any) -> None:
+def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from lightning.pytorch.loggers import MLFlowLogger
 
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifact_location="unknown://bucket/folder")

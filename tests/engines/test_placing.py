@@ -38,14 +38,14 @@ def test_gpus_that_do_not_suffice_are_refused(placement: Any, message: str) -> N
         gpus_of_servers(3, available=4, trainer=[0, 1], placement=placement)
 
 
-def test_a_server_gets_the_device_names_that_this_process_got(monkeypatch: Any) -> None:
+def test_a_server_gets_the_device_names_that_this_process_got(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-a,7")
     assert visible([1, 2]) == ["GPU-a", "7"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible([1, 2]) == ["1", "2"]
 
 
-def test_a_local_engine_decodes_on_the_trainers_gpu_unless_device_is_set(caplog: Any) -> None:
+def test_a_local_engine_decodes_on_the_trainers_gpu_unless_device_is_set(caplog: pytest.LogCaptureFixture) -> None:
     assert choose_devices(LocalEngine(), [CPU]) == "on cpu"
     assert choose_devices(LocalEngine(), [GPU]) == "on cuda:1"
     assert choose_devices(LocalEngine(device="cpu"), [GPU]) == "on cpu"
@@ -53,7 +53,7 @@ def test_a_local_engine_decodes_on_the_trainers_gpu_unless_device_is_set(caplog:
     assert "its sampler needs float64, which mps lacks" in caplog.text
 
 
-def test_the_place_of_servers_is_named(monkeypatch: Any) -> None:
+def test_the_place_of_servers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_devices(FakeEngine(), [CPU]) == ""
     assert choose_devices(SGLangEngine(urls=["http://host:1"]), [GPU]) == "on servers that run elsewhere"
     assert choose_devices(SGLangEngine(servers=2), [CPU]) == "2 servers with tp=1 on the CPU, separate"

@@ -125,6 +125,7 @@ def fit(server: dict[str, Any], folder: Path, *, ckpt_path: Path | None = None, 
     return module
 
 
+@pytest.mark.extra
 def test_a_resumed_run_continues_what_was_in_flight(real_server: Any, tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     fit(real_server, tmp_path / "first", callbacks=[save], enable_checkpointing=True)

@@ -59,11 +59,11 @@ class Browser:
         self._send("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": strokes}]})
 
     def wait(self, condition: str, *args: Any) -> None:
-        """Until a JavaScript expression is true."""
+        """Waits until a JavaScript expression is true."""
         until(lambda: bool(self.run(f"return !!({condition})", *args)), condition)
 
     def problems(self) -> list[str]:
-        """What the browser wrote to its console since the last call, scripts that it refused to run included."""
+        """Lines of the browser's console since the last call, scripts that it refused to run included."""
         return [entry["message"] for entry in self._send("POST", "/se/log", {"type": "browser"})]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the Ray launcher's runs train with, so that their numbers can be compared: SGD, and the first gradients kept."""
+"""Module of the Ray launcher's runs, whose numbers can be compared: SGD, and the first gradients kept."""
 
 import json
 from pathlib import Path

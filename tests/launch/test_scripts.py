@@ -1,4 +1,4 @@
-"""What torchrun's scripts and Kubernetes' manifests say of a plan."""
+"""torchrun's scripts and Kubernetes' manifests of a plan."""
 
 import json
 import subprocess

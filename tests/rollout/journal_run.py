@@ -1,4 +1,4 @@
-"""What test_journal.py runs: a conversation with a tool that acts, killed at each of its turns and resumed.
+"""Script of test_journal.py: a conversation with a tool that acts, killed at each of its turns and resumed.
 
 journal_run.py FOLDER        leaves `killed-N.pt` for each N: effects, tokens and requests after the resume
 """

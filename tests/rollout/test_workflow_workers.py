@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import psutil
 import pytest
 import torch
@@ -364,9 +365,11 @@ time.sleep(1000)
 """
 
 
-def test_workers_end_with_a_killed_trainer(servers: list[FakeServerProcess]) -> None:
-    code = TRAINER.format(paths=[str(Path(__file__).parent), *sys.path], urls=[server.url for server in servers])
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as trainer:
+def test_workers_end_with_a_killed_trainer(servers: list[FakeServerProcess], tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    paths = [str(Path(__file__).parent), *sys.path]
+    script.write_text(TRAINER.format(paths=paths, urls=[server.url for server in servers]))
+    with forked.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"taken\n"
         children = psutil.Process(trainer.pid).children(recursive=True)

@@ -61,7 +61,7 @@ def fake_grouped_varlen(*inputs, enable_gqa=False, **options):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kernel", ["flash", "flash of groups", "flex", "sdpa"])
 @pytest.mark.parametrize("window", [None, 40])
-def test_each_kernel_keeps_trajectories_apart(kernel: str, window: int | None, monkeypatch: Any) -> None:
+def test_each_kernel_keeps_trajectories_apart(kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     varlen = fake_grouped_varlen if kernel == "flash of groups" else fake_varlen
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr(packed_attention, "_compiled_flex", lambda: flex_attention)  # its reference; needs no compiler
@@ -132,7 +132,9 @@ def test_no_tensor_of_a_packed_row_grows_with_its_square() -> None:
     assert largest.num < total * total / 4
 
 
-def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkeypatch: Any) -> None:
+def test_the_first_kernel_that_works_is_taken_and_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*args: Any) -> Tensor:
         raise RuntimeError("needs a newer GPU\nand more lines")
 
@@ -160,7 +162,7 @@ def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkey
 
 @pytest.mark.extra
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
-def test_one_graph_serves_all_layers_and_microbatches_of_any_lengths(monkeypatch: Any) -> None:
+def test_one_graph_serves_all_layers_and_microbatches_of_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_grouped_varlen)
     monkeypatch.delitem(packed_attention.KERNELS, "flex")
     monkeypatch.setattr(packed_attention, "_is_tried_on", lambda device: True)

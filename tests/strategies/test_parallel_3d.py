@@ -46,7 +46,7 @@ MORE: list[list[Any]] = [
     scope="module", params=[pytest.param(CASES, id="two ranks"), pytest.param(MORE, id="more", marks=pytest.mark.extra)]
 )
 def actual(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What world_3d.py found for each case; all processes are started at once."""
+    """Results of world_3d.py for each case; all processes are started at once."""
     script = Path(__file__).parent / "world_3d.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), json.dumps(request.param)]

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_meshes_that_a_strategy_cannot_make_are_refused(made: FSDP2Strategy, mod
         check_strategy(made, module)
 
 
-def test_one_process_has_no_ranks_to_give_away(tmp_path: Any) -> None:
+def test_one_process_has_no_ranks_to_give_away(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"does not fit ranks 0 to 0 of this run\. Change it, or increase trainer\.devices"
     ):

@@ -1,4 +1,4 @@
-"""What is decided on paper: which families, which sizes, which layers on which stage."""
+"""Decisions on paper: which families, which sizes, which layers on which stage."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The reward of this room's runs: imported by reward workers, which start faster without torch."""
+"""The reward of this folder's runs: imported by reward workers, which start faster without torch."""
 
 from lightrl import Trajectory
 

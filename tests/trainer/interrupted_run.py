@@ -1,4 +1,4 @@
-"""What test_interrupts.py runs in a process of its own and interrupts: it stops at a place and says so by a file."""
+"""Script that test_interrupts.py interrupts: it stops at a place and reports that by a file."""
 
 import asyncio
 import io
@@ -67,7 +67,7 @@ class Stop(RLCallback):
 
 
 class StoppingEngine(LocalEngine):
-    """From one iteration on no request of this kind is answered."""
+    """Answers no request of this kind from one iteration on."""
 
     def __init__(self, folder: Path, place: str) -> None:
         super().__init__()

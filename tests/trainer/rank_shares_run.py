@@ -1,4 +1,4 @@
-"""What test_rank_shares.py runs: two ranks and a server that the run starts, weights written by both.
+"""Script of test_rank_shares.py: two ranks and a server that the run starts, weights written by both.
 
 python rank_shares_run.py FOLDER run | merged | kills
 """

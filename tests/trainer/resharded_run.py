@@ -1,4 +1,4 @@
-"""What test_resharded.py runs in two and in four processes: runs that save, and runs that go on from saved ones."""
+"""Script of test_resharded.py for two and four processes: runs that save, and runs that continue saved ones."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ ON_BODY = {
 
 
 class TinyPPO(PPO):
-    """By default a policy and a critic of its own; keeps the metrics of each update.
+    """Has a critic of its own by default; keeps the metrics of each update.
 
     Trains by Adam, whose state has two tensors for each parameter, with an epsilon as large as lr: a weight is then off
     by at most as much as its gradient. The usual 1e-8 divides the rounding of a tiny gradient by itself.
@@ -83,7 +83,7 @@ def weights_of(module: Any) -> dict[str, Tensor]:
 
 
 class Killed(TinyPPO):
-    """From its second iteration on nothing gets to the disk, and in the third it is killed."""
+    """Writes nothing to the disk from its second iteration on, and is killed in the third."""
 
     def on_policy_updated(self, weight_version: int) -> None:
         if weight_version == 2:
@@ -118,7 +118,7 @@ def refusal(folder: Path, module: TinyPPO) -> str:
 
 
 def dry_run(folder: Path, *callbacks: Callback) -> str:
-    """What fast_dev_run finds wrong with the state."""
+    """The error of fast_dev_run about the state."""
     trainer = make_trainer(folder, fast_dev_run=True, callbacks=list(callbacks), devices=2, strategy="FSDP2Strategy")
     try:
         trainer.fit(TinyPPO(), datamodule=Digits())

@@ -1,4 +1,4 @@
-"""What test_several_ranks.py runs in two processes: a run that resumes, and runs that fail.
+"""Script of test_several_ranks.py for two processes: a run that resumes, and runs that fail.
 
 It is started once, Lightning starts the second process from the same command.
 """
@@ -137,7 +137,7 @@ def configure(folder: Path) -> dict[str, Any]:
 
 
 class Failing(TinyGRPO):
-    """In its second iteration one rank does what `how` says."""
+    """Lets one rank do what `how` says in its second iteration."""
 
     def __init__(self, rank: int, how: str) -> None:
         super().__init__(num_minibatches=2)

@@ -1,4 +1,4 @@
-"""What test_sglang_faults.py runs in a process of its own and kills amid a weight sync: servers that the run starts."""
+"""Script that test_sglang_faults.py kills during a weight sync: servers that the run starts."""
 
 import os
 import sys

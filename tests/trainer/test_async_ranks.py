@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("async_ranks_run.py")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What rank 0 of each run left, by the number of its ranks, with the weights that the others hold."""
+    """Results of rank 0 of each run, by the number of its ranks, with the weights that the others hold."""
     folder = run_once(SCRIPT, tmp_path_factory)
     left = {size: left_by(size, folder / f"ranks-{size}") for size in (1, 2, 4)}
     for ranks in left.values():

@@ -34,7 +34,7 @@ every_ppo = cases(*holding("PPO"))
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """What each rank found, by number of ranks; those of a group are started once for all tests."""
+    """Results of each rank, by number of ranks; those of a group are started once for all tests."""
 
     @functools.cache
     def started(group: str) -> dict[int, list[dict[str, Any]]]:
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def compared(name: str, runs: Runs) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What all ranks of a case found, and one process."""
+    """Results of all ranks of a case, and of one process."""
     case = CASES[BY_ROLES if name == RESUMED else name]
     found = runs(case.group)
     return [rank[name] for rank in found[case.num_ranks]], found[1][0][case.module]

@@ -239,7 +239,9 @@ def test_a_mistyped_monitor_is_found_before_training(make: Any, tmp_path: Path) 
     assert module.trained == []
 
 
-def test_a_monitor_that_looks_mistyped_is_named_before_models_are_loaded(tmp_path: Path, caplog: Any) -> None:
+def test_a_monitor_that_looks_mistyped_is_named_before_models_are_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monitor, near = "policy/los", "policy/loss"
 
     class FailsToLoad(TinyGRPO):
@@ -256,7 +258,7 @@ def test_a_monitor_that_looks_mistyped_is_named_before_models_are_loaded(tmp_pat
     )
 
 
-def test_a_run_logs_what_every_run_logs(tmp_path: Path, caplog: Any) -> None:
+def test_a_run_logs_what_every_run_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stops = [EarlyStopping(name, mode="max", patience=9) for name in sorted(ALWAYS_LOGGED)]
     trainer = make_trainer(tmp_path, limit_val_batches=1.0, max_epochs=2, callbacks=stops)
     trainer.fit(TinyGRPO(), datamodule=Digits())
@@ -299,14 +301,16 @@ def test_a_monitor_that_need_not_be_there_is_left_alone(tmp_path: Path) -> None:
 @habit("ModelSummary(max_depth=2)")
 @habit("RichModelSummary()")
 @pytest.mark.parametrize("make", [lambda: ModelSummary(max_depth=2), lambda: RichModelSummary(max_depth=2)])
-def test_a_summary_has_the_policy(make: Any, tmp_path: Path, capsys: Any, caplog: Any) -> None:
+def test_a_summary_has_the_policy(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     make_trainer(tmp_path, enable_model_summary=True, callbacks=[make()]).fit(TinyGRPO(), datamodule=Digits())
     assert "policy.model" in capsys.readouterr().out + caplog.text
 
 
 @habit("TQDMProgressBar()", "one line; the default `RolloutProgressBar` has the phases beside it")
-def test_lightnings_progress_bar_shows_the_reward(tmp_path: Path, capsys: Any) -> None:
+def test_lightnings_progress_bar_shows_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(tmp_path, enable_progress_bar=True, callbacks=[TQDMProgressBar()])
     trainer.fit(TinyGRPO(), datamodule=Digits())
     shown = capsys.readouterr()
@@ -359,7 +363,9 @@ def test_an_exception_leaves_a_checkpoint_that_resumes(tmp_path: Path, monkeypat
 
 
 @pytest.mark.filterwarnings("ignore:`?.fit.ckpt_path=")
-def test_an_exception_before_the_models_are_there_is_not_hidden_by_a_checkpoint(tmp_path: Path, caplog: Any) -> None:
+def test_an_exception_before_the_models_are_there_is_not_hidden_by_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class FailsToLoad(TinyGRPO):
         def configure_model(self) -> None:
             raise OSError("no such model")

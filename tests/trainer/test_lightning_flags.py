@@ -104,7 +104,9 @@ def test_a_flag_does_what_it_does_in_lightning(flags, found, expected, tmp_path)
     "one iteration and one validation batch; nothing is written; the state of loops, callbacks, module and data module "
     "is saved in memory, loaded with `weights_only=True` and compared",
 )
-def test_fast_dev_run_does_everything_once_and_checks_the_state(tmp_path: Path, caplog: Any) -> None:
+def test_fast_dev_run_does_everything_once_and_checks_the_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="lightrl")
     module, counts = TinyGRPO(num_minibatches=2, update_epochs=2), CountValidations()
     trainer = make_trainer(tmp_path, fast_dev_run=True, limit_val_batches=1.0, callbacks=[counts])
@@ -268,7 +270,7 @@ def test_the_default_logger_writes_into_the_root_folder(tmp_path: Path) -> None:
 @habit("Trainer(enable_checkpointing=False)")
 @habit("Trainer(enable_progress_bar=False)")
 @habit("Trainer(enable_model_summary=False)")
-def test_a_run_without_any_output_writes_and_prints_nothing(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_without_any_output_writes_and_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make_trainer(tmp_path)  # these four flags
     trainer.fit(TinyGRPO(), datamodule=Digits())
     assert list(tmp_path.iterdir()) == []

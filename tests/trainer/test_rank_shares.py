@@ -20,7 +20,7 @@ MERGED = pytest.param("merged", marks=pytest.mark.extra)
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunOf:
-    """What rank 0 found in a run; those that are no extra are started together."""
+    """Results of rank 0 in a run; the runs that are no extra are started together."""
 
     @functools.cache
     def started(which: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("several_ranks_run.py")
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found; they are started once for all tests."""
+    """Results of each of two ranks, which are started once for all tests."""
     folder = tmp_path_factory.mktemp("two_ranks")
     run(SCRIPT, folder, "resume")
     found = left_by(2, folder)

@@ -1,4 +1,4 @@
-"""What becomes of a critic that is a head on the policy's body: in checkpoints, in exports, in the next run."""
+"""A critic that is a head on the policy's body: in checkpoints, in exports, in the next run."""
 
 import logging
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from lightrl.errors import WeightSyncError
 
 
 class ScoringEngine(LocalEngine):
-    """Its scores are off by so much."""
+    """Adds `error_nats` to its logprobs."""
 
     probe_every_n_loads = 1
 

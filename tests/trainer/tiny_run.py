@@ -1,4 +1,4 @@
-"""A policy of a few thousand parameters on six prompts, and quiet trainers: what the tests of this room share."""
+"""A policy of a few thousand parameters on six prompts, and quiet trainers: what the tests of this folder share."""
 
 import threading
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Which rank gets each parameter, and what travels: compared with counts made here, element by element."""
+"""The rank that gets each parameter, and what travels, against counts made here, element by element."""
 
 from __future__ import annotations
 
