@@ -105,20 +105,19 @@ def test_a_source_of_which_nothing_is_left_is_named(plain_tokenizer):
         make_data(plain_tokenizer, [source(6), source(3, word="b")], row_filter=lambda row: row["question"][0] != "b")
 
 
-def test_columns_are_renamed_for_all_sources_and_for_one(tmp_path: Path, plain_tokenizer):
+def test_columns_are_renamed_for_each_source(tmp_path: Path, plain_tokenizer):
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "1+1", "solution": "2", "level": 3}) + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "1+2", "solution": "3"}) + "\n")
-    train = [DataSource(str(tmp_path / "a.jsonl")), DataSource(str(tmp_path / "b.jsonl"), columns={"question": "text"})]
-    data = make_data(plain_tokenizer, train[0], columns={"question": "problem", "answer": "solution"}, batch_size=1)
+    first = DataSource(str(tmp_path / "a.jsonl"), columns={"question": "problem", "answer": "solution"})
+    second = DataSource(str(tmp_path / "b.jsonl"), columns={"question": "text", "answer": "solution"})
+    data = make_data(plain_tokenizer, [first, second], batch_size=1)
     assert data.prompts["train"][0].fields == {"question": "1+1", "answer": "2", "level": 3}
-    train[0] = DataSource(train[0].source, columns={"question": "problem"})
-    data = make_data(plain_tokenizer, train, columns={"answer": "solution"}, batch_size=1)
     assert [prompt.fields["question"] for prompt in data.prompts["train"]] == ["1+1", "1+2"]
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are(plain_tokenizer):
     with pytest.raises(ValueError, match=r"Row 1 of '.*' has no column 'text' .*its columns: 'question', 'answer'"):
-        make_data(plain_tokenizer, "test_mixture.made_rows", columns={"prompt": "text"})
+        make_data(plain_tokenizer, DataSource("test_mixture.made_rows", columns={"prompt": "text"}))
 
 
 def test_rows_are_filtered_and_counted_and_keep_their_ids(plain_tokenizer, caplog: pytest.LogCaptureFixture):
