@@ -180,7 +180,7 @@ class Moment(RLCallback):
 
     @property
     def _holds_reward(self) -> bool:
-        """A reward is being judged when it happens: beside the scores a worker may be at work or not."""
+        """A reward is being computed when it happens: during the model calls a worker may be at work or not."""
         return self.cell is not None and (
             self.cell.phase == "reward" or (self.cell.actor, self.cell.phase) == ("reward worker", "score")
         )
@@ -261,7 +261,7 @@ class Moment(RLCallback):
             model.forward = run
 
     def on_rollout_progress(self, trainer: Any, module: Any, done: int, total: int) -> None:
-        needs_idle = self.cell is not None and self.cell.actor == "reward worker"  # it judges what is done
+        needs_idle = self.cell is not None and self.cell.actor == "reward worker"  # it computes rewards of what is done
         if trainer.global_step == AT and done < (1 if needs_idle else total):
             self.reach("rollout")
 

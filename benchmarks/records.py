@@ -66,7 +66,7 @@ NOT_MEASURED = "not measured"
 class Recorder(L.Callback):
     """Keeps the curve of a run, and writes it as JSON when the run ends: metric → [[iteration, value], …].
 
-    Iteration i means: by the weights after i iterations; 0 is there if the whole held-out data is judged before them.
+    Iteration i means: by the weights after i iterations; 0 is there if the whole held-out data comes before them.
     """
 
     def __init__(self, path: str) -> None:

@@ -46,7 +46,7 @@ from transformers import Qwen3Config
 
 from benchmarks.delta_sync import add_paper, measure_delta, measure_growth
 from benchmarks.report import PeakMemory, Report
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm, SharedBucket, WeightFolder, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
 

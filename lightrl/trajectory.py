@@ -16,16 +16,19 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeAlias, TypeVar, cast, overload
 
 FinishReason = Literal["stop", "length", "abort"]
+
+JsonObject: TypeAlias = dict[str, Any]  # a chat message, the columns of a row, a schema, a state
+JsonMapping: TypeAlias = Mapping[str, Any]  # the same, only read
 
 _Number = TypeVar("_Number", bound=float, covariant=True)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A task given to the policy, with what the reward needs to judge it.
+    """A task given to the policy, with what the reward needs.
 
     `token_ids` or `messages` must be set; the data module computes `token_ids` from `messages` with the policy's chat
     template. `images` are in the order of the messages' `{"type": "image"}` parts, and `token_ids` has each one's image
@@ -36,9 +39,9 @@ class Prompt:
     """
 
     id: str  # unique within the run; seeds and resume depend on it
-    messages: list[dict[str, Any]] | None = None  # chat messages, `{"role": ..., "content": ...}`
+    messages: list[JsonObject] | None = None  # chat messages, `{"role": ..., "content": ...}`
     token_ids: list[int] | None = None
-    fields: dict[str, Any] = field(default_factory=dict)  # the row's columns, JSON-able
+    fields: JsonObject = field(default_factory=dict)  # the row's columns, JSON-able
     images: tuple[str, ...] = ()  # paths or data: URLs
 
     def __post_init__(self) -> None:
@@ -52,30 +55,30 @@ class Prompt:
             return plain_text((self.messages or [])[-1:])
         return " ".join(map(str, self.token_ids)) if decode is None else decode(self.token_ids)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         record = asdict(self)
         if not self.images:
             del record["images"]
         return record
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Prompt:
+    def from_json(cls, record: JsonMapping) -> Prompt:
         return cls(**record)
 
 
-def content_text(content: Any, image: str = "") -> str:
+def content_text(content: object, image: str = "") -> str:
     """The text of a message's content, which is text, or parts, or None; `image` stands for each image."""
     if not isinstance(content, list):
         return "" if content is None else str(content)
     return "".join(image if part.get("type") == "image" else str(part.get("text", "")) for part in content)
 
 
-def plain_text(messages: Sequence[Mapping[str, Any]], image: str = "") -> str:
+def plain_text(messages: Sequence[JsonMapping], image: str = "") -> str:
     """Messages as text without a chat template."""
     return "\n\n".join(content_text(message.get("content"), image) for message in messages)
 
 
-def chat_as_text(value: Any) -> Any:
+def chat_as_text(value: object) -> object:
     """The text of a column that holds a message, messages or parts; any other value as it is."""
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
@@ -85,25 +88,25 @@ def chat_as_text(value: Any) -> Any:
     return plain_text(items) if all("role" in item and "content" in item for item in items) else value
 
 
-# The most tokens that a truncated draw chooses from: SGLang returns 4,096 ids, some of which ties may take.
+# The most tokens that a truncated distribution keeps: SGLang returns 4,096 ids, some of which ties may take.
 MAX_SUPPORT = 4000
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the engine draws tokens.
+    """How the engine samples tokens.
 
     `top_k` and `top_p` truncate the distribution. Training is exact with them: a token's logprobs, the engine's and the
-    trainer's, are those within its support, the tokens that it was drawn from.
+    trainer's, are those within its support, the tokens that it was sampled from.
 
     Args:
         temperature: 0 is greedy.
-        top_p: 1 keeps every token; below, at most the MAX_SUPPORT likeliest.
+        top_p: 1 keeps every token; below, at most the top MAX_SUPPORT.
         top_k: -1 keeps every token.
         max_new_tokens: of a completion; a turn has one.
-        min_new_tokens: no stop token is drawn before this many tokens.
+        min_new_tokens: no stop token is sampled before this many tokens.
         stop_token_ids: a completion ends with the first of these and includes it.
-        seed: int64; seed and position fix the uniform number that draws a token.
+        seed: int64; seed and position fix the uniform number that samples a token.
     """
 
     temperature: float = 1.0
@@ -123,7 +126,7 @@ class Sampling:
         if not (1 <= self.top_k <= MAX_SUPPORT or self.top_k == -1):
             raise ValueError(
                 f"top_k must be from 1 to {MAX_SUPPORT:,} (-1 keeps every token), got {self.top_k}. The tokens that it "
-                "keeps are recorded for each token that is drawn."
+                "keeps are recorded for each sampled token."
             )
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
@@ -132,25 +135,25 @@ class Sampling:
             raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
 
     def with_seed(self, seed: int) -> Sampling:
-        """A copy that draws by another seed; what was checked is not checked again."""
+        """Copy with another seed; what was checked is not checked again."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), seed=seed)
         return copy
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary, which is then recorded as their support."""
+        """Whether tokens are sampled from a part of the vocabulary, which is then recorded as their support."""
         return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
 
     @property
     def max_support(self) -> int:
-        """The most tokens that a draw chooses from; -1 for all."""
+        """The most tokens that a sampling chooses from; -1 for all."""
         return self.top_k if self.top_k != -1 or not self.is_truncated else MAX_SUPPORT
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One exchange of a trajectory: the policy wrote `token_ids[start:end]`."""
+    """One exchange of a trajectory: the policy generated `token_ids[start:end]`."""
 
     start: int
     end: int
@@ -290,7 +293,7 @@ class TokenArray(Sequence[_Number]):
 
         return np.frombuffer(self._bytes(), self.code)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return TokenArray.of_stored, (*self.stored, self.code)
 
     def _run_ends(self) -> memoryview[int]:
@@ -328,23 +331,21 @@ class Trajectory:
     group_id: int  # position of the prompt in the prompt stream
     sample: int  # its index in the group, 0 to G - 1
     token_ids: Sequence[int]  # int32 [T]
-    loss_mask: Sequence[bool]  # [T], True where the policy wrote the token and trains on it
-    behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not write
-    weight_versions: Sequence[
-        int
-    ]  # int32 [T], of the weights that sampled the token; -1 where the policy did not write
+    loss_mask: Sequence[bool]  # [T], True where the policy generated the token and trains on it
+    behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not generate
+    weight_versions: Sequence[int]  # int32 [T], of the weights that sampled the token; -1 elsewhere
     completion_ids: Sequence[int]  # int32, token ids of the last turn, end token included
     completion: str  # its text, from the <think> that the prompt opened on, without end tokens
     finish_reason: FinishReason = "stop"
     is_truncated: bool = False  # ended by a length limit
-    reward: float | None = None  # None until judged
+    reward: float | None = None  # None until it is computed
     rewards: Sequence[float] | None = None  # float64 [T], for rewards per token; then `reward` is their sum
-    # uint8, the codes of the T tokens' supports (functional/supports.py); None if no draw was truncated.
+    # uint8, the codes of the T tokens' supports (functional/supports.py); None if no distribution was truncated.
     supports: Sequence[int] | None = None
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
-    # Recorded, of judges and teachers, by key: a number, or a numpy array [T, ...].
-    call_outputs: dict[str, Any] = field(default_factory=dict)
+    # Outputs of LLM judges and teachers, by key: a number, or a numpy array [T, ...].
+    call_outputs: JsonObject = field(default_factory=dict)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in TOKEN_FIELDS and value is not None:
@@ -362,12 +363,12 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version of the tokens that the policy wrote; -1 if it wrote none."""
+        """The lowest weight version of the tokens that the policy generated; -1 if it generated none."""
         return min((version for version, _ in self._version_runs() if version >= 0), default=-1)
 
     @property
     def newest_version(self) -> int:
-        """The highest weight version of the tokens; -1 if the policy wrote none."""
+        """The highest weight version of the tokens; -1 if the policy generated none."""
         return max((version for version, _ in self._version_runs()), default=-1)
 
     @property
@@ -379,17 +380,17 @@ class Trajectory:
         """The metric `accuracy` if there is one, else 1.0 for a reward of at least 1 and 0.0 below."""
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {**self._others(), **{name: as_plain(getattr(self, name)) for name in TOKEN_FIELDS}}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Encodes for checkpoints: JSON too, but 11 bytes a token, written and read without an object for each."""
         arrays = {name: getattr(self, name) for name in TOKEN_FIELDS}
         texts = {name: None if values is None else token_array(name, values).text for name, values in arrays.items()}
         return {**self._others(), **texts}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
+    def from_json(cls, record: JsonMapping) -> Trajectory:
         """Decodes `to_json` or `state_dict`; the prompt may be a Prompt."""
         values = dict(record)
         if not isinstance(values["prompt"], Prompt):
@@ -404,7 +405,7 @@ class Trajectory:
     def _version_runs(self) -> list[tuple[int, int]]:
         return token_array("weight_versions", self.weight_versions).runs()
 
-    def _others(self) -> dict[str, Any]:
+    def _others(self) -> JsonObject:
         """The fields that are not per token."""
         return {
             **{name: getattr(self, name) for name in self.__dataclass_fields__ if name not in TOKEN_FIELDS},
@@ -437,20 +438,20 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version of its tokens; -1 if the policy wrote none."""
+        """The lowest weight version of its tokens; -1 if the policy generated none."""
         versions = [trajectory.oldest_version for trajectory in self.trajectories]
         return min((version for version in versions if version >= 0), default=-1)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "id": self.id,
             "prompt": self.prompt.to_json(),
             "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Encodes for checkpoints as `Trajectory.state_dict` does, with the prompt once for all that share it."""
-        record: dict[str, Any] = {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": []}
+        record: JsonObject = {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": []}
         for trajectory in self.trajectories:
             item = trajectory.state_dict()
             if trajectory.prompt is self.prompt or trajectory.prompt == self.prompt:
@@ -459,7 +460,7 @@ class Group:
         return record
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Group:
+    def from_json(cls, record: JsonMapping) -> Group:
         """Decodes `to_json` or `state_dict`."""
         prompt = Prompt.from_json(record["prompt"])
         items = [Trajectory.from_json({"prompt": prompt, **item}) for item in record["trajectories"]]
@@ -481,7 +482,7 @@ def token_array(name: str, values: Iterable[Any]) -> TokenArray[Any]:
         raise ValueError(f"{name} must be numbers of type {_DTYPES[code]}, one for each token: {error}.") from error
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(value: object) -> object:
     """A TokenArray, or an array or number of numpy or torch, as JSON can hold it; anything else as it is."""
     if isinstance(value, TokenArray) and value.code == "B":  # nobody reads them as numbers
         return value.text
@@ -510,7 +511,7 @@ def _view(data: bytes | memoryview, code: str) -> memoryview[Any]:
     return memoryview(data).cast(code)  # type: ignore[call-overload,no-any-return]
 
 
-def as_array(value: Any) -> Any:
+def as_array(value: object) -> object:
     """A list of each token's numbers as an array of float32, int64 or bool; anything else as it is."""
     if not isinstance(value, list):
         return value

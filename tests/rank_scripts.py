@@ -16,7 +16,7 @@ import forked
 import torch
 
 from lightrl.concurrency.parent_guard import end_with_parent
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.experience import Experience
 
 if TYPE_CHECKING:
@@ -97,18 +97,18 @@ def left_by(num_ranks: int, folder: Path) -> list[Any]:
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(num_ranks)]
 
 
-def fork_runs(sizes: Sequence[int], play: Callable[[int], None], *, ends_others: bool = True) -> int:
+def fork_runs(sizes: Sequence[int], on_rank: Callable[[int], None], *, ends_others: bool = True) -> int:
     """Runs of so many ranks at once, each rank a child that has imported all already; gives the script's exit code.
 
     Args:
         sizes: numbers of ranks, one run each.
-        play: called on each rank, with the number of its run's ranks.
+        on_rank: called on each rank, with the number of its run's ranks.
         ends_others: when a rank fails; otherwise they must end by themselves.
     """
     children, ports = [], []
     for size in sizes:
         ports.append(HeldPort("127.0.0.1"))  # of rank 0's store, which comes seconds later
-        children += [_fork(size, rank, ports[-1].number, play) for rank in range(size)]
+        children += [_fork(size, rank, ports[-1].number, on_rank) for rank in range(size)]
     failed = False
     while children:
         child, status = os.wait()
@@ -122,8 +122,8 @@ def fork_runs(sizes: Sequence[int], play: Callable[[int], None], *, ends_others:
     return int(failed)
 
 
-def _fork(size: int, rank: int, port: int, play: Callable[[int], None]) -> int:
-    """The process id of a child that plays one rank and ends."""
+def _fork(size: int, rank: int, port: int, on_rank: Callable[[int], None]) -> int:
+    """The process id of a child that runs one rank and ends."""
     child = os.fork()
     if child:
         return child
@@ -134,7 +134,7 @@ def _fork(size: int, rank: int, port: int, play: Callable[[int], None]) -> int:
             names = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
             os.environ.update({name: str(value) for name, value in names.items()})
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
-        play(size)
+        on_rank(size)
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
         code = 1

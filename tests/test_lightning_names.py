@@ -123,6 +123,8 @@ def overridden() -> frozenset[tuple[str, str]]:
             if not inspect.isclass(kind) or kind.__module__ != module.__name__:
                 continue
             theirs = [base for base in kind.__mro__[1:] if base.__module__.split(".")[0] == "lightning"]
+            if not theirs:
+                continue
             source = "".join(inspect.getsource(base) for base in theirs)
             tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
             own = {node.attr for node in ast.walk(tree) if is_self(node)}

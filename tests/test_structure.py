@@ -1,20 +1,24 @@
-"""The structure of the package: who imports whom, which private names of Lightning are in use, what is public."""
+"""The structure of the package: imports, public names, docstrings, deadlines and sizes."""
 
 import ast
 import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from test_lightning_names import is_private, own_names
 
 import lightrl
 
 PACKAGE = Path(lightrl.__file__).parent
 MAX_PACKAGE_LINES = 54678
 MAX_BROAD_EXCEPTS_PER_1000_LINES = 0.5
-FLOORS = [
+MAX_PRIVATE_NAMES_IN_TESTS = 52
+LAYERS = [
     {"errors"},
     {"checks", "concurrency", "trace", "trajectory"},
     {"functional"},
@@ -31,20 +35,25 @@ FLOORS = [
     {"commands"},
     {"__main__"},
 ]
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 
 
-def modules_of(room_only: str | None = None) -> list[Path]:
-    return [file for file in sorted(PACKAGE.rglob("*.py")) if room_only in (None, room_of(file))]
+def modules_of() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(file: Path) -> str:
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(file.read_text()))]
+
+
+def package_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(file: Path) -> list[tuple[int, str]]:
+def imported_packages(file: Path) -> list[tuple[int, str]]:
     found = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes_of(file):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightrl."):
             found.append((node.lineno, str(node.module).split(".")[1]))
         elif isinstance(node, ast.Import):
@@ -53,21 +62,21 @@ def imported_rooms(file: Path) -> list[tuple[int, str]]:
     return found
 
 
-def test_every_room_has_a_floor():
-    rooms = {room_of(file) for file in modules_of()} - {"__init__"}
-    assert rooms == set(FLOOR)
+def test_every_package_has_a_layer():
+    packages = {package_of(file) for file in modules_of()} - {"__init__"}
+    assert packages == set(LAYER)
 
 
-def test_the_map_names_the_rooms_that_are_there():
+def test_the_map_names_the_packages_that_are_there():
     named = re.findall(r"^    (\w+) {2,}\S", str(lightrl.__doc__), flags=re.M)
-    rooms = {room_of(file) for file in modules_of()} - {"__init__", "__main__"}
-    assert set(named) == rooms
-    assert len(named) == len(rooms)
+    packages = {package_of(file) for file in modules_of()} - {"__init__", "__main__"}
+    assert set(named) == packages
+    assert len(named) == len(packages)
 
 
-def test_the_map_lists_rooms_from_the_ground_up():
+def test_the_map_lists_packages_from_the_lowest_layer_up():
     named = re.findall(r"^    (\w+) {2,}\S", str(lightrl.__doc__), flags=re.M)
-    assert [FLOOR[room] for room in named] == sorted(FLOOR[room] for room in named)
+    assert [LAYER[package] for package in named] == sorted(LAYER[package] for package in named)
 
 
 def test_only_files_that_a_user_knows_by_name_lie_on_the_top_level():
@@ -78,23 +87,23 @@ def test_only_files_that_a_user_knows_by_name_lie_on_the_top_level():
 def test_imports_go_downward_only():
     upward = []
     for file in modules_of():
-        room = room_of(file)
-        if room == "__init__":
+        package = package_of(file)
+        if package == "__init__":
             continue
-        for line, other in imported_rooms(file):
-            if other != room and FLOOR[other] >= FLOOR[room]:
-                upward.append(f"{file.relative_to(PACKAGE)}:{line} {room} imports {other}")
-    assert not upward, "move the shared part to a lower floor (FLOORS, above):\n" + "\n".join(upward)
+        for line, other in imported_packages(file):
+            if other != package and LAYER[other] >= LAYER[package]:
+                upward.append(f"{file.relative_to(PACKAGE)}:{line} {package} imports {other}")
+    assert not upward, "move the shared part to a lower layer (LAYERS, above):\n" + "\n".join(upward)
 
 
 def test_only_strategies_and_module_and_above_import_lightning():
-    lowest = FLOOR["module"]
+    lowest = LAYER["module"]
     wrong = []
     for file in modules_of():
-        room = room_of(file)
-        if room in ("__init__", "strategies") or FLOOR[room] >= lowest:
+        package = package_of(file)
+        if package in ("__init__", "strategies") or LAYER[package] >= lowest:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             wrong += [f"{file}:{node.lineno}" for name in names if name.split(".")[0] == "lightning"]
@@ -130,10 +139,10 @@ def test_no_file_is_named_for_nothing():
 
 
 def test_every_module_says_what_it_is_for():
-    assert not [file for file in modules_of() if not ast.get_docstring(ast.parse(file.read_text()))]
+    assert not [file for file in modules_of() if not ast.get_docstring(nodes_of(file)[0])]
 
 
-def test_rooms_describe_themselves_in_at_most_25_lines():
+def test_packages_describe_themselves_in_at_most_25_lines():
     for init in PACKAGE.glob("*/**/__init__.py"):
         text = ast.get_docstring(ast.parse(init.read_text())) or ""
         assert len(text.splitlines()) <= 25, init
@@ -148,7 +157,7 @@ def test_every_deadline_has_a_finite_default():
     """
     found = {}
     for file in modules_of():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             deadlines = []
             if isinstance(node, ast.ClassDef):
                 fields = [item for item in node.body if isinstance(item, ast.AnnAssign)]
@@ -179,7 +188,7 @@ def test_every_file_of_the_readmes_reading_path_exists():
 def broad_excepts() -> list[tuple[Path, int]]:
     found = []
     for file in modules_of():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             if isinstance(node, ast.ExceptHandler):
                 kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
                 if any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds):
@@ -199,3 +208,22 @@ def test_each_broad_except_gives_its_reason():
         if len(re.sub(r"noqa: [A-Z0-9, ]+", "", comment).strip(" #-()")) < 10:
             without_reason.append(f"{file}:{line}")
     assert not without_reason
+
+
+def names_used(tree: ast.AST) -> Iterator[str]:
+    """Names read from another object or module, imported from lightrl, or given to `setattr` and its like."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "os"):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightrl"):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+            yield from (str(getattr(argument, "value", "")) for argument in node.args[1:2])
+
+
+def test_tests_use_few_private_names_of_the_package():
+    used = []
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        names = names_used(ast.parse(file.read_text()))
+        used += [f"{file.name}: {name}" for name in names if is_private(name) and name in own_names()]
+    assert len(used) <= MAX_PRIVATE_NAMES_IN_TESTS, used

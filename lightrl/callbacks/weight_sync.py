@@ -277,7 +277,7 @@ def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> I
             yield bucket
             continue
         records = _gather_records({"problem": None, "files": []}, folder, holders)
-        yield Bucket(bucket.tensors, is_last=True, written=files_of(records))
+        yield Bucket(bucket.tensors, is_last=True, files=files_of(records))
 
 
 def _gather_records(record: dict[str, object], folder: SharedFolder, holders: Ranks) -> list[dict[str, object]]:

@@ -2,7 +2,7 @@
 
 jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead walks the merged layers
 along the classes that they configure until it finds the setting at fault. It runs only after the parser has refused, or
-to judge empty sections; if it finds nothing, the parser's message stands.
+for empty sections; if it finds nothing, the parser's message stands.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _REMOVED = {
     "SGLangEngine.receivers": "Set the variable LIGHTRL_RECEIVER_ADDRS.",
     "SGLangEngine.weights_dtype": "Weights are sent in the servers' dtype; set server_args.dtype.",
     "SGLangEngine.interrupt": "Remove it: servers continue the requests that a sync interrupts.",
+    "SGLangEngine.token": "Set the variable LIGHTRL_SERVER_TOKEN.",
     "SGLangEngine.verify_sync": "Set WeightSync.verify.",
     "SGLangEngine.max_connections": "Remove it: a server gets at most 4,096 requests at once.",
     "SGLangEngine.probe_interval_s": "It follows from timeouts.request_s.",

@@ -158,7 +158,7 @@ class LoopThread(threading.Thread):
 
 
 async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancels tasks that outlived their owners, so that their `finally` runs and those who wait for them are told."""
+    """Cancels tasks that outlived their owners, so that their `finally` runs and those who wait for them continue."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks, timeout=_LAST_TASKS_S)

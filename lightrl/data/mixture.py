@@ -17,19 +17,20 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds, check_effect
+from lightrl.trajectory import JsonObject
 
 _CYCLE = 1000  # shares are kept to a thousandth
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where rows come from.
+    """A source of rows.
 
     Args:
         source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name or a local dataset folder, or the
@@ -51,7 +52,7 @@ class DataSource:
     name: str | None = None
     split: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: JsonObject = field(default_factory=dict)
     max_rows: int | None = None
     label: str | None = None
     streaming: bool = False
@@ -115,8 +116,8 @@ class MixtureOrder:
         # the k-th of n turns of a source stands at (k + 1/2)/n of the cycle
         turns = sorted(((k + 0.5) / num, source) for source, num in enumerate(shares) for k in range(num))
         self._cycle = [source for _, source in turns]
-        self._places = [
-            [place for place, turn in enumerate(self._cycle) if turn == source] for source in range(len(sizes))
+        self._turns = [
+            [turn for turn, other in enumerate(self._cycle) if other == source] for source in range(len(sizes))
         ]
         self._order = lru_cache(maxsize=3 * len(sizes))(self._epoch_of_source)
 
@@ -126,14 +127,14 @@ class MixtureOrder:
         return sum(size or 0 for size in self.sizes[:source]) + row
 
     def source(self, position: int) -> int:
-        """Whose turn it is."""
+        """The source whose turn it is."""
         return self._cycle[position % len(self._cycle)]
 
     def num_before(self, source: int, position: int) -> int:
         """How many turns this source has had before a position."""
-        cycle, place = divmod(position, len(self._cycle))
-        places = self._places[source]
-        return cycle * len(places) + bisect_left(places, place)
+        cycle, turn = divmod(position, len(self._cycle))
+        turns = self._turns[source]
+        return cycle * len(turns) + bisect_left(turns, turn)
 
     def row(self, source: int, turn: int) -> int:
         """The row of this source in one of its turns."""
@@ -143,7 +144,7 @@ class MixtureOrder:
         return int(self._order(source, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
-        """What determines the order, besides the rows."""
+        """Describe all that determines the order, besides the rows."""
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
         shares = ", ".join(
             f"{size or 'unknown'} rows of weight {weight:g}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 
-from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
 from lightrl.data.chat import (
     ChatRenderer,
@@ -36,7 +36,7 @@ from lightrl.data.stream import (
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
 from lightrl.models.chat_template import set_chat_template
 from lightrl.models.images import ImageReader
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import JsonObject, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPTS_AT_START = 10_000  # of more train prompts, each is made when it is read
-_CHECKED_AT_START = 1_000  # of these; of streamed ones ROWS_AT_ONCE
+MAX_PROMPTS_AT_START = 10_000  # with more train prompts, each is made when it is read
+_CHECKED_AT_START = 1_000  # train prompts; ROWS_AT_ONCE if they are streamed
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
@@ -117,7 +117,7 @@ class PromptDataModule(L.LightningDataModule):
         system_prompt: str | None = None,
         prompt_template: str = "{prompt}",
         chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: JsonObject | None = None,
         validation_batch_size: int = 64,
         max_prompt_tokens: int | None = None,
         min_prompt_tokens: int | None = None,
@@ -136,6 +136,11 @@ class PromptDataModule(L.LightningDataModule):
         check_choice(("error", "drop"), prompt_overflow=prompt_overflow)
         check_template(prompt_template)
         self.sources = _by_split(sources_of(train), sources_of(validation), sources_of(test))
+        for split, sources in self.sources.items():
+            if split != "train" or len(sources) == 1:
+                for source in sources:
+                    reason = f"on {split} data {source.source!r}: only several train sources are mixed by weight"
+                    check_effect(reason, weight=(source.weight, 1.0))
         self.row_filter = row_filter
         self.batch_size, self.validation_batch_size = batch_size, validation_batch_size
         self.prompt_column, self.image_column, self.answer_column = prompt_column, image_column, answer_column
@@ -144,11 +149,11 @@ class PromptDataModule(L.LightningDataModule):
         self.max_prompt_tokens, self.min_prompt_tokens = max_prompt_tokens, min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle, self.seed = shuffle, seed
-        self.prompts: dict[Split, list[Prompt] | RowPrompts] = {}  # of the splits that are set up
+        self.prompts: dict[Split, list[Prompt] | RowPrompts] = {}  # only splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, SplitRows] = {}
-        self._kept: dict[Split, list[LocatedRow]] = {}  # what became prompts of `make_prompts`, without columns
+        self._located: dict[Split, list[LocatedRow]] = {}  # rows of the prompts of `make_prompts`, without columns
 
     def attach(
         self,
@@ -172,13 +177,13 @@ class PromptDataModule(L.LightningDataModule):
         """
         rows = self._open(split).read_whole()
         keep = self._filter()
-        kept = [located for located in map(rows.located, rows.places()) if keep(located)]
+        filtered_rows = [located for located in map(rows.located, rows.keys()) if keep(located)]
         num_rows = rows.num_rows or 0
-        if len(kept) < num_rows:
+        if len(filtered_rows) < num_rows:
             names = ", ".join(repr(source.source) for source in rows.sources)
-            logger.warning("row_filter dropped %d of %d rows of %s.", num_rows - len(kept), num_rows, names)
-        self._kept[split] = [located._replace(row={}) for located in kept]
-        return [self._prompt(located) for located in kept]
+            logger.warning("row_filter dropped %d of %d rows of %s.", num_rows - len(filtered_rows), num_rows, names)
+        self._located[split] = [located._replace(row={}) for located in filtered_rows]
+        return [self._prompt(located) for located in filtered_rows]
 
     def _prompt(self, located: LocatedRow) -> Prompt:
         """The prompt of a row, with messages."""
@@ -198,7 +203,7 @@ class PromptDataModule(L.LightningDataModule):
             messages, images, row = self._with_images(messages, row, located.source, where)
         return Prompt(id=located.prompt_id, messages=messages, fields=row, images=images)
 
-    def _prompt_value(self, row: Row, where: str) -> Any:
+    def _prompt_value(self, row: Row, where: str) -> object:
         """The text or the messages of a row's prompt."""
         return require_column(row, self.prompt_column, "prompt_column", where=where)
 
@@ -206,7 +211,7 @@ class PromptDataModule(L.LightningDataModule):
         self, messages: Messages, row: Row, source: DataSource, where: str
     ) -> tuple[Messages, tuple[str, ...], Row]:
         """Messages, images, and the row without its images, which the reward finds in the prompt's `images`."""
-        in_column: Any = []
+        in_column: object = []
         if self.image_column is not None:
             in_column = require_column(row, self.image_column, "image_column", where=where)
             row = {key: value for key, value in row.items() if key != self.image_column}
@@ -246,7 +251,7 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def order_seed(self) -> int:
-        """Of the order of train prompts."""
+        """Seed of the order of train prompts."""
         return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
 
     def _filter(self) -> Callable[[LocatedRow], bool]:
@@ -349,13 +354,13 @@ class PromptDataModule(L.LightningDataModule):
         return prompt_batches(prompts, self.validation_batch_size, self.set_names(split))
 
     def set_names(self, split: Split) -> dict[str, str]:
-        """By prompt id the label of its source; empty unless `make_prompts` read several."""
+        """The label of each prompt's source, by prompt id; empty unless `make_prompts` read several."""
         rows = self._rows.get(split)
         if split == "test" and not rows:
             return self.set_names("validation")
         if rows is None or len(rows.sources) < 2:
             return {}
-        return {located.prompt_id: str(located.source.label) for located in self._kept.get(split, [])}
+        return {located.prompt_id: str(located.source.label) for located in self._located.get(split, [])}
 
     def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and image reader, from `attach` or from the trainer's module."""
@@ -399,9 +404,9 @@ class PromptDataModule(L.LightningDataModule):
         return type(self).make_prompts is PromptDataModule.make_prompts
 
     def _where(self, split: Split, index: int) -> str:
-        kept = self._kept.get(split, [])
-        if index < len(kept):
-            return kept[index].where
+        located = self._located.get(split, [])
+        if index < len(located):
+            return located[index].where
         return f"Row {index + 1} of the {split} prompts"
 
 
@@ -417,23 +422,23 @@ def _check_first(prompts: RowPrompts) -> None:
     )
 
 
-def warn_of_repeats(prompts: Mapping[Split, Any]) -> None:
+def warn_of_repeats(prompts: Mapping[Split, object]) -> None:
     """Logs train prompts that repeat, and validation prompts that are train prompts; those made at the start."""
     splits = [prompts["train"], prompts["validation"]]
     train, validation = (split if isinstance(split, list) else [] for split in splits)
-    seen = {(tuple(prompt.token_ids or []), prompt.images) for prompt in train}
-    if len(seen) < len(train):
-        logger.warning("%d of %d train prompts repeat another one.", len(train) - len(seen), len(train))
-    known = sum((tuple(prompt.token_ids or []), prompt.images) in seen for prompt in validation)
-    if known:
+    contents = {(tuple(prompt.token_ids or []), prompt.images) for prompt in train}
+    if len(contents) < len(train):
+        logger.warning("%d of %d train prompts repeat another one.", len(train) - len(contents), len(train))
+    num_shared = sum((tuple(prompt.token_ids or []), prompt.images) in contents for prompt in validation)
+    if num_shared:
         logger.warning(
             "%d of %d validation prompts are train prompts too: they do not show how the policy does on new ones.",
-            known,
+            num_shared,
             len(validation),
         )
 
 
-def _row_of(item: Any, where: str) -> Row:
+def _row_of(item: object, where: str) -> Row:
     if not isinstance(item, Mapping):
         raise ValueError(f"{where} must be a dict of columns, got a {type(item).__name__}.")
     return json_able(dict(item))

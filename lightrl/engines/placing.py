@@ -13,7 +13,7 @@ from lightrl.engines.sglang.engine import SGLangEngine
 
 
 def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device]) -> str:
-    """Tells the engine the devices of the trainer's ranks on this machine; returns a sentence on what it will use.
+    """Gives the engine the devices of the trainer's ranks on this machine; returns a sentence on what it will use.
 
     Raises:
         ValueError: if there are too few GPUs for its servers, or it has the trainer's without being colocated.

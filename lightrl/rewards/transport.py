@@ -33,18 +33,18 @@ class ListTrajectory(Trajectory):
         self._fill(values, arrays)
 
     @classmethod
-    def of(cls, others: dict[str, Any], arrays: dict[str, TokenArray[Any]]) -> ListTrajectory:
+    def of(cls, others: dict[str, object], arrays: dict[str, TokenArray[Any]]) -> ListTrajectory:
         """Builds a trajectory from the per-token fields and all others, by name."""
         made = cls.__new__(cls)
         made._fill(others, arrays)
         return made
 
-    def _fill(self, others: dict[str, Any], arrays: dict[str, TokenArray[Any]]) -> None:
+    def _fill(self, others: dict[str, object], arrays: dict[str, TokenArray[Any]]) -> None:
         self.__dict__.update(others, _arrays=arrays)
         if "rewards" in arrays:  # `__getattr__` is not asked, since the class has a default
             self.rewards = arrays["rewards"].tolist()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -114,7 +114,7 @@ def _json(value: object, prompt: Prompt) -> bytes:
         ) from error
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Prompt):
         return value.to_json()
     if is_dataclass(value) and not isinstance(value, type):

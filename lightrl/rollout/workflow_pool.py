@@ -32,6 +32,7 @@ from lightrl.concurrency.channel import Channel
 from lightrl.concurrency.guarded_processes import ONE_THREAD, GuardedProcesses, command, import_path
 from lightrl.engines import RolloutEngine, SGLangEngine
 from lightrl.errors import EngineError, RolloutError
+from lightrl.rollout.prompts import State
 from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record
@@ -67,7 +68,7 @@ class _Worker:
     num_done: int = 0  # trajectories
     silent_s: float = 0.0  # counted in beats, not by the clock: a stopped run is not a worker that hangs
 
-    def ask(self, key: int, kind: str, *values: Any) -> asyncio.Future[Any]:
+    def ask(self, key: int, kind: str, *values: object) -> asyncio.Future[Any]:
         answer = self.answers[key] = asyncio.get_running_loop().create_future()
         self.channel.send(key, kind, *values)
         return answer
@@ -76,7 +77,7 @@ class _Worker:
     def num_running(self) -> int:
         return sum(len(samples) for samples, _ in self.runs.values())
 
-    def on_result(self, key: int, sample: int | None, result: Any) -> None:
+    def on_result(self, key: int, sample: int | None, result: object) -> None:
         """A trajectory of this run is done; None: the engine has failed."""
         if key not in self.runs:  # given up
             return
@@ -186,7 +187,7 @@ class WorkflowPool:
         for worker in self._workers:
             worker.channel.send(None, "end group", seed_name)
 
-    async def states_of_workers(self) -> list[dict[str, Any]]:
+    async def states_of_workers(self) -> list[State]:
         """Return what each worker has in flight while the engine is paused; nothing of one that dies meanwhile."""
         answers = [worker.ask(next(self._keys), "state") for worker in self._workers]
         states = await asyncio.gather(*answers, return_exceptions=True)
@@ -229,8 +230,8 @@ class WorkflowPool:
             num_useless = 0 if worker is not None and worker.num_done else num_useless + 1
             if num_useless == MAX_DEATHS or not self._was_ready:
                 raise RolloutError(
-                    f"The {name} ended with {how} before it had finished a trajectory, {num_useless} times in a row. "
-                    "Its output is above. Fix what it died of, or set workflow_workers to 0."
+                    f"The {name} ended with {how} before it had finished a trajectory (deaths in a row: "
+                    f"{num_useless}). Its output is above. Fix what it died of, or set workflow_workers to 0."
                 )
             again = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
             log.warning("The %s ended with %s. %s", name, how, again)
@@ -363,7 +364,7 @@ def _check_travels(workflow: Workflow, num: int) -> None:
         )
 
 
-def _settle(answer: asyncio.Future[Any], value: Any) -> None:
+def _settle(answer: asyncio.Future[Any], value: object) -> None:
     if answer.done():
         return
     if isinstance(value, Exception):

@@ -26,8 +26,9 @@ from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.abandon import abandon
 from lightrl.concurrency.channel import Channel
 from lightrl.engines.engine import Completion
-from lightrl.engines.sglang.follower import SGLangFollower
+from lightrl.engines.servers.follower import Follower
 from lightrl.errors import EngineError, RolloutError
+from lightrl.rollout.prompts import State
 from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Prompt, Trajectory
@@ -62,7 +63,7 @@ async def _serve(end: socket.socket) -> None:
 class WorkflowWorker:
     """Does what the pool sends."""
 
-    def __init__(self, channel: Channel, engine: SGLangFollower, workflow: Workflow) -> None:
+    def __init__(self, channel: Channel, engine: Follower, workflow: Workflow) -> None:
         self._channel = channel
         self._engine = engine
         self._tasks = Tasks()
@@ -88,7 +89,7 @@ class WorkflowWorker:
         ending = [*running, asyncio.ensure_future(self._engine.close())]
         await asyncio.wait(ending, timeout=END_S)
 
-    def _start(self, key: int, started: dict[str, Any] | None, *run: Any) -> None:
+    def _start(self, key: int, started: State | None, *run: Any) -> None:
         """Starts a part of a group; `started` is what a checkpoint has of it, None for a validation."""
         if started is not None:
             self._runner.in_flight.take_over(run[-1], started)
@@ -111,7 +112,7 @@ class WorkflowWorker:
             self._channel.send(key, EngineError(str(error)))
 
 
-def _pickled(key: int, sample: int, result: Any, prompt: Prompt) -> bytes:
+def _pickled(key: int, sample: int, result: object, prompt: Prompt) -> bytes:
     if isinstance(result, Trajectory) and result.prompt is prompt:
         result.prompt = None  # type: ignore[assignment]  # the pool has it
     try:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.models import ModelSpec
-from lightrl.trajectory import Group, Prompt, Trajectory
+from lightrl.trajectory import Group, JsonMapping, JsonObject, Prompt, Trajectory
 
 LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789=+- "]  # token id → text
 
 # For `lightrl.Trainer(max_steps=2, **QUIET)`: writes nothing.
-QUIET: dict[str, Any] = {
+QUIET: JsonObject = {
     "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False,
 }  # fmt: skip
 
 # Weights of this size make peaked distributions, in which a wrong mask or shift shows.
-TINY_CONFIG: dict[str, Any] = {
+TINY_CONFIG: JsonObject = {
     "model_type": "qwen3", "vocab_size": len(LETTERS), "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
     "max_position_embeddings": 64, "initializer_range": 0.4, "tie_word_embeddings": False,
@@ -47,7 +47,7 @@ def make_trajectory(
     completion: str = "9",
     *,
     reward: float | None = None,
-    fields: Mapping[str, Any] | None = None,
+    fields: JsonMapping | None = None,
     group_id: int = 0,
     sample: int = 0,
     prompt_ids: Sequence[int] = (3, 7, 10),

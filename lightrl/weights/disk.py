@@ -47,7 +47,7 @@ class WeightFolder:
 
     Args:
         root: holds the versions; created if missing, readable by the servers. Below /dev/shm it is memory.
-        config: the model's, written beside the weights.
+        config: the model's, written next to the weights.
         form: dtype and names that the servers need.
         keep: number of newest versions to keep; 2, so that servers can go back to the previous one if a sync fails.
         is_durable: waits until the disk has it; False if `root` is memory or a lost version does not matter.
@@ -125,7 +125,7 @@ class VersionWriter:
 
     def add(self, bucket: Bucket) -> None:
         """Writes the bucket as a file, and takes over the files that other ranks have written."""
-        for rank_file in bucket.written:
+        for rank_file in bucket.files:
             self._adopt(rank_file)
         layout = self.folder.form.layout(bucket)
         if not layout:
@@ -201,7 +201,7 @@ class VersionWriter:
 
 
 def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, object]:
-    """The content of config.json beside weights in this form."""
+    """The content of config.json next to weights in this form."""
     values: dict[str, object] = json.loads(config.to_json_string(use_diff=False))
     if form.dtype is not None:
         values["dtype"] = str(form.dtype).removeprefix("torch.")
@@ -257,15 +257,15 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int) -> WeightSyncError:
-    written = f"after {num_bytes / 2**20:.0f} MiB"
+    after = f"after {num_bytes / 2**20:.0f} MiB"
     if is_disk_full(error):
         return WeightSyncError(
-            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {written}. It needs "
-            "room for `keep` + 1 versions of the model. The servers keep the old weights. Free space there, or set "
+            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {after}. It needs "
+            "space for `keep` + 1 versions of the model. The servers keep the old weights. Free space there, or set "
             "another weight_folder."
         )
     return WeightSyncError(
-        f"Writing weight version {weight_version} to {str(root)!r} failed {written}: {error}. The servers keep the old "
+        f"Writing weight version {weight_version} to {str(root)!r} failed {after}: {error}. The servers keep the old "
         "weights. Make the folder writable, or set another weight_folder."
     )
 
@@ -288,10 +288,6 @@ class ShareWriter:
     """Writes each bucket of this rank as a file. A failure is kept for `record`: the other ranks need the rest.
 
     Removes what an earlier version left of this rank.
-
-    Args:
-        folder: of all ranks.
-        rank: of this process.
     """
 
     def __init__(self, folder: SharedFolder, rank: int) -> None:
@@ -299,7 +295,7 @@ class ShareWriter:
         self.files: list[WrittenFile] = []
         self._form = folder.form
         self._rank = rank
-        self._place = share_place(folder.root, rank)
+        self._place = Path(folder.root) / f".share-{rank}"
         shutil.rmtree(self._place, ignore_errors=True)
 
     def add(self, bucket: Bucket) -> None:
@@ -343,7 +339,3 @@ def read_back(files: Iterable[WrittenFile]) -> Iterator[Bucket]:
     """The files' tensors, file by file, as they are in the folder now: for digests of what servers will load."""
     for file in files:
         yield Bucket(load_file(file.path))
-
-
-def share_place(root: str | Path, rank: int) -> Path:
-    return Path(root) / f".share-{rank}"

@@ -1,5 +1,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import pytest
@@ -163,11 +165,25 @@ def test_a_run_resumed_at_any_step_ends_with_the_same_weights(tmp_path: Path):
             assert torch.equal(parameter, resumed.policy.get_parameter(key)), (name, key)
 
 
+def learning_rates(num_steps: int, **settings: Any) -> list[float]:
+    """The one of each step of a run, and the one after the last."""
+    module = make_module(**settings)
+    module.configure_model()
+    module.trainer = SimpleNamespace(estimated_stepping_batches=num_steps)
+    configured = module.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    rates = list(scheduler.get_last_lr()[:1])
+    for _ in range(num_steps):
+        optimizer.step()
+        scheduler.step()
+        rates += scheduler.get_last_lr()[:1]
+    return rates
+
+
 def test_the_learning_rate_warms_up_and_decays_to_zero():
-    module = make_module(warmup_steps=2, lr_decay="linear")
-    assert [module._lr_factor(step, 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-    module = make_module(lr_decay="cosine")
-    assert [round(module._lr_factor(step, 2), 6) for step in range(3)] == [1.0, 0.5, 0.0]
+    factors = learning_rates(6, lr=1.0, warmup_steps=2, lr_decay="linear")
+    assert factors == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+    assert learning_rates(2, lr=1.0, lr_decay="cosine") == pytest.approx([1.0, 0.5, 0.0])
 
 
 def test_decay_without_an_end_of_the_run_is_refused(tmp_path: Path):
@@ -199,6 +215,6 @@ def test_several_labeled_validation_sources_have_a_loss_each(tmp_path: Path):
     data = SFTDataModule(
         None, sources, batch_size=2, chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}"
     )
-    (found,) = lightrl.Trainer(**(QUIET | {"default_root_dir": tmp_path})).validate(make_module(), data)
-    both, short, long = (found[f"val/loss_nats{name}"] for name in ("", "/short", "/long"))
+    (actual,) = lightrl.Trainer(**(QUIET | {"default_root_dir": tmp_path})).validate(make_module(), data)
+    both, short, long = (actual[f"val/loss_nats{name}"] for name in ("", "/short", "/long"))
     assert both == pytest.approx((2 * short + 3 * long) / 5)  # tokens, with the end token

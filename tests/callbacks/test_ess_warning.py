@@ -10,7 +10,7 @@ from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.staleness import ESS, GRAD_NORM, KL, StalenessControl
 
 
-def play(control, values, *, name=ESS, is_main=True, first=1000, grad_norms=()):
+def log_values(control, values, *, name=ESS, is_main=True, first=1000, grad_norms=()):
     """Iterations from `first` on, counted from 1, with these values of one metric, and of the gradient norm."""
     module: Any = None
     for number, (value, grad_norm) in enumerate(itertools.zip_longest(values, grad_norms), first):
@@ -51,7 +51,7 @@ ONE_LARGE = [1.0] * 29 + [16.0]  # mean 1.5, so a bound of 0.014 · √1.5 = 0.0
 )
 def test_a_warning_names_what_has_gone_too_far_once_until_it_recovers(name, values, settings, starts, caplog):
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(StalenessControl(8), values, name=name, **settings)
+        log_values(StalenessControl(8), values, name=name, **settings)
     assert len(caplog.messages) == len(starts)
     assert all(message.startswith(start) for message, start in zip(caplog.messages, starts, strict=True))
     assert name != ESS or all("Lower lr or max_staleness" in message for message in caplog.messages)
@@ -59,16 +59,16 @@ def test_a_warning_names_what_has_gone_too_far_once_until_it_recovers(name, valu
 
 def test_a_resumed_run_warns_when_it_would_have_and_not_again(caplog: pytest.LogCaptureFixture) -> None:
     first, resumed, warned = StalenessControl(8), StalenessControl(8), StalenessControl(8)
-    play(first, [0.1] * 9)
+    log_values(first, [0.1] * 9)
     resumed.load_state_dict(first.state_dict())
     old, older = StalenessControl(8), StalenessControl(8)
     old.load_state_dict({"last_lags": [[0.1, 0.0, 0.001]] * 9})  # of a release that did not keep gradient norms
     older.load_state_dict({"last_lags": [[0.1, 0.0]] * 9})  # nor steps
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        play(resumed, [0.1])
-        play(old, [0.1])
-        play(older, [0.1])
+        log_values(resumed, [0.1])
+        log_values(old, [0.1])
+        log_values(older, [0.1])
         assert len(caplog.messages) == 3
         warned.load_state_dict(resumed.state_dict())
-        play(warned, [0.1] * 20)
+        log_values(warned, [0.1] * 20)
     assert len(caplog.messages) == 3

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from played_run import PlayedModule, PlayedTrainer, batches, groups_of
+from scripted_run import ScriptedModule, ScriptedTrainer, batches, groups_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from lightrl.callbacks.export import HuggingFaceExport
 
 
-class Module(PlayedModule):
+class Module(ScriptedModule):
     """Has a policy of a few hundred parameters, whose weights move in each iteration."""
 
     def __init__(self, *, fails_at: int | None = None, error: type[BaseException] = RuntimeError) -> None:
@@ -36,7 +36,7 @@ class Module(PlayedModule):
 
 
 def fit(module: Module, export: HuggingFaceExport, num_iterations: int = 2, **settings: Any) -> None:
-    trainer = PlayedTrainer(
+    trainer = ScriptedTrainer(
         callbacks=[export], max_steps=num_iterations, enable_progress_bar=False, enable_checkpointing=False, **settings
     )
     trainer.fit(module, batches(num_iterations))
@@ -74,7 +74,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is_left_behind(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 
-def test_every_n_iterations_exports_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_every_n_iterations_exports_while_the_run_continues(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on request"):
         fit(Module(fails_at=2), HuggingFaceExport(str(tmp_path / "digits"), every_n_iterations=2), num_iterations=4)
     assert weights_at(tmp_path / "digits")
@@ -120,6 +120,6 @@ def test_the_folder_that_the_policy_comes_from_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_module_without_a_policy_is_refused(tmp_path: Path) -> None:
-    trainer = PlayedTrainer(callbacks=[HuggingFaceExport(str(tmp_path / "digits"))], max_steps=1)
+    trainer = ScriptedTrainer(callbacks=[HuggingFaceExport(str(tmp_path / "digits"))], max_steps=1)
     with pytest.raises(TypeError, match="needs a Hugging Face model"):
-        trainer.fit(PlayedModule(lambda _: groups_of([[1.0]])), batches(1))
+        trainer.fit(ScriptedModule(lambda _: groups_of([[1.0]])), batches(1))

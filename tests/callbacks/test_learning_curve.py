@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
-from played_run import PlayedTrainer, ValidatedModule, batches, groups_of
+from scripted_run import ScriptedTrainer, ValidatedModule, batches, groups_of
 
 from lightrl.callbacks.learning_curve import LearningCurve, Points, draw_learning_curve
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
@@ -15,18 +15,18 @@ from lightrl.trajectory import Group
 PNG = b"\x89PNG\r\n"
 
 
-def play(iteration: int) -> list[Group]:
+def make_groups(iteration: int) -> list[Group]:
     return groups_of([[1.0, 0.0] if iteration % 2 else [0.0, 0.0]])
 
 
 def fit(curve, folder, *callbacks, max_epochs=2, module=None, ckpt_path=None, **settings):
-    trainer = PlayedTrainer(
+    trainer = ScriptedTrainer(
         callbacks=[RolloutMetrics(), curve, *callbacks],
         max_epochs=max_epochs,
         enable_progress_bar=False,
         **{"default_root_dir": folder, "enable_checkpointing": False, **settings},
     )
-    trainer.fit(module or ValidatedModule(play), batches(2), batches(1), ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(module or ValidatedModule(make_groups), batches(2), batches(1), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
 
@@ -49,7 +49,7 @@ def test_where_no_accuracy_is_measured_the_held_out_reward_is_the_curve(tmp_path
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val/reward", self.trainer.global_step / 8 - 3)
 
-    fit(LearningCurve(), tmp_path, module=Graded(play))
+    fit(LearningCurve(), tmp_path, module=Graded(make_groups))
     header, *rows = csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines())
     assert header == ["iteration", "rollout/reward", "val/reward"]
     assert {row[0]: float(row[2]) for row in rows if row[2]} == {"2": -2.75, "4": -2.5}
@@ -72,7 +72,7 @@ def test_another_metric_of_validation_can_be_drawn(tmp_path: Path) -> None:
             self.log("val/token_accuracy_fraction", 0.5 + self.trainer.global_step / 16)
 
     curve = LearningCurve(held_out="val/token_accuracy_fraction")
-    fit(curve, tmp_path, module=WithTokens(play))
+    fit(curve, tmp_path, module=WithTokens(make_groups))
     rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
     assert [row[2] for row in rows[1:] if row[2]] == ["0.625", "0.75"]
 
@@ -89,14 +89,14 @@ def test_ctrl_c_leaves_the_image_of_what_was_done(tmp_path: Path) -> None:
     def interrupt(iteration: int) -> list[Group]:
         if iteration == 3:
             raise KeyboardInterrupt
-        return play(iteration)
+        return make_groups(iteration)
 
     with pytest.raises(SystemExit):
         fit(LearningCurve(), tmp_path, max_epochs=4, module=ValidatedModule(interrupt))
     assert (tmp_path / "learning_curve.png").exists()
 
 
-def test_a_missing_matplotlib_is_told_once_and_harms_nothing(tmp_path, monkeypatch, caplog):
+def test_a_missing_matplotlib_is_reported_once_and_harms_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         fit(LearningCurve(), tmp_path)
@@ -107,7 +107,7 @@ def test_a_missing_matplotlib_is_told_once_and_harms_nothing(tmp_path, monkeypat
 def test_a_plain_module_has_no_image(tmp_path: Path) -> None:
     quiet = {"max_epochs": 1, "enable_progress_bar": False, "enable_checkpointing": False}
     data = batches(2).expand(2, 1, 32)
-    PlayedTrainer(callbacks=[LearningCurve()], default_root_dir=tmp_path, **quiet).fit(BoringModel(), data, data)
+    ScriptedTrainer(callbacks=[LearningCurve()], default_root_dir=tmp_path, **quiet).fit(BoringModel(), data, data)
     assert not (tmp_path / "learning_curve.png").exists()
 
 

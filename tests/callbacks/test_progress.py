@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from played_run import PlayedModule, PlayedTrainer, ValidatedModule, batches, groups_of
+from scripted_run import ScriptedModule, ScriptedTrainer, ValidatedModule, batches, groups_of
 
 from lightrl import LearningCurve
 from lightrl.callbacks import progress
@@ -27,13 +27,13 @@ class Terminal(io.StringIO):
             yield
 
 
-def play(_: int) -> list[Group]:
+def make_groups(_: int) -> list[Group]:
     return groups_of([[1.0, 0.0]])
 
 
-def fit(bar: RolloutProgressBar, *, num_batches: int = 4, validate: bool = False, **settings: Any) -> PlayedTrainer:
-    trainer = PlayedTrainer(callbacks=[RolloutMetrics(), bar], enable_checkpointing=False, **settings)
-    module = ValidatedModule(play) if validate else PlayedModule(play)
+def fit(bar: RolloutProgressBar, *, num_batches: int = 4, validate: bool = False, **settings: Any) -> ScriptedTrainer:
+    trainer = ScriptedTrainer(callbacks=[RolloutMetrics(), bar], enable_checkpointing=False, **settings)
+    module = ValidatedModule(make_groups) if validate else ScriptedModule(make_groups)
     trainer.fit(module, batches(num_batches), batches(1) if validate else None)
     return trainer
 
@@ -53,10 +53,12 @@ def test_two_lines_show_the_run_and_the_phase(terminal: Terminal) -> None:
 
 
 def test_the_phase_line_says_for_how_many_slow_groups_it_waits(terminal: Terminal) -> None:
-    trainer = PlayedTrainer(callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_steps=1)
+    trainer = ScriptedTrainer(
+        callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_steps=1
+    )
     trainer.rollout.progress = lambda: {"skipped_prompts": 0, "stragglers": 2}
     with terminal.as_stdout():
-        trainer.fit(PlayedModule(play), batches(1))
+        trainer.fit(ScriptedModule(make_groups), batches(1))
     assert "rollout, waits for 2 slow: " in terminal.getvalue()
 
 
@@ -75,12 +77,12 @@ def test_the_run_folder_starts_a_line_of_its_own_after_ctrl_c(terminal: Terminal
     def interrupt(iteration: int) -> list[Group]:
         if iteration == 2:
             raise KeyboardInterrupt
-        return play(iteration)
+        return make_groups(iteration)
 
     callbacks = [RolloutMetrics(), LearningCurve(), RolloutProgressBar()]
-    trainer = PlayedTrainer(callbacks=callbacks, max_steps=4, enable_checkpointing=False, default_root_dir=tmp_path)
+    trainer = ScriptedTrainer(callbacks=callbacks, max_steps=4, enable_checkpointing=False, default_root_dir=tmp_path)
     with terminal.as_stdout(), pytest.raises(SystemExit):
-        trainer.fit(PlayedModule(interrupt), batches(4))
+        trainer.fit(ScriptedModule(interrupt), batches(4))
     lines = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "").splitlines()
     assert [line for line in lines if "Run folder: " in line] == [f"Run folder: {tmp_path}"]
 
@@ -172,11 +174,11 @@ def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_p
         first = fit(RolloutProgressBar(), max_steps=2)
     first.save_checkpoint(tmp_path / "two.ckpt")
     terminal.truncate(0)
-    resumed = PlayedTrainer(
+    resumed = ScriptedTrainer(
         callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_epochs=2
     )
     with terminal.as_stdout():
-        resumed.fit(PlayedModule(play), batches(2), ckpt_path=tmp_path / "two.ckpt")
+        resumed.fit(ScriptedModule(make_groups), batches(2), ckpt_path=tmp_path / "two.ckpt")
     assert "2/4" in terminal.getvalue()
     assert "4/4" in terminal.getvalue()
     assert "1/4" not in terminal.getvalue()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from played_run import groups_of, run, trajectory
+from scripted_run import groups_of, run, trajectory
 
 from lightrl.callbacks.rollout_metrics import RolloutMetrics, experience_metrics, explain_zero_variance, reward_metrics
 from lightrl.experience import Experience
@@ -85,7 +85,7 @@ def test_overlapped_rollouts_are_timed_by_the_iteration_not_by_the_wait() -> Non
     on_policy = run(lambda _: groups_of([[1.0, 0.0]]), RolloutMetrics(), num_iterations=3)
     overlapped = run(lambda _: groups_of([[1.0, 0.0]]), RolloutMetrics(), num_iterations=3, max_staleness=1)
     assert on_policy.logged_metrics["rollout/tokens_per_s"] == 2.0
-    # The played iteration claims to wait for 2 s but takes milliseconds.
+    # The scripted iteration claims to wait for 2 s but takes milliseconds.
     assert overlapped.logged_metrics["rollout/tokens_per_s"] > 2.0
     assert overlapped.logged_metrics["time/straggler_wait_s"] == 0.0
     assert "time/straggler_wait_s" not in on_policy.logged_metrics
@@ -94,29 +94,29 @@ def test_overlapped_rollouts_are_timed_by_the_iteration_not_by_the_wait() -> Non
 def test_dropped_trajectories_are_counted_once() -> None:
     metrics = RolloutMetrics()
 
-    def play(iteration: int) -> list[Group]:
+    def make_groups(iteration: int) -> list[Group]:
         if iteration == 0:
             for training in (True, False):  # what validation drops is not training's
                 trainer: Any = SimpleNamespace(training=training)
                 metrics.on_trajectory_dropped(trainer, trainer, "reward_timeout", "")
         return groups_of([[1.0, 0.0]])
 
-    first = run(play, metrics, num_iterations=1).logged_metrics["rollout/dropped_trajectories"]
+    first = run(make_groups, metrics, num_iterations=1).logged_metrics["rollout/dropped_trajectories"]
     second = run(lambda _: groups_of([[1.0, 0.0]]), metrics).logged_metrics["rollout/dropped_trajectories"]
     assert (first, second) == (1.0, 0.0)
 
 
-def test_failed_trajectories_are_told_at_the_first_and_whenever_there_are_twice_as_many(caplog):
+def test_failed_trajectories_are_reported_at_the_first_and_whenever_there_are_twice_as_many(caplog):
     metrics = RolloutMetrics()
 
-    def play(iteration: int) -> list[Group]:
+    def make_groups(iteration: int) -> list[Group]:
         trainer: Any = SimpleNamespace(training=True)
         metrics.on_trajectory_dropped(trainer, trainer, "reward_timeout", f"{iteration} took too long")
         metrics.on_trajectory_dropped(trainer, trainer, "filtered_zero_variance", "all alike")
         return groups_of([[1.0, 0.0]])
 
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        run(play, metrics, num_iterations=5)
+        run(make_groups, metrics, num_iterations=5)
     told = [record.getMessage() for record in caplog.records if "Dropped" in record.getMessage()]
     assert [text.partition("last failure: ")[2] for text in told] == [f"{number} took too long" for number in (0, 1, 3)]
     assert "1 reward_timeout, 1 filtered_zero_variance (4 failed so far)" in told[2]

@@ -2,22 +2,22 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
-from played_run import PlayedTrainer, groups_of, run
+from scripted_run import ScriptedTrainer, groups_of, run
 
 from lightrl.callbacks.run_files import KINDS, RunFiles, contents
 from lightrl.trajectory import Group
 
 
-def play(_: int) -> list[Group]:
+def make_groups(_: int) -> list[Group]:
     return groups_of([[1.0, 0.0]])
 
 
-def played(folder: Path, **settings: object) -> PlayedTrainer:
-    return run(play, RunFiles(), logger=CSVLogger(folder), default_root_dir=folder, **settings)
+def run_with_files(folder: Path, **settings: object) -> ScriptedTrainer:
+    return run(make_groups, RunFiles(), logger=CSVLogger(folder), default_root_dir=folder, **settings)
 
 
 def test_the_runs_folder_says_what_each_of_its_files_is(tmp_path: Path) -> None:
-    folder = Path(str(played(tmp_path).log_dir))
+    folder = Path(str(run_with_files(tmp_path).log_dir))
     text = (folder / "README.txt").read_text()
     for path in folder.iterdir():
         assert path.name == "README.txt" or path.name in text
@@ -26,7 +26,7 @@ def test_the_runs_folder_says_what_each_of_its_files_is(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_leaves_no_file(tmp_path: Path) -> None:
-    played(tmp_path, fast_dev_run=True)
+    run_with_files(tmp_path, fast_dev_run=True)
     assert not list(tmp_path.rglob("README.txt"))
 
 
@@ -43,4 +43,4 @@ def test_a_full_disk_leaves_the_readme_out(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("lightrl.callbacks.run_files.write_whole", full)
-    assert played(tmp_path).global_step == 1
+    assert run_with_files(tmp_path).global_step == 1

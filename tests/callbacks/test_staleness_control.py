@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from played_run import groups_of
+from scripted_run import groups_of
 
 from lightrl.callbacks.staleness import StalenessControl
 from lightrl.rollout import RolloutSettings

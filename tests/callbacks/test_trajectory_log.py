@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from played_run import PlayedModule, groups_of, run, trajectory
+from scripted_run import ScriptedModule, groups_of, run, trajectory
 
 from lightrl.callbacks.trajectory_log import TrajectoryLog, format_table, pick_rows, read_trajectories
 from lightrl.trajectory import Group, Turn
@@ -34,7 +34,7 @@ def test_what_is_read_back_equals_what_was_trained_on(tmp_path: Path) -> None:
     assert len(log_of(tmp_path).read_bytes().splitlines()) == 1
 
 
-def test_each_line_tells_iteration_weight_version_and_advantage(tmp_path: Path) -> None:
+def test_each_line_has_iteration_weight_version_and_advantage(tmp_path: Path) -> None:
     run(lambda _: groups_of([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
     first, second = map(json.loads, log_of(tmp_path).read_text().splitlines())
     assert (first["iteration"], first["weight_version"], first["advantage"]) == (0, 0, 0.5)
@@ -44,7 +44,7 @@ def test_each_line_tells_iteration_weight_version_and_advantage(tmp_path: Path) 
 def test_the_texts_that_are_searched_have_the_prompt_and_all_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PlayedModule, "tokenizer", LetterTokenizer(), raising=False)
+    monkeypatch.setattr(ScriptedModule, "tokenizer", LetterTokenizer(), raising=False)
     talk = trajectory(1.0, completion_ids=[1, 2, 3, 4, 5], turns=[Turn(3, 5), Turn(7, 8)])
     long = trajectory(0.0, sample=1, completion_ids=[1] * 3000 + [2] * 3000)
     run(lambda _: [Group(0, talk.prompt, [talk, long])], TrajectoryLog(), default_root_dir=tmp_path)

@@ -45,7 +45,7 @@ def test_a_full_disk_is_known_whoever_wrote(write: Callable[[Path], None], tmp_p
     assert said.endswith(" MiB free, 3 MiB to write)")
 
 
-def test_another_error_of_the_system_is_told_in_its_words(tmp_path: Path) -> None:
+def test_another_error_of_the_system_is_reported_in_its_words(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory") as caught:
         (tmp_path / "missing" / "a").write_text("text")
     wrapped = RuntimeError("unreadable")
@@ -55,7 +55,7 @@ def test_another_error_of_the_system_is_told_in_its_words(tmp_path: Path) -> Non
     assert cause_to_show(wrapped) is caught.value
 
 
-def test_of_any_other_error_the_first_line_is_told(tmp_path: Path) -> None:
+def test_of_any_other_error_the_first_line_is_reported(tmp_path: Path) -> None:
     error = RuntimeError("Connection closed by peer\n  at line 7")
     assert write_problem(error, tmp_path) == "Connection closed by peer"
     assert cause_to_show(error) is error

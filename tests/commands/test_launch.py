@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_what_does_not_fit_is_one_message_and_makes_nothing(launched, config, ca
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry run", "launch"])
+@pytest.mark.parametrize("words", [pytest.param(["--dry-run"], marks=pytest.mark.extra), []], ids=["dry run", "launch"])
 def test_more_gpus_than_this_machine_has_are_refused_before_anything_is_made(launched, config, capsys, words):
     launched["trainer"]["accelerator"] = "gpu"
     launched["launch"] |= {"gpus_per_node": 4096}
@@ -63,7 +64,7 @@ def test_a_machine_without_gpus_says_that_it_assumed_cpus(launched, config, caps
 @pytest.mark.slow
 def test_two_ranks_and_a_server_train_and_leave_their_logs_in_one_place(launched, config):
     command = [sys.executable, "-m", "lightrl", "launch", "--config", config(launched)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    done = forked.run(command, capture_output=True, text=True, timeout=170, check=False, children_fork=True)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "trainer-0 | iteration: 2 groups x 2 = 4 trajectories" in done.stderr
     folder = Path("runs/launch-0/127.0.0.1")

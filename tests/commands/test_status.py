@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightrl.callbacks import run_files
 from lightrl.callbacks.run_files import StatusFile
 from lightrl.commands.main import main
 from lightrl.commands.status import run, status_text
@@ -23,10 +24,14 @@ def shown(folder: str = "lightning_logs/version_0") -> str:
 
 def test_a_finished_run_shows_its_iterations(settings, config, capsys, monkeypatch):
     phases = []
-    write = StatusFile._write
-    monkeypatch.setattr(
-        StatusFile, "_write", lambda self, trainer: (phases.append(self._content["phase"]), write(self, trainer))
-    )
+    write = run_files.write_whole
+
+    def write_whole(path: Path, text: str) -> None:
+        if path.name == "status.json":
+            phases.append(json.loads(text)["phase"])
+        write(path, text)
+
+    monkeypatch.setattr(run_files, "write_whole", write_whole)
     assert main(["fit", "--config", config(settings)]) == 0
     assert re.search(r"phase +done, for 0 s \(written 0 s ago\)", shown())
     assert "iteration  2 of 2; weight version 2" in shown()
@@ -79,9 +84,10 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 
 def test_ctrl_c_is_an_interruption_and_no_failure(tmp_path: Path) -> None:
     callback = StatusFile()
-    callback._path = tmp_path / "status.json"
-    trainer = SimpleNamespace(engine=None, global_step=1, max_steps=2)
-    callback._content = {"pid": 1, "host": "elsewhere"}
+    trainer = SimpleNamespace(
+        engine=None, global_step=1, max_steps=2, log_dir=tmp_path, loggers=["one"], is_global_zero=True
+    )
+    callback.setup(trainer, None, "fit")  # type: ignore[arg-type]
     callback.on_exception(trainer, None, KeyboardInterrupt())  # type: ignore[arg-type]
     callback.teardown(trainer, None, "fit")  # type: ignore[arg-type]
     text = status_text(tmp_path)

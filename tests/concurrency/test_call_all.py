@@ -9,7 +9,7 @@ import pytest
 from lightrl.concurrency.in_thread import call_all
 
 
-def test_all_steps_run_and_the_first_error_is_raised_amid_the_one_that_led_here(caplog):
+def test_all_steps_run_and_the_first_error_is_raised_during_the_one_that_led_here(caplog):
     called = []
 
     def step(number):

@@ -22,8 +22,8 @@ def prompt_ids(renderer: ChatRenderer, messages: list[dict]) -> list[int]:
 
 
 def completion_of(renderer: ChatRenderer, messages: list[dict] | None, text: str) -> list[int]:
-    token_ids, is_written = renderer.completion_ids(messages, [{"role": "assistant", "content": text}])
-    assert is_written == [True] * len(token_ids)
+    token_ids, is_generated = renderer.completion_ids(messages, [{"role": "assistant", "content": text}])
+    assert is_generated == [True] * len(token_ids)
     return token_ids
 
 
@@ -70,7 +70,7 @@ def test_a_chat_template_may_be_given_as_text_or_as_a_file(plain_tokenizer: PreT
         assert plain_tokenizer.decode(token_ids) == "<hi>"
 
 
-def test_a_prompt_that_ends_with_the_assistants_words_goes_on_in_them(chat_tokenizer: PreTrainedTokenizerFast):
+def test_a_prompt_that_ends_with_the_assistants_words_continues_them(chat_tokenizer: PreTrainedTokenizerFast):
     renderer = ChatRenderer(chat_tokenizer)
     chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is "}]
     token_ids = prompt_ids(renderer, chat)
@@ -79,7 +79,7 @@ def test_a_prompt_that_ends_with_the_assistants_words_goes_on_in_them(chat_token
 
 
 @pytest.mark.parametrize("completion", ["so\n</think>\n\n4", "<think>\nso\n</think>\n\n4"])
-def test_a_completion_goes_on_in_the_thinking_that_the_template_opens(
+def test_a_completion_continues_the_thinking_that_the_template_opens(
     chat_tokenizer: PreTrainedTokenizerFast, completion: str
 ):
     opened = "<|im_start|>assistant\n<think>\n"

@@ -79,7 +79,7 @@ def test_the_position_is_all_there_is_to_resume_at_whatever_the_number_of_ranks(
     assert played == expected
 
 
-def test_other_weights_are_another_stream_and_a_resume_can_tell(plain_tokenizer):
+def test_other_weights_are_another_stream_which_a_resume_refuses(plain_tokenizer):
     prints = {
         make_data(
             plain_tokenizer, [source(6, weight=weight), DataSource("test_mixture.made_rows", label="few")]
@@ -171,3 +171,20 @@ def test_settings_of_hub_datasets_are_refused_for_a_file(
 def test_arguments_without_a_function_are_refused(train_file: str, plain_tokenizer):
     with pytest.raises(ValueError, match="only functions take arguments"):
         make_data(plain_tokenizer, DataSource(train_file, arguments={"num": 3}))
+
+
+def test_a_shuffle_buffer_is_refused_for_rows_that_are_not_streamed():
+    with pytest.raises(ValueError, match=r"shuffle_buffer=100 has no effect without streaming\. Remove it"):
+        DataSource("train.jsonl", shuffle_buffer=100)
+
+
+def test_no_rows_at_all_are_refused():
+    with pytest.raises(ValueError, match="max_rows must be >= 1, got 0"):
+        DataSource("train.jsonl", max_rows=0)
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_the_weight_of_a_source_that_is_not_mixed_is_refused(split: str):
+    sources = {"train": source(3), split: source(3, weight=2)}
+    with pytest.raises(ValueError, match=rf"weight=2 has no effect on {split} data 'test_mixture.made_rows'"):
+        PromptDataModule(**sources, batch_size=1)

@@ -62,7 +62,7 @@ def test_a_negative_position_is_refused():
         make_stream()[-1]
 
 
-def test_a_loader_without_a_trainer_begins_anew_each_time():
+def test_a_loader_without_a_trainer_starts_again_each_time():
     loader = EpochLoader(3, lambda epoch, index: (epoch, index))
     assert list(loader) == list(loader) == [(0, 0), (0, 1), (0, 2)]
     assert len(loader) == 3

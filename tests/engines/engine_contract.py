@@ -461,7 +461,7 @@ def a_completion_that_was_begun_goes_on(case: EngineCase) -> None:
 
     async def continued(begun: Completion) -> Completion:
         engine: Any = case.engine
-        return (await engine.generate(PROMPTS[0], sampling, session="test", written=begun))[0]  # type: ignore[no-any-return]
+        return (await engine.generate(PROMPTS[0], sampling, session="test", started=begun))[0]  # type: ignore[no-any-return]
 
     (whole,) = run(case.generate(PROMPTS[0], sampling))
     begun = Completion(whole.token_ids[:5], whole.logprobs[:5], whole.weight_versions[:5], "abort")

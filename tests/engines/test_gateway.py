@@ -23,9 +23,9 @@ from test_registry import NUM_TOKENS, announced, is_whole, often
 from test_sglang_engine import ContractCase, contract_case, model_servers, models
 from waits import Deadlines, until
 
-from lightrl.engines.sglang import request_loop
+from lightrl.engines.servers import request_loop
+from lightrl.engines.servers.registry import ServerEntry
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.registry import ServerEntry
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 
@@ -107,9 +107,6 @@ def num_generated(server: FakeServerProcess) -> int:
     return int(server.stats()["requests"].get("/generate", 0))
 
 
-# ---------------------------------------------------------------------- which servers get requests
-
-
 @BOTH
 def test_a_server_that_does_not_prove_the_new_weights_gets_no_request(router: str, start: Start) -> None:
     liar, honest = start(), start()
@@ -132,7 +129,11 @@ def test_a_server_that_does_not_prove_the_new_weights_gets_no_request(router: st
 
 
 @BOTH
-@pytest.mark.parametrize("end", [FakeServerProcess.kill, FakeServerProcess.freeze], ids=["killed", "hung"])
+@pytest.mark.parametrize(
+    "end",
+    [pytest.param(FakeServerProcess.kill, marks=pytest.mark.extra), FakeServerProcess.freeze],
+    ids=["killed", "hung"],
+)
 def test_requests_of_a_server_that_ends_continue_and_it_serves_again_when_it_is_back(
     end: Callable[[FakeServerProcess], None], router: str, start: Start
 ) -> None:
@@ -214,10 +215,9 @@ def test_an_answer_of_a_server_without_the_weights_is_not_used(
         assert num_generated(foreign) == 3
 
 
-# ---------------------------------------------------------------------- the gateway itself
-
-
-@pytest.mark.parametrize("end", [FakeGateway.stop, FakeGateway.freeze], ids=["ends", "hangs"])
+@pytest.mark.parametrize(
+    "end", [pytest.param(FakeGateway.stop, marks=pytest.mark.extra), FakeGateway.freeze], ids=["ends", "hangs"]
+)
 def test_when_the_gateway_is_gone_the_error_names_it(
     end: Callable[[FakeGateway], None], fake: FakeGateway, start: Start
 ) -> None:
@@ -283,8 +283,9 @@ def test_smg_takes_requests_with_the_token_alone_and_learns_no_other_secret(
     router: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "another-secret")
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "a-secret")
     server = start(api_key="a-secret")
-    with engine_through(router, [server], token="a-secret") as engine:
+    with engine_through(router, [server]) as engine:
         url = engine.gateway.url
 
         async def statuses() -> list[int]:
@@ -298,9 +299,6 @@ def test_smg_takes_requests_with_the_token_alone_and_learns_no_other_secret(
         assert not [
             one for one in psutil.process_iter() if "a-secret" in str(command_of(one)) and one.pid != server.pid
         ]
-
-
-# ---------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
@@ -336,9 +334,6 @@ def test_a_server_is_no_gateway_and_a_gateway_no_server(fake: FakeGateway, start
         nothing = f"http://127.0.0.1:{closed.getsockname()[1]}"
     with pytest.raises(EngineError, match=f"Gateway {nothing} gave no answer to /workers"):
         SGLangEngine(urls=[server.url], router=nothing).start(LARGE)
-
-
-# ---------------------------------------------------------------------- the contract of an engine
 
 
 @pytest.mark.extra

@@ -20,7 +20,7 @@ from hosts import Hosts, why_not
 from sync_cases import config_of
 from transformers import AutoModelForCausalLM
 
-from lightrl.engines.sglang.addresses import interface_of, remote_servers, trainer_address
+from lightrl.engines.servers.addresses import interface_of, remote_servers, trainer_address
 from lightrl.errors import EngineUnreachable
 
 WHY_NOT = why_not()
@@ -71,7 +71,7 @@ def serve(hosts: Hosts, number: int, model_folder: str) -> str:
 def receive(hosts: Hosts, number: int, folder: Path) -> None:
     """Starts a weight receiver beside a host's server; returns when it listens."""
     address = hosts.address(number)
-    command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--host", address, "--port", "31000"]
+    command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--host", address, "--port", "31000"]
     hosts.popen(number, [*command, "--folder", str(folder / f"receiver-{number}")], env=TOKEN)
     reached = hosts.popen(number, [sys.executable, "-c", CONNECT, address, "31000"])
     assert reached.wait(60) == 0

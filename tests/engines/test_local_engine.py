@@ -245,10 +245,15 @@ def test_the_global_random_state_and_thread_count_are_left_alone() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_an_error_while_decoding_reaches_all_requests_with_its_cause(qwen3_case: EngineCase) -> None:
+def test_an_error_while_decoding_reaches_all_requests_with_its_cause(
+    qwen3_case: EngineCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     qwen3_case.load(0)
-    engine = qwen3_case.engine
-    engine._decoder._layers[1].down = fast_decoder.FusedLinear(torch.zeros(3, 3), None)  # no product with it is defined
+
+    def fail(*inputs: object) -> None:
+        raise RuntimeError("no such product is defined")
+
+    monkeypatch.setattr(fast_decoder.LlamaDecoder, "step", fail)
 
     async def scenario() -> list[Any]:
         requests = [qwen3_case.generate([1], Sampling(max_new_tokens=5)) for _ in range(3)]
@@ -345,7 +350,7 @@ def test_a_batch_has_room_for_the_rows_whose_last_tokens_fit() -> None:
     assert batch.capacity(rows) == 3  # of 16 tokens each; a fourth needs 48
     assert batch.capacity(rows[::-1]) == 1  # which alone may exceed the bound
     with torch.inference_mode():
-        batch.make_room(rows[:2])
+        batch.reserve(rows[:2])
         batch.admit(rows[:2], 0)
     assert batch.capacity([rows[2]]) == 2  # keys, or values, would be there twice while they are copied
     decoder.cache_bytes = 4 * 16 * decoder.token_bytes

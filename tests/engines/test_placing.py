@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, choose_devices
-from lightrl.engines.sglang.processes.command import gpus_of_servers, visible
+from lightrl.engines.servers.processes.command import gpus_of_servers, visible
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

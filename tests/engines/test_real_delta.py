@@ -11,13 +11,13 @@ from engine_contract import BUCKET_BYTES
 from real_sglang import tiny_config, tiny_models
 from sync_cases import fed
 
+from lightrl.engines.servers.connection import Connection
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.receivers import Receivers
+from lightrl.engines.servers.sync.report import SyncReport
+from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.sync.transports import DeltaTransport, DiskTransport, WeightTransport
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.server import Server
-from lightrl.engines.sglang.sync.receivers import Receivers
-from lightrl.engines.sglang.sync.report import SyncReport
-from lightrl.engines.sglang.sync.server_sync import ServerSync
-from lightrl.engines.sglang.sync.transports import DeltaTransport, DiskTransport, WeightTransport
 from lightrl.weights import ServerForm, WeightFolder, bucketed
 
 pytestmark = [pytest.mark.real_sglang, pytest.mark.extra]

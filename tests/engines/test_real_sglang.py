@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.real_sglang, pytest.mark.extra]  # of test_real_sglang
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.replace("_", " "))
 def test_the_contract_of_engines_holds_through_disk(check, real_server):
-    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], timeouts=Timeouts(sync_s=60))
+    engine = SGLangEngine(urls=[real_server["url"]], timeouts=Timeouts(sync_s=60))
     engine.start(tiny_config())
     try:
         check(EngineCase(engine, tiny_models(), is_exact=False))
@@ -101,7 +101,7 @@ def test_a_seed_draws_the_same_tokens_wherever_a_completion_is_interrupted_and_b
 @pytest.mark.parametrize("is_load", [True, False], ids=["load", "pause"])
 def test_an_interruption_does_not_bar_stop_tokens_for_longer(is_load: bool, real_server: dict[str, Any]) -> None:
     """SGLang counts the minimum of a request that a pause retracts from there, so such a request is sent again."""
-    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], timeouts=Timeouts(sync_s=60))
+    engine = SGLangEngine(urls=[real_server["url"]], timeouts=Timeouts(sync_s=60))
     engine.start(tiny_config())
     weights = list(tiny_models(1)[0].named_parameters())
     versions = itertools.count()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from sync_cases import LARGE, one_weight
 from test_server_faults import DEADLINES
 from waits import until
 
-from lightrl.engines.sglang import registry
+from lightrl.engines.servers import registry
+from lightrl.engines.servers.registry import Announcement, Registry, ServerEntry, registry_at
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.registry import Announcement, Registry, ServerEntry, registry_at
 from lightrl.errors import EngineTimeout
 
 NUM_TOKENS = 400
@@ -27,7 +29,7 @@ A, B = ServerEntry("http://a:1", "http://a:9"), ServerEntry("http://b:2")
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "BEAT_S", 0.1)
-    monkeypatch.setattr("lightrl.engines.sglang.watch.READ_EVERY_S", 0.05)
+    monkeypatch.setattr("lightrl.engines.servers.watch.READ_EVERY_S", 0.05)
 
 
 @pytest.fixture
@@ -60,15 +62,18 @@ def test_a_registry_knows_the_servers_that_announce_themselves(tmp_path: Path, a
     assert reader.read() == {}
 
 
+def write_entry(folder: Path, server: ServerEntry, *, beat: int) -> None:
+    """What an announcement writes, at the moments that a test chooses."""
+    entry = {"url": server.url, "receiver": server.receiver, "is_leaving": False, "beat": f"start-{beat}"}
+    (folder / f"{server.url.partition('//')[2].replace(':', '-')}.json").write_text(json.dumps(entry))
+
+
 def test_an_entry_from_before_the_run_counts_once_it_changes(tmp_path: Path) -> None:
-    alive, killed = Announcement(tmp_path), Announcement(tmp_path)
-    alive._servers, killed._servers = [A], [B]
-    alive._beat()
-    killed._beat()
-    reader = Registry(tmp_path)
-    assert reader.read() == {}
-    alive._beat()
-    assert list(reader.read()) == [A.url]
+    for server in (A, B):
+        write_entry(tmp_path, server, beat=1)
+    reader = reader_from_before(tmp_path)
+    write_entry(tmp_path, A, beat=2)
+    assert reader.read() == {A.url: A}
 
 
 def test_a_run_waits_for_as_many_servers_as_its_address_says(
@@ -86,18 +91,16 @@ def test_a_run_waits_for_as_many_servers_as_its_address_says(
 
 
 def test_an_entry_without_a_beat_expires_by_the_clock_of_its_reader(
-    tmp_path: Path, announced: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(registry.time, "monotonic", lambda: now[0])
-    announcement = Announcement(tmp_path)
-    announcement._servers = [A]
     reader = reader_from_before(tmp_path)
-    announcement._beat()
+    write_entry(tmp_path, A, beat=1)
     assert list(reader.read()) == [A.url]
     now[0] += registry.EXPIRE_S - 1
     assert list(reader.read()) == [A.url]
-    announcement._beat()
+    write_entry(tmp_path, A, beat=2)
     reader.read()
     now[0] += registry.EXPIRE_S - 1
     assert list(reader.read()) == [A.url]
@@ -117,11 +120,12 @@ def test_a_server_that_leaves_waits_until_it_is_released(tmp_path: Path, announc
     assert not leaving.leave(timeout_s=0.3)  # no run has taken note
     reader = reader_from_before(tmp_path)
     leaving = announced(A)
-    leaving._is_leaving = True
-    while not reader.read()[A.url].is_leaving:
-        pass
-    reader.release(A.url)
-    assert leaving.leave(timeout_s=60)
+    with ThreadPoolExecutor() as pool:
+        is_released = pool.submit(leaving.leave, timeout_s=60)
+        while not reader.read()[A.url].is_leaving:
+            pass
+        reader.release(A.url)
+        assert is_released.result()
     leaving = announced(A)
     assert leaving.leave(timeout_s=0)  # asks nobody
     assert reader.read() == {}
@@ -142,7 +146,7 @@ def test_a_run_without_servers_says_how_to_start_some(tmp_path: Path) -> None:
 
 def is_whole(token_ids: list[int]) -> bool:
     """A token is a hash of the seed and of its place: one that is lost or counted twice shows."""
-    return token_ids == [ScriptedModel()._token([1], 1, place, False) for place in range(1, NUM_TOKENS + 1)]
+    return token_ids == [ScriptedModel().token([1], 1, place, False) for place in range(1, NUM_TOKENS + 1)]
 
 
 def test_a_server_that_dies_without_a_word_is_forgotten_and_joins_again(

@@ -43,6 +43,9 @@ DEADLINES: dict[str, Any] = {
 }
 BY_NAME = {"kill": FakeServerProcess.kill, "freeze": FakeServerProcess.freeze}
 ENDS = pytest.mark.parametrize("end", BY_NAME, ids=["kill -9", "SIGSTOP"])
+HANGS_OR_ENDS = pytest.mark.parametrize(
+    "end", ["freeze", pytest.param("kill", marks=pytest.mark.extra)], ids=["SIGSTOP", "kill -9"]
+)
 
 
 @pytest.fixture
@@ -84,9 +87,6 @@ def assert_whole(completions: list[Any], expected: list[list[int]], versions: se
         assert len(completion.logprobs) == len(completion.weight_versions) == NUM_TOKENS
         assert completion.weight_versions == sorted(completion.weight_versions)
         assert set(completion.weight_versions) <= versions
-
-
-# ---------------------------------------------------------------------- a server is killed, or hangs
 
 
 @ENDS
@@ -194,10 +194,7 @@ def test_a_broadcast_that_a_server_leaves_reaches_the_other_whole(end, start, tm
         engine.close()
 
 
-# ---------------------------------------------------------------------- all of them
-
-
-@ENDS
+@HANGS_OR_ENDS
 def test_when_all_servers_end_requests_say_what_became_of_each(end, start, engine_on):
     servers = [start(**SLOWLY), start(**SLOWLY)]
     engine = engine_on(*servers)
@@ -216,7 +213,7 @@ def test_when_all_servers_end_requests_say_what_became_of_each(end, start, engin
         assert f"{server.url} last answered" in str(caught.value)
 
 
-@ENDS
+@HANGS_OR_ENDS
 def test_when_all_servers_end_amid_a_sync_it_names_the_version_and_each_server(end, start, engine_on):
     servers = [start(), start()]
     engine = engine_on(*servers)
@@ -238,9 +235,6 @@ def test_when_all_servers_end_amid_a_sync_it_names_the_version_and_each_server(e
     assert engine.weight_version == 0
     with pytest.raises(EngineError, match="No server is left"):
         run(request(engine, 0))
-
-
-# ---------------------------------------------------------------------- servers that the engine starts
 
 
 @pytest.mark.parametrize("moment", ["mid-generation", "mid-sync"])
@@ -289,9 +283,6 @@ def kill(server: Any) -> None:
     psutil.Process(server.pid).children()[0].kill()
 
 
-# ---------------------------------------------------------------------- connections and answers
-
-
 @pytest.mark.parametrize("seconds", [0.0, 0.1], ids=["before the answer", "amid the generation"])
 def test_a_request_whose_connection_is_cut_is_asked_again(seconds, start, engine_on):
     expected = written(start, engine_on)
@@ -324,9 +315,6 @@ def test_the_only_server_that_acknowledges_another_version_goes_back_to_the_old_
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {0}
     engine.load_weights(one_weight(2), weight_version=2)
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {2}
-
-
-# ---------------------------------------------------------------------- weight files
 
 
 def cut_short(place: Path) -> None:

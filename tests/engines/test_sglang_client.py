@@ -14,9 +14,9 @@ from fake_sglang.process import FakeServerProcess
 from waits import no_more_files
 
 from lightrl.engines import Timeouts
+from lightrl.engines.servers.connection import OutOfFiles
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.connection import OutOfFiles
-from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
 

@@ -17,7 +17,7 @@ from sync_cases import config_of, one_weight, running
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import NUM_TOKENS, SLOWLY, Deadlines, no_more_files, until, until_written
 
-from lightrl.engines.sglang.addresses import addresses_from_environment
+from lightrl.engines.servers.addresses import addresses_from_environment
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling

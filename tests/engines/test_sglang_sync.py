@@ -10,13 +10,13 @@ from sync_cases import asked, running, sync, version_of, weights
 from tiny import tiny_model
 from transformers import Qwen3Config
 
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync import server_sync
+from lightrl.engines.servers.sync.report import SyncFailed, SyncReport
+from lightrl.engines.servers.sync.server_sync import BucketFeed, ServerSync
+from lightrl.engines.servers.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.home_loop import HomeLoop
-from lightrl.engines.sglang.server import Server
-from lightrl.engines.sglang.sync import server_sync
-from lightrl.engines.sglang.sync.report import SyncFailed, SyncReport
-from lightrl.engines.sglang.sync.server_sync import BucketFeed, ServerSync
-from lightrl.engines.sglang.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, ServerForm, WeightFolder, bucketed
 
@@ -33,9 +33,6 @@ def folder(tmp_path):
 def two_servers():
     with running(2) as servers:
         yield servers
-
-
-# ---------------------------------------------------------------------- through the disk
 
 
 def test_servers_take_the_version_and_go_on(folder, two_servers):
@@ -113,9 +110,6 @@ def test_without_servers_there_is_nothing_to_load_into(folder):
         sync([], DiskTransport(folder), weights(0), 0)
 
 
-# ---------------------------------------------------------------------- from the trainer's thread
-
-
 def in_a_thread(servers, transport, buckets, **settings) -> SyncReport:
     """`ServerSync.load_from_thread` with an event loop in another thread."""
     home = HomeLoop(lambda: "")
@@ -177,9 +171,6 @@ def test_a_blocked_loop_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
-
-
-# ---------------------------------------------------------------------- bucket by bucket
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_the_committed_outputs_are_those_of_a_whole_run() -> None:
     assert not [output for output in outputs(kept) if home in str(output) or sys.prefix in str(output)]
 
 
-def test_the_site_shows_cells_outputs_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_site_shows_cells_outputs_and_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts/docs_site")
     import notebook_page
 

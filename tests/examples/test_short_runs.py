@@ -13,7 +13,7 @@ from test_make_model import make_folder
 
 from examples.multi_turn import calculator
 from lightrl.commands.cli import run
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]

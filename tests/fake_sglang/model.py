@@ -138,7 +138,8 @@ class EmbeddedModel(ScriptedModel):
 
     def _add_adapter(self, engine: LocalEngine, name: str) -> None:
         """Adds B A x to what each adapted layer gives, in the server's dtype, as SGLang does: nothing is merged."""
-        assert isinstance(engine._decoder, HuggingFaceDecoder)
+        decoder = engine._decoder
+        assert isinstance(decoder, HuggingFaceDecoder)
 
         def adapt(module: torch.nn.Module, args: tuple[Tensor], output: Tensor, key: str) -> Tensor:
             config, tensors = self._adapters[name]
@@ -150,7 +151,7 @@ class EmbeddedModel(ScriptedModel):
         tensors = self._adapters[name][1]
         for key in (key for key in tensors if ".lora_A." in key):
             layer = key.removeprefix("base_model.model.").partition(".lora_A.")[0]
-            module = engine._decoder._model.get_submodule(layer)
+            module = decoder._model.get_submodule(layer)
             shape = (len(tensors[key.replace(".lora_A.", ".lora_B.")]), tensors[key].shape[1])
             if module.weight.shape != shape:
                 raise RuntimeError(f"{layer} has shape {tuple(module.weight.shape)} instead of the adapter's {shape}")
@@ -240,7 +241,7 @@ class EmbeddedModel(ScriptedModel):
         return self._engine_of(lora).score([token_ids])["engine"][0]
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        return self._engine.likeliest(token_ids, num)
+        return self._engine.top_logprobs(token_ids, num)
 
     async def pause(self) -> None:
         for engine in [self._engine, *self._adapted.values()]:
@@ -311,7 +312,7 @@ class EmbeddedModel(ScriptedModel):
         return tensors
 
 
-class JudgingModel(ScriptedModel):
+class RewardModel(ScriptedModel):
     """A tiny reward model from a Hugging Face folder, one row at a time; it generates by rule."""
 
     def __init__(self, folder: str, *, version: str = "default") -> None:

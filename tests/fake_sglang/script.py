@@ -94,7 +94,7 @@ class ScriptedModel:
                 await self._running.wait()
             if run.is_aborted:
                 return "abort"
-            token = self._token(run.prompt, seed, len(run.prompt) + position, params["temperature"] == 0)
+            token = self.token(run.prompt, seed, len(run.prompt) + position, params["temperature"] == 0)
             if position < run.minimum_from + params["min_new_tokens"]:
                 while token in stops:
                     token = (token + 1) % self.vocab_size
@@ -161,7 +161,7 @@ class ScriptedModel:
         """A digest of each parameter, by rank."""
         return [self._sums]
 
-    def _token(self, prompt: Sequence[int], seed: int, position: int, is_greedy: bool) -> int:
+    def token(self, prompt: Sequence[int], seed: int, position: int, is_greedy: bool) -> int:
         start = sum(prompt) if is_greedy else seed
         mixed = (start * _MIX + (position + 1) * _GOLDEN) & _MASK
         mixed = ((mixed ^ (mixed >> 29)) * _MIX) & _MASK

@@ -66,7 +66,7 @@ def test_before_any_return_and_with_equal_returns_values_stay_finite() -> None:
     assert normalizer.normalize(torch.tensor([2.0, 2.1])).tolist() == pytest.approx([0, 10], rel=1e-4)
 
 
-def test_the_normalizer_goes_on_after_a_resume() -> None:
+def test_the_normalizer_continues_after_a_resume() -> None:
     one, other = ValueNormalizer(), ValueNormalizer()
     one.update(torch.randn(9))
     other.load_state_dict(one.state_dict())

@@ -11,7 +11,7 @@ from lightrl.experience import Experience
 from lightrl.functional import hidden_logprobs
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.packed_attention import KERNELS, PackedRows, _sdpa, kernel_for
+from lightrl.strategies.packed_attention import KERNELS, PackedRows, kernel_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 
@@ -62,7 +62,7 @@ def test_a_kernel_gives_what_sdpa_gives(device: torch.device, kernel: str, windo
     ]
     rows = PackedRows(LENGTHS, device)
     results = []
-    for function in (KERNELS[kernel], _sdpa):
+    for function in (KERNELS[kernel], KERNELS["sdpa"]):
         output = function(*inputs, rows, None, window)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
     for actual, expected in zip(*results, strict=True):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics, write_trace
 
@@ -44,9 +45,6 @@ def table(answers: Answers, query: str = "", **values: str) -> dict[str, Any]:
     return answers.answer("table", {"run": "0", "query": query, **values})
 
 
-# ---------------------------------------------------------------------- runs and curves
-
-
 def test_runs_are_found_below_their_root(folder: Path, tmp_path: Path) -> None:
     write_metrics(folder.parent / "version_1", 3)
     runs = find_runs([tmp_path / "runs"])
@@ -74,9 +72,6 @@ def test_a_long_curve_has_the_means_of_its_parts(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,value\n" + rows)
     points = Curves(tmp_path).to_json()["value"]
     assert points["x"] == points["y"] == [3 * index + 1 for index in range(MAX_POINTS)]
-
-
-# ---------------------------------------------------------------------- the table
 
 
 def test_the_table_is_sorted_searched_and_paged(answers: Answers) -> None:
@@ -125,7 +120,7 @@ def test_a_condition_that_is_still_being_typed_finds_everything(answers: Answers
         assert (page["total"] > 0) == (query != "reward")
 
 
-def test_the_index_follows_a_run_that_goes_on_and_repeats(folder: Path, tmp_path: Path) -> None:
+def test_the_index_follows_a_run_that_continues_and_repeats(folder: Path, tmp_path: Path) -> None:
     index = TrajectoryIndex(folder, tmp_path / "cache")
     assert index.update(max_files=1) == 3  # two iterations and the problems
     assert {row["iteration"] for row in index.page()["rows"]} == {2}  # the newest first
@@ -172,9 +167,6 @@ def test_an_exported_page_has_a_sample_of_each_iteration_and_says_so(tmp_path: P
         assert [other["sample"] for other in shown["group_rows"]] == [0, 1, 2]
 
 
-# ---------------------------------------------------------------------- a trajectory
-
-
 def test_a_trajectory_has_every_token_with_what_is_known_of_it(answers: Answers) -> None:
     row = table(answers, "iteration=2 group=0 sample=1")["rows"][0]
     shown = answers.answer("trajectory", {"id": str(row["id"])})
@@ -204,9 +196,6 @@ def test_only_images_are_shown_whatever_path_a_prompt_names(folder: Path, answer
             answers.image({"id": row, "number": number})
 
 
-# ---------------------------------------------------------------------- timelines, problems and settings
-
-
 def test_the_time_line_of_an_iteration_has_all_ranks(folder: Path) -> None:
     timeline = Timeline(folder)
     assert timeline.iterations() == [0, 1, 2]
@@ -227,7 +216,7 @@ def test_lost_servers_and_drops_are_problems(answers: Answers) -> None:
     assert [(one["source"], one["kind"]) for one in found] == [("server", "lost"), ("reward", "dropped: reward_raised")]
 
 
-def test_the_settings_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
+def test_the_settings_of_runs_stand_next_to_each_other(tmp_path: Path) -> None:
     config = """
         model: {class_path: lightrl.GRPO, init_args: {lr: %s, sampling: {top_k: -1}, betas: [0.9, 0.95], note: null}}
         trainer:
@@ -253,9 +242,6 @@ def test_the_settings_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
     different = {name for name in one if one[name] != other[name]}
     assert different == {"model.lr", "trainer.callbacks.TrajectoryLog.every_n_iterations"}
     assert nothing == {}
-
-
-# ---------------------------------------------------------------------- the server
 
 
 @pytest.fixture
@@ -286,7 +272,8 @@ def test_the_page_needs_its_token_and_its_host(server: PageServer) -> None:
     for path in ("/", "/runs", f"/{server.token[:-1]}/runs", f"/{server.token}x/", "/%00/"):
         assert get(server, path)[0] == 404
     assert get(server, f"/{server.token}/../../etc/passwd")[0] == 404
-    assert server._server.server_address[0] == "127.0.0.1"
+    listening = [one.laddr for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN]
+    assert {address.ip for address in listening if address.port == server.port} == {"127.0.0.1"}
 
 
 def test_answers_and_their_errors_are_json(server: PageServer) -> None:

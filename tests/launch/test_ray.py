@@ -109,7 +109,7 @@ class TestOnOneNode:
         return launcher
 
     @pytest.mark.extra
-    def test_ranks_end_then_servers_and_the_clusters_room_is_free_again(self, ray, tmp_path):
+    def test_ranks_end_then_servers_and_the_clusters_resources_are_free_again(self, ray, tmp_path):
         programs = {"trainer-0": NOTES_GPUS + "time.sleep(0.5); end()", "servers-0": WAITS}
         launcher = self.launched(ray, tmp_path, programs)
         import ray as cluster

@@ -162,7 +162,7 @@ class TestOnSlurm:
     @pytest.mark.extra
     @pytest.mark.timeout(300)
     @pytest.mark.parametrize("retries", [1, 0])
-    def test_a_lost_host_ends_the_job_which_goes_on_elsewhere_if_it_may(self, retries, tmp_path):
+    def test_a_lost_host_ends_the_job_which_continues_elsewhere_if_it_may(self, retries, tmp_path):
         (tmp_path / "slurm").mkdir()
         with Slurm(4, tmp_path / "slurm") as slurm:
             plan = plan_in(tmp_path, recover=Recover(retries=retries))

@@ -62,7 +62,7 @@ def iteration(runs: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(WHY_NOT is not None, reason=f"hosts in a box: {WHY_NOT}")
-def test_a_killed_torchrun_leaves_no_rank_and_the_run_goes_on_from_its_checkpoint(scripts, start):
+def test_a_killed_torchrun_leaves_no_rank_and_the_run_continues_from_its_checkpoint(scripts, start):
     runs = scripts.parent
     start("servers", 3)
     first, second = start("trainer", 1), start("trainer", 2)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from test_make_model import make_folder
 
+from lightrl.algorithms import GRPO
 from lightrl.commands import cli
 from lightrl.commands.main import main
 from lightrl.migration.convert import convert
@@ -192,6 +193,15 @@ def test_schedules_of_areal_are_rl_settings_too():
     model = result.settings["model"]["init_args"]
     found = [model[name] for name in ("eps", "lr_decay", "min_lr_ratio", "warmup_iterations")]
     assert (found, result.left) == ([1e-5, "cosine", 0.1, 0.02], {})
+
+
+@pytest.mark.parametrize("kind", [{}, {"lr_scheduler_type": "constant"}, {"lr_scheduler_type": None}], ids=str)
+def test_the_end_of_a_decay_is_dropped_where_the_learning_rate_is_constant(kind):
+    result = convert(actor(optimizer={"min_lr_ratio": 0.1, **kind}) | {"gconfig": {"n_samples": 4}})
+    assert "no decay" in result.notes["actor.optimizer.min_lr_ratio"]
+    settings = result.settings["model"]["init_args"]
+    schedule = {name: settings[name] for name in ("lr_decay", "min_lr_ratio") if name in settings}
+    assert GRPO("some/model", reward="lightrl.rewards.math_answer", **schedule).min_lr_ratio == 0.0
 
 
 def test_another_reference_of_dpo_is_kept_and_microbatches_have_no_counterpart():

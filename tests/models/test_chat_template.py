@@ -38,9 +38,6 @@ def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return list(tokenizer(text).input_ids)
 
 
-# ---------------------------------------------------------------------- one owner
-
-
 def test_arguments_belong_to_the_tokenizer_and_a_row_overrides_them():
     tokenizer = byte_tokenizer()
     set_chat_template(tokenizer, THINKS, {"enable_thinking": False})
@@ -103,9 +100,6 @@ def test_a_column_of_another_form_is_refused_by_name(fields: dict[str, Any]):
         columns_of(fields)
 
 
-# ---------------------------------------------------------------------- what the policy wrote
-
-
 def test_only_ends_of_turns_and_padding_are_left_out_of_the_text():
     tokenizer = byte_tokenizer(CHATML, "<think>", "</think>", "<|eom|>")
     template = ChatTemplate(tokenizer)
@@ -150,9 +144,6 @@ def test_a_template_that_cannot_render_the_probe_names_no_end_and_is_left_to_the
     template.check_generation_prompt()
 
 
-# ---------------------------------------------------------------------- parts
-
-
 PARTS_ALONE = (
     "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'image' %}[image]"
     "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
@@ -166,7 +157,7 @@ def test_text_and_parts_of_text_are_the_same_to_a_template(template: str, conten
     assert text.strip().replace("<|im_start|>user\n", "<user>").removesuffix("<|im_end|>") == "<user>hi"
 
 
-def test_images_stay_parts_beside_text():
+def test_images_stay_parts_next_to_text():
     content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
     chat = [{"role": "system", "content": "Look."}, {"role": "user", "content": content}]
     text = ChatTemplate(byte_tokenizer(PARTS_ALONE)).render(chat, {}, is_whole=True)

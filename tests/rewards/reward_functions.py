@@ -173,7 +173,7 @@ class AsyncScale:
         return self.factor
 
 
-class Judges:
+class Constants:
     @staticmethod
     def constant(trajectory: Trajectory) -> float:
         return 0.25

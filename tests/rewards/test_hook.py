@@ -1,4 +1,4 @@
-"""RewardHook: callables of this process, judged in a thread."""
+"""RewardHook: callables of this process, in a thread."""
 
 import asyncio
 import logging
@@ -8,12 +8,12 @@ import pytest
 from reward_functions import obey, obey_async, trajectory_that
 from test_pool import reasons
 
-from lightrl.rewards import Judgment, RewardHook
+from lightrl.rewards import RewardHook, RewardResult
 
 
 def outcomes(hook: RewardHook, *trajectories: object) -> list[object]:
     async def gathered() -> list[object]:
-        return await asyncio.gather(*map(hook.score, trajectories), return_exceptions=True)
+        return await asyncio.gather(*map(hook.compute_reward, trajectories), return_exceptions=True)
 
     hook.start()
     try:
@@ -36,9 +36,9 @@ class Scale:
 
 
 @pytest.mark.parametrize("function", [Scale().reward, Scale().reward_async, lambda t: Scale().reward_async(t)])
-def test_512_trajectories_are_judged_each_with_its_own_reward(function):
+def test_512_trajectories_each_get_their_own_reward(function):
     results = outcomes(RewardHook(function), *(trajectory_that(give=float(i)) for i in range(512)))
-    assert results == [Judgment(3.0 * i) for i in range(512)]
+    assert results == [RewardResult(3.0 * i) for i in range(512)]
 
 
 @pytest.mark.parametrize("function", [obey, obey_async])
@@ -89,3 +89,8 @@ def test_close_ends_the_threads():
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
     assert set(threading.enumerate()) <= before
+
+
+def test_a_method_that_was_renamed_says_its_new_name() -> None:
+    with pytest.raises(AttributeError, match="'RewardHook' object has no attribute 'score'; it is now compute_reward"):
+        getattr(RewardHook(len), "score")  # noqa: B009

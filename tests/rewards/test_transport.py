@@ -21,38 +21,38 @@ from lightrl.rewards.transport import (
 from lightrl.trajectory import Trajectory, Turn
 
 
-def judged() -> Trajectory:
+def numpy_trajectory() -> Trajectory:
     trajectory = trajectory_that(answer="7", nested={"a": [1, None]})
     trajectory.rewards, trajectory.turns = [0.0, 0.0, 0.1, 0.2], [Turn(2, 4, "length")]
     return trajectory
 
 
 def test_a_copy_comes_out_of_the_bytes() -> None:
-    trajectory = judged()
+    trajectory = numpy_trajectory()
     assert trajectory_from_bytes(trajectory_to_bytes(trajectory, prompt_to_bytes(trajectory.prompt))) == trajectory
     assert json.loads(as_json(trajectory)) == json.loads(json.dumps(trajectory.to_json()))
 
 
 @pytest.mark.parametrize("is_process", [True, False], ids=["in a process", "in a thread"])
 def test_a_reward_function_reads_lists(is_process: bool) -> None:
-    trajectory = judged()
-    judge: RewardPool | RewardHook = RewardHook(reads_lists)
+    trajectory = numpy_trajectory()
+    worker: RewardPool | RewardHook = RewardHook(reads_lists)
     if is_process:
-        judge = RewardPool("reward_functions.reads_lists", search_paths=[str(Path(__file__).parent)])
-    judge.start()
+        worker = RewardPool("reward_functions.reads_lists", search_paths=[str(Path(__file__).parent)])
+    worker.start()
     try:
-        judgment = asyncio.run(judge.score(trajectory))
+        result = asyncio.run(worker.compute_reward(trajectory))
     finally:
-        judge.close()
-    assert judgment.reward == pytest.approx(0.3)
-    assert judgment.metrics["tokens"] == 5
-    assert not (is_process and judgment.metrics["numpy"])
+        worker.close()
+    assert result.reward == pytest.approx(0.3)
+    assert result.metrics["tokens"] == 5
+    assert not (is_process and result.metrics["numpy"])
     assert trajectory.token_ids == [7, 8, 5, 1]
 
 
 def test_what_a_reward_function_got_can_be_copied() -> None:
-    seen = ListTrajectory(**vars(judged()))
+    seen = ListTrajectory(**vars(numpy_trajectory()))
     assert replace(seen, completion="x").token_ids == [7, 8, 5, 1]
-    assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == judged()
+    assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == numpy_trajectory()
     with pytest.raises(AttributeError, match=r"Trajectory has no 'tokens'; it has .*'token_ids'"):
         seen.tokens  # noqa: B018

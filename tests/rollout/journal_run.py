@@ -35,7 +35,7 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def play(folder, *, kill_before=None, kill_amid=None, resumes):
+def play(folder, *, kill_before=None, kill_during=None, resumes):
     """Two iterations of one conversation; dies before the completion of this number, or amid this call of the tool."""
     effects = folder / "effects"
     num_calls = 0
@@ -50,7 +50,7 @@ def play(folder, *, kill_before=None, kill_amid=None, resumes):
         num_calls += 1
         with effects.open("a") as file:
             file.write(f"{note}\n")
-        if num_calls == kill_amid:
+        if num_calls == kill_during:
             kill()
         return f"paid {note}"
 
@@ -103,7 +103,7 @@ def in_child(work: Callable[[], Any]) -> int:
 def main() -> None:
     root = Path(sys.argv[1])
     cases = {f"{number}": {"kill_before": number} for number in range(1, TURNS * ITERATIONS + 1)}
-    cases |= {"amid": {"kill_amid": AMID}, "never": {}}
+    cases |= {"amid": {"kill_during": AMID}, "never": {}}
     for name, when in cases.items():
         folder = root / name
         folder.mkdir()

@@ -295,7 +295,7 @@ async def asks_too_much(prompt: Prompt, generate: Generate) -> None:
         (asks_too_much, "exceed the context"),
     ],
 )
-def test_a_failed_workflow_drops_its_trajectory_and_the_run_goes_on(make: Make, before: Any, message: str) -> None:
+def test_a_failed_workflow_drops_its_trajectory_and_the_run_continues(make: Make, before: Any, message: str) -> None:
     async def first_only(prompt: Prompt, generate: Generate) -> Any:
         return await before(prompt, generate) if prompt.id == "p0" else None
 
@@ -326,7 +326,7 @@ def test_too_many_failures_end_the_run_with_the_last_reason(make: Make) -> None:
         controller.take(0)
 
 
-def test_failures_are_counted_anew_for_each_iteration(make: Make) -> None:
+def test_failures_are_counted_for_each_iteration_alone(make: Make) -> None:
     controller = make(reward=fails_for({1, 5, 9}), groups_per_iteration=3, max_failed_fraction=0.4)
     assert [ids(iterate(controller, version)) for version in range(3)] == [[0, 2, 3], [4, 6, 7], [8, 10, 11]]
 
@@ -489,7 +489,7 @@ def test_nothing_is_lost_or_trained_on_twice_after_a_stop_anywhere(make: Make, m
     assert interrupted == list(range(5)) or max_staleness or point != "rolling out"
 
 
-def test_a_resume_with_another_number_of_groups_per_iteration_goes_on(make: Make) -> None:
+def test_a_resume_with_another_number_of_groups_per_iteration_continues(make: Make) -> None:
     first = make(groups_per_iteration=2)
     for version in range(3):
         iterate(first, version)
@@ -528,7 +528,7 @@ def test_progress_is_reported_while_it_waits(make: Make) -> None:
     assert reported[-1] == (3, 4)
 
 
-def test_evaluation_keeps_the_order_and_lets_training_rollouts_go_on(make: Make) -> None:
+def test_evaluation_keeps_the_order_and_lets_training_rollouts_continue(make: Make) -> None:
     pace = lambda prompt, sampling: 0.03 if prompt[0] in (900, 1, 2, 3) else 0.001  # noqa: E731
     controller = make(FakeEngine(seconds_per_token=pace), max_staleness=1)
     prompts = [Prompt(id=f"v{number}", token_ids=[900 + number]) for number in range(5)]
@@ -575,13 +575,13 @@ def test_an_engine_error_ends_validation_though_another_request_hangs(make: Make
 def test_a_validation_that_hangs_says_how_far_it_came(make: Make) -> None:
     controller = make(FakeEngine(hang_requests={2}), rollout_timeout_s=1.0)
     with pytest.raises(
-        RolloutError, match=r"Validation waited for 1 prompts × 4 samples, .*3 of 4 trajectories are done"
+        RolloutError, match=r"Validation waited for 1 prompt × 4 samples, .*3 of 4 trajectories finished"
     ):
         controller.evaluate([Prompt(id="a", token_ids=[1])], sampling=SAMPLING, num_samples=4)
     wait_until(lambda: fake(controller).num_running == 0)
 
 
-def test_an_interrupted_validation_is_cancelled_and_training_goes_on(make: Make) -> None:
+def test_an_interrupted_validation_is_cancelled_and_training_continues(make: Make) -> None:
     controller = make(FakeEngine(seconds_per_token=lambda prompt, sampling: 5.0 if prompt[0] > 800 else 0.0))
     with pytest.raises(KeyboardInterrupt):
         controller.evaluate([Prompt(id="a", token_ids=[900])], sampling=SAMPLING, on_wait=interrupt)
@@ -590,11 +590,12 @@ def test_an_interrupted_validation_is_cancelled_and_training_goes_on(make: Make)
 
 
 def test_close_cancels_what_runs_or_hangs_and_may_be_called_twice(make: Make) -> None:
+    before = set(threading.enumerate())
     controller = make(FakeEngine(seconds_per_token=9.0, hang_requests={1}), max_staleness=3)
     wait_until(lambda: fake(controller).num_running == 7)
     controller.close()
     assert fake(controller).num_running == 0
-    assert not controller._thread.is_alive()
+    assert set(threading.enumerate()) == before
     controller.close()
     with pytest.raises(RolloutError, match="closed"):
         controller.take(0)
@@ -661,6 +662,10 @@ class PausesSlowly(FakeEngine):
 TICKS = range(0, 32)  # more than any coroutine here lives
 
 
+def run_inside(controller: RolloutController, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(coroutine, controller._loop).result(30)
+
+
 def cancelled_after(controller: RolloutController, coroutine: Coroutine[Any, Any, Any], ticks: int) -> bool:
     """Runs the coroutine on the controller's loop, cancels it after so many turns; whether that came in time."""
 
@@ -672,7 +677,7 @@ def cancelled_after(controller: RolloutController, coroutine: Coroutine[Any, Any
         await asyncio.wait([task])
         return task.cancelled()
 
-    return asyncio.run_coroutine_threadsafe(scenario(), controller._loop).result(30)
+    return run_inside(controller, scenario())
 
 
 def assert_no_slot_leaks(controller: RolloutController) -> None:
@@ -715,13 +720,13 @@ def test_everything_cancelled_at_any_await_leaves_an_idle_engine(make: Make) -> 
         controller = make(PausesSlowly())
 
         async def scenario(controller: RolloutController = controller, ticks: int = ticks) -> None:
-            task = asyncio.ensure_future(controller._take(0, Wait("a test", 2)))
+            task = asyncio.ensure_future(take(controller))
             for _ in range(ticks):
                 await asyncio.sleep(0)
             await controller._cancel_all()
             assert task.done()
 
-        asyncio.run_coroutine_threadsafe(scenario(), controller._loop).result(30)
+        run_inside(controller, scenario())
         controller.close()
         assert fake(controller).num_running == 0
         (completion,) = asyncio.run(controller.engine.generate([1], SAMPLING, session="it is not paused"))
@@ -734,7 +739,7 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
         controller = make(max_staleness=1, groups_per_iteration=1)
 
         async def scenario(controller: RolloutController = controller, ticks: int = ticks) -> None:
-            await controller._start_admissible()
+            await admission(controller)
             for _ in range(ticks):
                 await asyncio.sleep(0)
             controller.engine.weight_version = 1  # newer than what runs
@@ -743,7 +748,7 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
                 given_up.append(group_id)
             controller.engine.weight_version = 0
 
-        asyncio.run_coroutine_threadsafe(scenario(), controller._loop).result(30)
+        run_inside(controller, scenario())
         groups = iterate(controller, 0) + iterate(controller, 1) + iterate(controller, 2)
         assert len(set(ids(groups))) == 3
         controller.close()

@@ -88,7 +88,7 @@ def test_too_many_dropped_groups_end_the_run_and_say_what_dropped_them(make: Mak
     assert 6 <= len(set(requests(controller))) <= 10  # it did not go on
 
 
-def test_the_bound_counts_anew_for_each_iteration(make: Make) -> None:
+def test_the_bound_counts_each_iteration_alone(make: Make) -> None:
     dropped = {position for position in range(100) if position % 4}
     controller = make(group_filter=drop(*dropped), max_dropped_groups=7)
     assert [ids(iterate(controller, version)) for version in range(4)] == [[0, 4], [8, 12], [16, 20], [24, 28]]
@@ -113,7 +113,7 @@ def fails_once(trajectory: Trajectory, failed: set[int]) -> float:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_group_that_lost_a_trajectory_is_drawn_again_with_new_seeds(make: Make, max_staleness: int) -> None:
+def test_a_group_that_lost_a_trajectory_is_resampled_with_new_seeds(make: Make, max_staleness: int) -> None:
     failed: set[int] = set()
     controller = make(
         group_size=2, reward=lambda trajectory: fails_once(trajectory, failed), incomplete_groups="redraw",
@@ -194,7 +194,7 @@ def test_dropped_groups_teach_the_curriculum_too(make: Make) -> None:
     assert controller.drain_group_drops() == {"filtered_zero_variance": 3}
 
 
-def test_a_curriculum_that_plays_nothing_ends_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curriculum_that_chooses_nothing_ends_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightrl.rollout.prompts.MAX_SKIPPED", 50)
     controller = make(
         group_size=2, prompts=SixPrompts(), reward=solved_below(6), curriculum=SuccessRateCurriculum(solved_times=1)

@@ -37,16 +37,16 @@ def test_a_kill_at_a_turn_boundary_repeats_no_effect_and_no_token(number: int, k
     assert not resumed["drops"]
 
 
-def test_a_kill_amid_a_call_drops_the_conversation_and_does_not_call_again(killed: Any) -> None:
+def test_a_kill_during_a_call_drops_the_conversation_and_does_not_call_again(killed: Any) -> None:
     resumed = killed["amid"]
     assert len(set(resumed["effects"])) == len(resumed["effects"])
     assert resumed["drops"] == [
-        "The earlier run was killed amid ToolEnvironment.step, which may have acted; it is not called again."
+        "The earlier run was killed in ToolEnvironment.step, which may have acted; it is not called again."
     ]
     assert len(resumed["tokens"]) == 2  # another prompt took its place
 
 
-def test_a_resumed_run_keeps_of_its_journal_what_it_may_play_again(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_of_its_journal_what_it_may_run_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     for position in range(9, 12):  # as numbers, not as text: 10 comes after 9

@@ -30,14 +30,14 @@ class Weights:
         self.told = [(name, rate) for name, rate in state["told"]]
 
 
-def test_without_a_curriculum_every_position_is_played_in_order() -> None:
+def test_without_a_curriculum_every_position_is_run_in_order() -> None:
     cursor = PromptCursor(Numbers())
     assert [cursor.choose(0) for _ in range(4)] == [0, 1, 2, 3]
     cursor.observe(0, "p0", 1.0)
     assert cursor.state_dict() is None
 
 
-def test_the_weight_is_the_share_of_prompts_that_are_played() -> None:
+def test_the_weight_is_the_share_of_prompts_that_are_run() -> None:
     cursor = PromptCursor(Numbers(), Weights(0.25))
     chosen = [cursor.choose(3) for _ in range(500)]
     assert chosen == sorted(set(chosen))
@@ -45,7 +45,7 @@ def test_the_weight_is_the_share_of_prompts_that_are_played() -> None:
     assert 500 / (chosen[-1] + 1) == pytest.approx(0.25, abs=0.04)  # two standard deviations
 
 
-def test_which_prompts_are_played_follows_from_seed_and_position_alone() -> None:
+def test_which_prompts_are_run_follows_from_seed_and_position_alone() -> None:
     first, second, other = (PromptCursor(Numbers(), Weights(0.5)) for _ in range(3))
     whole = [first.choose(3) for _ in range(40)]
     second.next_position = whole[19] + 1
@@ -53,7 +53,7 @@ def test_which_prompts_are_played_follows_from_seed_and_position_alone() -> None
     assert [other.choose(4) for _ in range(40)] != whole
 
 
-def test_what_was_observed_is_told_before_the_next_choice_in_the_order_of_positions() -> None:
+def test_observations_precede_the_next_choice_in_the_order_of_positions() -> None:
     weights = Weights(1.0)
     cursor = PromptCursor(Numbers(), weights)
     for position in (2, 0, 1):

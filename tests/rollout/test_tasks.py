@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from lightrl.engines.sglang import home_loop
-from lightrl.engines.sglang.home_loop import HomeLoop
+from lightrl.engines.servers import home_loop
+from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.rollout import tasks
 from lightrl.rollout.tasks import Tasks
 

@@ -316,7 +316,7 @@ def test_requests_at_a_server_that_hangs_continue_though_the_gateway_does_not_sa
 
 
 @ROUTERS
-def test_a_server_that_leaves_amid_an_iteration_is_drained(make, router, servers):
+def test_a_server_that_leaves_during_an_iteration_is_drained(make, router, servers):
     expected = make(0).take(0)
     controller = make(2, router=router)
     engine: Any = controller.engine
@@ -330,8 +330,12 @@ def test_a_server_that_leaves_amid_an_iteration_is_drained(make, router, servers
 
 
 @pytest.mark.parametrize("resumed_with", [pytest.param(0, marks=pytest.mark.extra), 2])
-@pytest.mark.parametrize("workflow", [SingleTurn(Words()), Two()], ids=["one turn", "two turns"])  # type: ignore[arg-type]
-def test_what_is_in_flight_goes_on_from_its_token(make: Make, resumed_with: int, workflow: Workflow) -> None:
+@pytest.mark.parametrize(
+    "workflow",
+    [pytest.param(SingleTurn(Words()), marks=pytest.mark.extra), Two()],  # type: ignore[arg-type]
+    ids=["one turn", "two turns"],
+)
+def test_what_is_in_flight_continues_from_its_token(make: Make, resumed_with: int, workflow: Workflow) -> None:
     states: list[dict[str, Any]] = []
     controller = make(2, workflow)
     expected = taken_while(controller, lambda: states.append(controller.local.state_dict()))

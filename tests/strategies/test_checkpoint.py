@@ -1,4 +1,5 @@
 import errno
+import functools
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightrl.checks.publish import publish
 from lightrl.concurrency.owner import own_mark
-from lightrl.strategies import AtomicCheckpointIO
+from lightrl.strategies import AtomicCheckpointIO, checkpoint
 from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile
 from lightrl.strategies.checkpoint import load_optimizers
 from lightrl.strategies.checkpoint_folder import folder_writer, optimizer_state
@@ -45,8 +46,8 @@ def test_a_save_in_the_background_holds_the_moment_it_was_asked_for(tmp_path: Pa
         writer.save_checkpoint({"weights": weights}, tmp_path / f"{step}.ckpt")
         weights += 1
     writer.teardown()
-    found = [float(torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["weights"][0]) for step in (1, 2, 3)]
-    assert found == [1, 2, 3]
+    actual = [float(torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["weights"][0]) for step in (1, 2, 3)]
+    assert actual == [1, 2, 3]
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_written(tmp_path: Path) -> None:
@@ -77,9 +78,11 @@ class HangingDisk:
 
 
 @pytest.mark.parametrize("save_async", [False, True])
-def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(tmp_path: Path, save_async: bool) -> None:
+def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_async: bool
+) -> None:
+    monkeypatch.setattr(checkpoint, "BackgroundWrites", functools.partial(BackgroundWrites, stall_s=0.5))
     writer = AtomicCheckpointIO(save_async=save_async)
-    writer._writes = BackgroundWrites(stall_s=0.5)
     disk = HangingDisk(tmp_path / "1.ckpt")
 
     def save(name: str) -> None:
@@ -93,9 +96,11 @@ def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(tmp_p
     disk.answer()
 
 
-def test_ctrl_c_ends_the_wait_for_a_disk_and_saving_at_the_end_is_bounded(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_wait_for_a_disk_and_saving_at_the_end_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "BackgroundWrites", functools.partial(BackgroundWrites, stall_at_end_s=0.5))
     writer = AtomicCheckpointIO()
-    writer._writes = BackgroundWrites(stall_at_end_s=0.5)
     disk = HangingDisk(tmp_path / "1.ckpt")
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -127,7 +132,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -
         AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "file" / "in it" / "one.ckpt")
 
 
-def test_a_write_that_takes_long_but_goes_on_is_no_hang(tmp_path: Path) -> None:
+def test_a_write_that_takes_long_but_continues_is_no_hang(tmp_path: Path) -> None:
     writes, steps = BackgroundWrites(stall_s=0.5), []
 
     def write(progress: Progress) -> None:

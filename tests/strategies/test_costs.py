@@ -86,13 +86,17 @@ def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int
         torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
-        logprobs = parallel._outputs(experience).logprobs
-    assert logprobs.requires_grad
+        losses: list[torch.Tensor] = []  # what hangs on them is kept until the function ends
+        parallel.forward_backward([experience], lambda _, outputs: outputs.logprobs, losses.append)
+    assert losses[0].requires_grad
     total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values() if tensor is not None)
     return total, experience.num_loss_tokens
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.extra] * (name == "Qwen3-1.7B, bfloat16, checkpointed")) for name in SHAPES],
+)
 def test_what_autograd_keeps_is_what_the_paper_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be probed without numbers; flash attention is what a GPU runs.
     monkeypatch.setattr(single, "head_is_plain", lambda model: True)

@@ -145,7 +145,7 @@ def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkey
     def wrong(query: Tensor, *args: Any) -> Tensor:
         return query.transpose(1, 2) + sum(tensor.sum() for tensor in args[:2])
 
-    kernels = {"flash": broken, "flash 2": too_large, "flex": wrong, "sdpa": packed_attention._sdpa}
+    kernels = {"flash": broken, "flash 2": too_large, "flex": wrong, "sdpa": packed_attention.KERNELS["sdpa"]}
     monkeypatch.setattr(packed_attention, "KERNELS", kernels)
     monkeypatch.setattr(packed_attention, "_is_tried_on", lambda device: True)
     kernel_for.cache_clear()
@@ -185,10 +185,10 @@ def test_one_graph_serves_all_layers_and_microbatches_of_any_lengths(monkeypatch
 def test_no_microbatch_makes_the_host_wait_for_the_device(tmp_path: Path) -> None:
     done = finished(Path(__file__).with_name("fake_device_run.py"), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
-    assert len(found) == 6
-    for algorithm, one in found.items():
+    actual = json.loads(done.stdout.splitlines()[-1])
+    assert set(actual.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
+    assert len(actual) == 6
+    for algorithm, one in actual.items():
         assert one["waits"] == {}, algorithm
         assert one["difference"] < ROUNDING, algorithm
 
@@ -198,11 +198,11 @@ def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:
     assert not make_packable(model) or not SingleModel(model, LogprobSettings()).can_pack
     with pytest.raises(packed_attention.NotPackable, match="without s_aux"):
         attend(model, *heads(4), None, packed_rows=PackedRows([4], CPU), s_aux=torch.zeros(4))
-    with pytest.raises(packed_attention.NotPackable, match="was not told where"):
+    with pytest.raises(packed_attention.NotPackable, match="did not get the starts"):
         attend(model, *heads(4), packed_attention.no_mask(CPU))
 
 
-def test_flash_attention_of_transformers_is_told_the_starts_by_the_host() -> None:
+def test_flash_attention_of_transformers_gets_the_starts_from_the_host() -> None:
     model = tiny_model()
     model.config._attn_implementation_internal = "flash_attention_2"
     told = arguments(model, PackedRows([3, 0, 2], CPU))

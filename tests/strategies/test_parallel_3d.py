@@ -45,14 +45,12 @@ MORE: list[list[Any]] = [
 @pytest.fixture(
     scope="module", params=[pytest.param(CASES, id="two ranks"), pytest.param(MORE, id="more", marks=pytest.mark.extra)]
 )
-def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def actual(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What world_3d.py found for each case; all processes are started at once."""
     script = Path(__file__).parent / "world_3d.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = forked.run(
-        [sys.executable, str(script), json.dumps(request.param)], capture_output=True, text=True, env=environment,
-        timeout=170,
-    )  # fmt: skip
+    command = [sys.executable, str(script), json.dumps(request.param)]
+    done = forked.run(command, capture_output=True, text=True, env=environment, timeout=170)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

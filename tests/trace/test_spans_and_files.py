@@ -137,7 +137,7 @@ ITERATION = [
     at("generate", "generate", 2, 5, "generations"),
     at("request", "server", 2, 5, "http://a"),
     at("request", "server", 2, 3, "http://b"),
-    at("judge", "reward", 4, 6, "rewards"),
+    at("reward", "reward", 4, 6, "rewards"),
     at("score", "phase", 7, 7.5),
     at("rewards", "phase", 7.5, 8),
     at("update", "phase", 8, 9),

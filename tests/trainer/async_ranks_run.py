@@ -36,7 +36,7 @@ class Lagging(TinyGRPO):
         self.losses.append(metrics["loss"])
 
 
-def play(size: int, folder: Path) -> None:
+def run_ranks(size: int, folder: Path) -> None:
     module = Lagging()
     engine = FakeEngine(seconds_per_token=lambda *_: random.SystemRandom().uniform(0, 0.004))
     trainer = make_trainer(
@@ -59,7 +59,7 @@ def play(size: int, folder: Path) -> None:
 def main() -> int:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    return fork_runs([1, 2, 4], lambda size: play(size, folder))
+    return fork_runs([1, 2, 4], lambda size: run_ranks(size, folder))
 
 
 if __name__ == "__main__":

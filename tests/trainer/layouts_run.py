@@ -3,7 +3,7 @@
     python tests/trainer/layouts_run.py FOLDER grpo | ppo | more
 
 All ranks are forked from this process, which has imported everything once. Each leaves `FOLDER/<ranks>/rank-<rank>.pt`:
-what `play` gives, by case, or, in one process, by module.
+what `train` gives, by case, or, in one process, by module.
 """
 
 import sys
@@ -46,7 +46,7 @@ from lightrl.strategies import whole
 LAYERS_AND_HEADS = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 2}  # can be split both ways
 TIED = replace(POLICY, config=LAYERS_AND_HEADS)
 UNTIED = replace(POLICY, config={**LAYERS_AND_HEADS, "tie_word_embeddings": False})
-JUDGE = replace(UNTIED, head="scalar", seed=5)
+REWARD_MODEL = replace(UNTIED, head="scalar", seed=5)
 # With more tokens than the student has, as models of one tokenizer may be padded.
 TEACHER = replace(TIED, seed=7, config={**LAYERS_AND_HEADS, "vocab_size": 12, "initializer_range": 0.4})
 SEVERAL = {"num_minibatches": 2, "microbatch_tokens": 20}
@@ -54,11 +54,11 @@ MIXED = "bf16-mixed"
 
 
 class TinyPPO(BySGD, TinyGRPO, PPO):
-    """With what a user may add: a judge of its own, whose calls here `judged` counts."""
+    """With what a user may add: a function of its own, whose calls here `num_calls` counts."""
 
     def __init__(self, policy: str | ModelSpec | Role = POLICY, **settings: Any) -> None:
         super().__init__(policy, **{"lr": 0.1, "microbatch_tokens": 20, **settings})
-        self.judged = 0
+        self.num_calls = 0
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -66,11 +66,11 @@ class TinyPPO(BySGD, TinyGRPO, PPO):
             with torch.no_grad():  # one that says 0 sends nothing back to its body
                 self.value_head.weight.copy_(torch.linspace(-0.3, 0.3, self.value_head.weight.shape[1])[None])
 
-    def score_calls(self) -> list[ModelCall]:
-        return [*super().score_calls(), ModelCall("style", outputs=("style_rewards",), run=self.style)]
+    def model_calls(self) -> list[ModelCall]:
+        return [*super().model_calls(), ModelCall("style", outputs=("style_rewards",), run=self.style)]
 
     def style(self, experience: Experience, trajectories: Sequence[Trajectory]) -> Tensor:
-        self.judged += 1
+        self.num_calls += 1
         return torch.tensor([len(set(trajectory.token_ids)) / 10 for trajectory in trajectories])
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
@@ -108,11 +108,11 @@ def ppo(**settings: Any) -> Callable[..., Any]:
     return lambda meshes, folder: TinyPPO(**settings)
 
 
-def judged_ppo(meshes: dict[str, RoleMesh], folder: Path) -> Any:
+def ppo_with_reward_model(meshes: dict[str, RoleMesh], folder: Path) -> Any:
     """A head that says something, in critic and reward model, from a folder."""
-    judge = replace(JUDGE, config=None, path=str(folder / "judge"))
-    critic, reference = Role(judge, lr=0.03, weight_decay=0.01), AdaptiveKL(0.1, replace(UNTIED, seed=4))
-    return TinyPPO(UNTIED, critic=critic, reward_model=judge, reference=reference, num_minibatches=2)
+    reward_model = replace(REWARD_MODEL, config=None, path=str(folder / "reward_model"))
+    critic, reference = Role(reward_model, lr=0.03, weight_decay=0.01), AdaptiveKL(0.1, replace(UNTIED, seed=4))
+    return TinyPPO(UNTIED, critic=critic, reward_model=reward_model, reference=reference, num_minibatches=2)
 
 
 def meshed_ppo(meshes: dict[str, RoleMesh], folder: Path, kind: Callable[..., Any] = TinyPPO) -> Any:
@@ -129,7 +129,7 @@ def ppo_on_body(meshes: dict[str, RoleMesh], folder: Path, **settings: Any) -> A
     return TinyPPO(Role(TIED, mesh=meshes.get("policy")), **settings)
 
 
-# Each made of the meshes of its roles, and of the folder with "model" and "judge".
+# Each made of the meshes of its roles, and of the folder with "model" and "reward_model".
 MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     "microbatches and minibatches": grpo(**SEVERAL),
     "a reference policy, truncated draws": grpo(
@@ -159,7 +159,7 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
         reference=AdaptiveKL(0.1, Role(replace(POLICY, seed=4), offload=True), in_reward=False),
         value_normalization="exponential",
     ),
-    "PPO with a reward model": judged_ppo,
+    "PPO with a reward model": ppo_with_reward_model,
     "PPO by roles": meshed_ppo,
     "PPO on one body": partial(ppo_on_body, decay=0.5),
     "PPO on one body, a fixed reference": ppo_on_body,
@@ -178,11 +178,12 @@ class Case:
     strategy: Callable[[], Any]
     num_ranks: int = 2
     meshes: dict[str, RoleMesh] = field(default_factory=dict)
+    is_extra: bool = False  # on two ranks: next to a case of its kind
 
     @property
     def group(self) -> str:
         """The cases of a group are started together."""
-        return "more" if self.num_ranks > 2 else "ppo" if "PPO" in self.module else "grpo"
+        return "more" if self.is_extra or self.num_ranks > 2 else "ppo" if "PPO" in self.module else "grpo"
 
 
 SHARDED, SPLIT = FSDP2Strategy, Parallel3DStrategy
@@ -194,7 +195,9 @@ BY_ROLES = "PPO by roles: each rank has a role"
 CASES: dict[str, Case] = {
     "sharded": Case("microbatches and minibatches", SHARDED),
     "sharded, recomputed, reduced for each microbatch": Case(
-        "microbatches and minibatches", lambda: SHARDED(activation_checkpointing=True, reduce_every_microbatch=True)
+        "microbatches and minibatches",
+        lambda: SHARDED(activation_checkpointing=True, reduce_every_microbatch=True),
+        is_extra=True,
     ),
     "two replicas, parameters kept": Case(
         "a reference policy, truncated draws", lambda: SHARDED(num_replicas=2, reshard_after_forward=False)
@@ -203,22 +206,22 @@ CASES: dict[str, Case] = {
     "sharded, awaited rewards": Case("awaited rewards", SHARDED),
     "sharded, awaited rewards by group": Case("awaited rewards by group", SHARDED),
     "sharded, a smaller mask": Case("a smaller mask", SHARDED),
-    "a sharded checkpoint": Case("a checkpoint", SHARDED),
+    "a sharded checkpoint": Case("a checkpoint", SHARDED, is_extra=True),
     "LoRA on a sharded checkpoint": Case("LoRA on a checkpoint", SHARDED),
     "sharded LoRA": Case("LoRA", lambda: SHARDED(activation_checkpointing=True)),
     MIXED: Case(MIXED, lambda: SHARDED(activation_checkpointing=True)),
     "sharded distillation": Case("distillation", SHARDED),
     "distillation, a rank for each role": Case("distillation", SHARDED, meshes=ALONE),
     "distillation on two tensor ranks": Case("distillation", lambda: SPLIT(tp=2)),
-    "distillation in two stages": Case("distillation", lambda: SPLIT(pp=2)),
+    "distillation in two stages": Case("distillation", lambda: SPLIT(pp=2), is_extra=True),
     "sharded PPO, parameters kept": Case("PPO", lambda: SHARDED(reshard_after_forward=False)),
-    "sharded PPO with a shared critic": Case("PPO with a shared critic", SHARDED),
+    "sharded PPO with a shared critic": Case("PPO with a shared critic", SHARDED, is_extra=True),
     "PPO, two replicas": Case("PPO with a frozen critic", lambda: SHARDED(num_replicas=2)),
     "PPO with a reward model on two tensor ranks": Case("PPO with a reward model", lambda: SPLIT(tp=2)),
-    "PPO with a reward model in two stages": Case("PPO with a reward model", lambda: SPLIT(pp=2)),
-    "PPO on one body on two tensor ranks": Case("PPO on one body", lambda: SPLIT(tp=2)),
+    "PPO with a reward model in two stages": Case("PPO with a reward model", lambda: SPLIT(pp=2), is_extra=True),
+    "PPO on one body on two tensor ranks": Case("PPO on one body", lambda: SPLIT(tp=2), is_extra=True),
     "PPO on one body in two stages": Case("PPO on one body", lambda: SPLIT(pp=2)),
-    "PPO on one body on two data ranks": Case("PPO on one body", lambda: SPLIT(dp=2)),
+    "PPO on one body on two data ranks": Case("PPO on one body", lambda: SPLIT(dp=2), is_extra=True),
     BY_ROLES: Case("PPO by roles", SHARDED, meshes=ONE_EACH),
     "data and tensor": Case("a split policy", lambda: SPLIT(tp=2), 4),
     "stages and tensor, interleaved": Case(
@@ -242,7 +245,7 @@ CASES: dict[str, Case] = {
     ),
     "all three": Case("a split policy", lambda: SPLIT(pp=2, tp=2), 8),
 }
-SIZES = {"grpo": (2, 1), "ppo": (2, 1), "more": (4, 8, 1)}
+SIZES = {"grpo": (2, 1), "ppo": (2, 1), "more": (2, 4, 8, 1)}
 RESUMED, AT_ONCE = "resumed on other ranks", "calls wait for each other"
 
 
@@ -304,19 +307,19 @@ def fit(module: Any, folder: Path, **settings: Any) -> dict[str, Any]:
             *([] if normalizer is None else map(float, normalizer.state_dict().values())),
         ],
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
-        "judged": getattr(module, "judged", 0),
+        "num_calls": getattr(module, "num_calls", 0),
         "num_moves": len(moved),
     }
 
 
-def play(name: str, folder: Path) -> dict[str, Any]:
+def train(name: str, folder: Path) -> dict[str, Any]:
     case = CASES[name]
     module = MODULES[case.module](case.meshes, folder)
     precision: Any = MIXED if case.module == MIXED else "32-true"
     return fit(module, folder, devices=case.num_ranks, strategy=case.strategy(), precision=precision)
 
 
-def play_alone(name: str, folder: Path) -> dict[str, Any]:
+def train_alone(name: str, folder: Path) -> dict[str, Any]:
     """The module in one process."""
     return fit(MODULES[name]({}, folder), folder, precision=MIXED if name == MIXED else "32-true")
 
@@ -358,7 +361,7 @@ class AtOnce(TinyPPO):
             time.sleep(0.01)
 
 
-def play_resumed(folder: Path) -> dict[str, Any]:
+def train_resumed(folder: Path) -> dict[str, Any]:
     """One iteration with roles on ranks of their own, a checkpoint, and the second one elsewhere."""
     run: dict[str, Any] = {"devices": 2, "gradient_clip_val": 0.5}
     first = make_trainer(folder, max_steps=1, strategy=FSDP2Strategy(), **run)
@@ -368,7 +371,7 @@ def play_resumed(folder: Path) -> dict[str, Any]:
     return fit(meshed_ppo(meshes, folder), folder, strategy=FSDP2Strategy(), ckpt_path=folder / "checkpoint", **run)
 
 
-def play_at_once(folder: Path) -> dict[str, Any]:
+def train_at_once(folder: Path) -> dict[str, Any]:
     module = meshed_ppo(ONE_EACH, folder, AtOnce)
     module.folder, module.num_minibatches = folder, 1
     return fit(module, folder, devices=2, strategy=FSDP2Strategy(), max_steps=1)
@@ -377,11 +380,11 @@ def play_at_once(folder: Path) -> dict[str, Any]:
 def save_models(folder: Path) -> None:
     spec = ModelSpec(config={**CONFIG, "tie_word_embeddings": False}, tokenizer="tiny_run.tokenizer", seed=11)
     spec.load_model().save_pretrained(folder / "model")
-    model = JUDGE.load_model()
+    model = REWARD_MODEL.load_model()
     head = scalar_head(model)
     assert head is not None
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(6))
-    model.save_pretrained(folder / "judge")
+    model.save_pretrained(folder / "reward_model")
 
 
 def main() -> int:
@@ -390,16 +393,16 @@ def main() -> int:
     save_models(folder)
     cases = {name: case for name, case in CASES.items() if case.group == group}
 
-    def play_all(size: int) -> None:
+    def train_all(size: int) -> None:
         if size == 1:
-            found = {name: play_alone(name, folder) for name in {case.module for case in cases.values()}}
+            found = {name: train_alone(name, folder) for name in {case.module for case in cases.values()}}
         else:
-            found = {name: play(name, folder) for name, case in cases.items() if case.num_ranks == size}
+            found = {name: train(name, folder) for name, case in cases.items() if case.num_ranks == size}
         if (group, size) == ("ppo", 2):
-            found |= {RESUMED: play_resumed(folder), AT_ONCE: play_at_once(folder)}
+            found |= {RESUMED: train_resumed(folder), AT_ONCE: train_at_once(folder)}
         leave(found, folder / str(size))
 
-    return fork_runs(SIZES[group], play_all)
+    return fork_runs(SIZES[group], train_all)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What test_rank_shares.py runs: two ranks and a server that the run starts, weights written by both.
 
-python rank_shares_run.py FOLDER run | kills
+python rank_shares_run.py FOLDER run | merged | kills
 """
 
 import os
@@ -38,7 +38,7 @@ def server(folder: Path) -> str:
     return python_of_fakes(folder, *words, *modules)
 
 
-def play(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[str, Any]:
+def train(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[str, Any]:
     """Trains; gives the trainer's weights, the files of the last version, and the probe's difference."""
     folder.mkdir(exist_ok=True)
     module = TinyGRPO(Role(POLICY, lora=lora))
@@ -62,7 +62,7 @@ def play(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[st
     }
 
 
-def kill_rank_1_amid_a_write() -> None:
+def kill_rank_1_during_a_write() -> None:
     """Of version 2; an export of a rank then has bytes on the disk, but no index."""
     add, added = ShareWriter.add, [0]
 
@@ -80,10 +80,11 @@ def main() -> None:
     torch.set_num_threads(1)
     folder, how = Path(sys.argv[1]), sys.argv[2]
     if how == "kills":
-        kill_rank_1_amid_a_write()
-        play(folder)
+        kill_rank_1_during_a_write()
+        train(folder)
         return
-    leave({name: play(folder / name, **settings) for name, settings in RUNS.items()}, folder)
+    names = [how] if how in RUNS else [name for name in RUNS if name != "merged"]
+    leave({name: train(folder / name, **RUNS[name]) for name in names}, folder)
 
 
 if __name__ == "__main__":

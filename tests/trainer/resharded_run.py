@@ -63,7 +63,7 @@ class TinyPPO(PPO):
         self.updates.append(dict(metrics))
 
 
-def play(folder, name, *, settings=None, ckpt_path=None, **spread):
+def train(folder, name, *, settings=None, ckpt_path=None, **spread):
     """Trains four iterations, saves after two of them and exports at the end; or goes on from `ckpt_path`."""
     module = TinyPPO(**(settings or {}))
     callbacks: list[Any] = []
@@ -88,8 +88,8 @@ class Killed(TinyPPO):
     def on_policy_updated(self, weight_version: int) -> None:
         if weight_version == 2:
             for writes in (self.trainer.strategy, self.trainer.strategy.checkpoint_io):
-                if hasattr(writes, "_writes"):
-                    writes._writes.wait()
+                if pending := getattr(writes, "_writes", None):
+                    pending.wait()
             os.fsync = lambda file: time.sleep(600)  # type: ignore[assignment]
         if weight_version == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -131,21 +131,21 @@ def work(size: int, folder: Path) -> dict[str, Any]:
     """What each of so many ranks does."""
     found: dict[str, Any] = {}
     if size == 2:
-        found["two ranks"] = play(folder, "two ranks", devices=2, strategy=FSDP2Strategy(save_async=True))
+        found["two ranks"] = train(folder, "two ranks", devices=2, strategy=FSDP2Strategy(save_async=True))
         found["dry runs"] = [dry_run(folder), dry_run(folder, SavesAnObject())]
         wider = replace(SPEC, config={**SPEC.config, "intermediate_size": 24})  # type: ignore[dict-item]
         found["another model"] = refusal(folder, TinyPPO(wider))
-        found["adapters"] = play(folder, "adapters", settings=ADAPTED, devices=2, strategy="FSDP2Strategy")
+        found["adapters"] = train(folder, "adapters", settings=ADAPTED, devices=2, strategy="FSDP2Strategy")
         return found
     stages, tensors = {"pp": 2, "dp": 2, "tp": 1}, {"pp": 1, "dp": 2, "tp": 2}
     for name, settings in (("split", {}), ("on the body", ON_BODY)):
         run: dict[str, Any] = {"settings": settings, "devices": 4}
-        found[name] = play(folder, name, strategy=Parallel3DStrategy(**stages), **run)
+        found[name] = train(folder, name, strategy=Parallel3DStrategy(**stages), **run)
         run["ckpt_path"] = folder / name / "step=2.ckpt"
-        found[f"{name} otherwise"] = play(folder, "a", strategy=Parallel3DStrategy(**tensors), **run)
-        found[f"{name}, then sharded"] = play(folder, "b", strategy=FSDP2Strategy(), **run)
+        found[f"{name} otherwise"] = train(folder, "a", strategy=Parallel3DStrategy(**tensors), **run)
+        found[f"{name}, then sharded"] = train(folder, "b", strategy=FSDP2Strategy(), **run)
     path = folder / "two ranks" / "step=2.ckpt"
-    found["two ranks, then four"] = play(folder, "c", ckpt_path=path, devices=4, strategy=FSDP2Strategy())
+    found["two ranks, then four"] = train(folder, "c", ckpt_path=path, devices=4, strategy=FSDP2Strategy())
     return found
 
 

@@ -81,7 +81,7 @@ def test_an_engine_that_dies_between_iterations_ends_the_run_with_its_error(tmp_
         assert trainer.global_step <= 1 + max_staleness
 
 
-def test_engine_mismatch_and_policy_lag_are_told_apart(tmp_path: Path) -> None:
+def test_engine_mismatch_and_policy_lag_are_measured_apart(tmp_path: Path) -> None:
     """An engine whose logprobs are off by 0.25 nats, under a policy that does and one that does not move."""
 
     class Off(LocalEngine):

@@ -86,7 +86,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return weights(module)
 
 
-def assert_goes_on_from(folder: Path, whole: dict[str, torch.Tensor], num_done: int) -> None:
+def assert_continues_from(folder: Path, whole: dict[str, torch.Tensor], num_done: int) -> None:
     checkpoint = folder / "last.ckpt"
     assert torch.load(checkpoint)["global_step"] == num_done
     module = TinyGRPO(num_minibatches=2)
@@ -110,7 +110,7 @@ SIGTERM = (signal.SIGTERM, 0, "Received SIGTERM")  # SIGTERMException is a Syste
         pytest.param("validation", CTRL_C, 2, id="Ctrl-C in a validation", marks=pytest.mark.extra),
     ],
 )
-def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(place, sent, num_done, start, whole):
+def test_a_signal_leaves_a_checkpoint_from_which_the_run_continues(place, sent, num_done, start, whole):
     number, code, text = sent
     run = start(place)
     run.wait_for("reached")
@@ -119,7 +119,7 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(place, sent, nu
     assert run.exit_code() == code, run.text()
     assert text in run.text()
     assert "threads left: []" in run.text()
-    assert_goes_on_from(run.folder, whole, num_done)
+    assert_continues_from(run.folder, whole, num_done)
 
 
 def test_a_second_ctrl_c_ends_an_update_at_once_without_a_checkpoint_of_it(start, whole):
@@ -129,7 +129,7 @@ def test_a_second_ctrl_c_ends_an_update_at_once_without_a_checkpoint_of_it(start
     run.wait_for("held")
     run.send(signal.SIGINT)
     assert run.exit_code() == 1, run.text()
-    assert_goes_on_from(run.folder, whole, 2)
+    assert_continues_from(run.folder, whole, 2)
 
 
 def test_kill_9_while_a_checkpoint_is_written_leaves_the_one_before_and_no_worker(start, whole):
@@ -140,5 +140,5 @@ def test_kill_9_while_a_checkpoint_is_written_leaves_the_one_before_and_no_worke
     assert run.exit_code() == -signal.SIGKILL
     (part,) = run.folder.glob("*.part")
     assert part.name.startswith(f"last.ckpt.{run.process.pid}-")
-    assert_goes_on_from(run.folder, whole, 2)
+    assert_continues_from(run.folder, whole, 2)
     assert not part.exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import ROUNDING, finished, left_by, run
-from resharded_run import ADAPTED, ON_BODY, SPEC, TinyPPO, play
+from resharded_run import ADAPTED, ON_BODY, SPEC, TinyPPO, train
 from tiny_run import Digits, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -40,12 +40,12 @@ def four(folder: Path, two: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process, never interrupted."""
-    return play(tmp_path_factory.mktemp("alone"), "alone")
+    return train(tmp_path_factory.mktemp("alone"), "alone")
 
 
 @pytest.fixture(scope="module")
 def alone_on_body(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return play(tmp_path_factory.mktemp("alone_on_body"), "alone", settings=ON_BODY)
+    return train(tmp_path_factory.mktemp("alone_on_body"), "alone", settings=ON_BODY)
 
 
 def assert_same_updates(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -61,34 +61,34 @@ def same_tensors(left: Path, right: Path, kind: Any) -> bool:
 
 @pytest.mark.extra
 @pytest.mark.parametrize("name", ["split otherwise", "split, then sharded", "two ranks, then four"])
-def test_a_run_goes_on_in_another_topology(name: str, four: dict[str, Any], alone: dict[str, Any]) -> None:
+def test_a_run_continues_in_another_topology(name: str, four: dict[str, Any], alone: dict[str, Any]) -> None:
     assert_same_updates(four[name]["updates"], alone["updates"][4:])
 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("name", ["on the body otherwise", "on the body, then sharded"])
-def test_a_head_on_the_body_and_a_moving_reference_go_on_in_another_topology(name, four, alone_on_body):
+def test_a_head_on_the_body_and_a_moving_reference_continue_in_another_topology(name, four, alone_on_body):
     assert_same_updates(four[name]["updates"], alone_on_body["updates"][4:])
 
 
 @pytest.mark.extra
-def test_a_head_on_the_body_and_a_moving_reference_go_on_in_one_process(four, alone_on_body, folder, tmp_path):
+def test_a_head_on_the_body_and_a_moving_reference_continue_in_one_process(four, alone_on_body, folder, tmp_path):
     assert_same_updates(four["on the body"]["updates"], alone_on_body["updates"])
-    found = play(tmp_path, "one", settings=ON_BODY, ckpt_path=folder / "on the body" / "step=2.ckpt")
+    found = train(tmp_path, "one", settings=ON_BODY, ckpt_path=folder / "on the body" / "step=2.ckpt")
     assert_same_updates(found["updates"], alone_on_body["updates"][4:])
 
 
 @pytest.mark.parametrize("saved", ["two ranks", pytest.param("split", marks=pytest.mark.extra)])
-def test_a_run_of_several_processes_goes_on_in_one(saved, alone, folder, tmp_path, request):
+def test_a_run_of_several_processes_continues_in_one(saved, alone, folder, tmp_path, request):
     request.getfixturevalue("two" if saved == "two ranks" else "four")
-    found = play(tmp_path, "one", ckpt_path=folder / saved / "step=2.ckpt")
+    found = train(tmp_path, "one", ckpt_path=folder / saved / "step=2.ckpt")
     assert_same_updates(found["updates"], alone["updates"][4:])
     for name, weight in alone["weights"].items():
         assert (found["weights"][name] - weight).abs().max() <= ROUNDING * weight.abs().max(), name
 
 
-def test_adapters_of_two_ranks_go_on_in_one_process(two: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    found = play(tmp_path, "one", settings=ADAPTED, ckpt_path=folder / "adapters" / "step=2.ckpt")
+def test_adapters_of_two_ranks_continue_in_one_process(two: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    found = train(tmp_path, "one", settings=ADAPTED, ckpt_path=folder / "adapters" / "step=2.ckpt")
     assert_same_updates(found["updates"], two["adapters"]["updates"][4:])
 
 
@@ -121,7 +121,7 @@ def test_a_half_written_folder_is_no_checkpoint(two: dict[str, Any], folder: Pat
     (tmp_path / "half.ckpt").mkdir()
     (tmp_path / "half.ckpt" / "meta.pt").write_bytes((saved / "meta.pt").read_bytes())
     with pytest.raises(ValueError, match=r"lacks meta\.pt or \.metadata"):
-        play(tmp_path, "one", ckpt_path=tmp_path / "half.ckpt")
+        train(tmp_path, "one", ckpt_path=tmp_path / "half.ckpt")
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])

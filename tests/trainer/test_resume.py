@@ -136,7 +136,7 @@ def test_the_last_checkpoint_is_found_and_half_written_ones_are_ignored(tmp_path
     assert are_equal(weights(module), weights(whole))
 
 
-def test_last_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
+def test_last_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
         trainer, module, _ = fit(tmp_path, resume="last")  # type: ignore[arg-type]
     assert trainer.global_step == len(module.trained) == NUM_ITERATIONS
@@ -194,7 +194,7 @@ def test_a_resumed_run_has_its_own_lr_and_weight_decay_and_says_which_differ(
     assert (message or "Changed since the checkpoint: ") in record.getMessage()
 
 
-def test_an_lr_that_a_users_scheduler_and_a_callback_have_changed_goes_on(
+def test_an_lr_that_a_users_scheduler_and_a_callback_have_changed_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     halve: Any = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
@@ -202,7 +202,7 @@ def test_an_lr_that_a_users_scheduler_and_a_callback_have_changed_goes_on(
     path = tmp_path / "a.ckpt"
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         assert lr_and_decay(tmp_path, 2, resume=path, scheduler=halve, lr=0.8) == [(0.4, 0.0)]
-    assert "lr=0.8 has no effect on this resumed run: StepLR goes on from the checkpoint's 0.4" in caplog.text
+    assert "lr=0.8 has no effect on this resumed run: StepLR continues from the checkpoint's 0.4" in caplog.text
 
 
 def test_a_resume_with_another_seed_is_warned_of(
@@ -367,7 +367,7 @@ def test_a_url_to_write_to_is_refused_by_name(root: str, tmp_path: Path, monkeyp
     assert not list(tmp_path.glob("*:*"))
 
 
-def test_a_failed_run_can_go_on_with_the_same_trainer(tmp_path: Path) -> None:
+def test_a_failed_run_can_continue_with_the_same_trainer(tmp_path: Path) -> None:
     stop = StopAfter(1, "on_minibatch_end")
     trainer = make_trainer(tmp_path, callbacks=[stop], max_steps=4)
     with pytest.raises(Stop):

@@ -14,7 +14,7 @@ from tiny_run import are_equal, weights
 DEADLINE_S = 90.0  # on a loaded machine
 
 
-def test_a_trainer_killed_amid_a_sync_leaves_no_server_and_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_trainer_killed_during_a_sync_leaves_no_server_and_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, sglang_run.__file__, str(tmp_path)]
     with subprocess.Popen(command, env=environment) as trainer:

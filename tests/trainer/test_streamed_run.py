@@ -39,7 +39,7 @@ def fit(folder: Path, module: Any, rows: Any, resume: Path | None = None, **flag
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_resumed_run_goes_on_at_the_next_row(folder: str, tmp_path: Path, max_staleness: int) -> None:
+def test_a_resumed_run_continues_at_the_next_row(folder: str, tmp_path: Path, max_staleness: int) -> None:
     def run(resume: Path | None = None) -> Any:
         flags: dict[str, Any] = {"engine": FakeEngine(), "callbacks": [StalenessControl(max_staleness)]}
         return fit(tmp_path, TinyGRPO(), data(folder), resume, max_steps=9, **flags)

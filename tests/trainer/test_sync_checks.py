@@ -82,7 +82,7 @@ def test_servers_that_only_report_their_version_log_no_verified_fraction(tmp_pat
     assert "sync/verified_fraction" not in trainer.callback_metrics
 
 
-def test_updates_in_bfloat16_beside_an_engine_in_float32_are_within_the_mismatch_bound(tmp_path):
+def test_updates_in_bfloat16_with_an_engine_in_float32_are_within_the_mismatch_bound(tmp_path):
     """The probe is scored in float32, the trained tokens under autocast."""
     peaked = ModelSpec(config={**CONFIG, "initializer_range": 0.4}, tokenizer="tiny_run.tokenizer", seed=3)
     trainer = fit(tmp_path, Faulty("no parameter"), policy=peaked, precision="bf16-mixed", group_size=32)

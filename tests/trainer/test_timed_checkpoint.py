@@ -8,7 +8,7 @@ import lightrl
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 
 
-def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_goes_on_from_it(tmp_path: Path) -> None:
+def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_continues_from_it(tmp_path: Path) -> None:
     callbacks = [TimedCheckpoint(every_s=0), ModelCheckpoint(save_top_k=0)]
     trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_steps=3)
     trainer.fit(TinyGRPO(), datamodule=Digits())

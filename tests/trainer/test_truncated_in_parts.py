@@ -42,7 +42,7 @@ def row_supports(experience: Experience, row: int) -> tuple[list[int], list[list
     return (columns + 1).tolist(), [part.tolist() for part in made.ids.split(made.counts.tolist())]
 
 
-def assert_drawn_from_its_supports(experience: Experience, policies: dict[int, Any]) -> None:
+def assert_sampled_from_its_supports(experience: Experience, policies: dict[int, Any]) -> None:
     """By a plain forward over the whole trajectory with the weights of each token's version."""
     for row in range(len(experience)):
         versions = experience.weight_versions[row].tolist()
@@ -73,7 +73,7 @@ def test_supports_stay_with_their_tokens_through_syncs_and_a_resume(tmp_path: Pa
         for experience in module.experiences:
             versions = [row[row >= 0] for row in experience.weight_versions]
             assert all(len(row) == 100 for row in versions)
-            assert_drawn_from_its_supports(experience, kept.policies)
+            assert_sampled_from_its_supports(experience, kept.policies)
     begun = [Completion.from_state(item) for _, item in saved_parts(tmp_path / "step=3.ckpt")]
     begun = [part for part in begun if part.finish_reason == "abort" and part.token_ids]
     assert begun

@@ -123,7 +123,7 @@ def test_parts_may_arrive_in_any_order(folder, trainer):
 
 
 @pytest.mark.parametrize("damage", ["cut", "removed", "a bit"])
-def test_a_damaged_file_is_noticed_before_a_server_is_told_to_load_it(folder, trainer, damage):
+def test_a_damaged_file_is_noticed_before_a_server_loads_it(folder, trainer, damage):
     file = max(folder.path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     if damage == "cut":
         os.truncate(file, 100)

@@ -105,8 +105,6 @@ def test_layouts_that_cannot_be_computed_are_named():
     assert set(tensor_plans.FAMILIES) - digests_module.FAMILIES == {"gemma", "gemma2"}
 
 
-# ---------------------------------------------------------------------- the hash of a GPU
-
 MASK = 2**32 - 1
 
 

@@ -57,9 +57,6 @@ def workflow(*steps: Any, template: str | None = CHATML, **settings: Any) -> Mul
     return MultiTurn(chat_tokenizer(template), lambda: Scripted(*steps), **settings)
 
 
-# ---------------------------------------------------------------------- token in, token out
-
-
 def test_what_the_policy_wrote_is_never_encoded_again():
     said = [*letters("ab"), END]  # an encoder would write `ab` as one token
     engine = writes(said, [*letters("2"), END])
@@ -157,9 +154,6 @@ def test_each_turn_has_the_weight_version_that_wrote_it():
     assert (trajectory.oldest_version, trajectory.newest_version) == (0, 1)
 
 
-# ---------------------------------------------------------------------- chat templates
-
-
 def test_a_template_that_only_adds_is_taken_though_it_trims_white_space():
     trajectory = played(workflow(AGAIN, DONE, template=TRIMS), writes([*letters(" 3\n"), END], [END]))
     assert trajectory.token_ids[-1 - len(ids(BETWEEN)) : -1] == ids(BETWEEN)
@@ -191,9 +185,6 @@ def test_a_prompt_of_another_template_is_refused():
         played(workflow(DONE), writes([END]), prompt)
 
 
-# ---------------------------------------------------------------------- rewards
-
-
 def test_each_turns_reward_is_discounted_and_stands_on_its_last_token():
     steps = [("again", 1.0, False), ("again", 0.0, False), (None, 2.0, True)]
     trajectory = played(workflow(*steps, discount=0.5), writes([*letters("3"), END], [END], [*letters("22"), END]))
@@ -201,7 +192,7 @@ def test_each_turns_reward_is_discounted_and_stands_on_its_last_token():
     assert placed == {trajectory.turns[0].end - 1: 1.0, trajectory.turns[2].end - 1: 0.5}
     assert all(trajectory.loss_mask[place] for place in placed)
     assert len(trajectory.rewards or []) == len(trajectory.token_ids)
-    assert trajectory.reward is None  # until judged
+    assert trajectory.reward is None  # until it is computed
     assert trajectory.metrics == {"turns": 3.0}
 
 
@@ -223,9 +214,6 @@ def test_feedback_names_what_the_reward_function_says():
     environment = RetryWithFeedback(lambda trajectory: {"reward": 0.5, "digits": 2.0}, feedback="{digits}, {reward}")
     environment.reset(chat_prompt())
     assert environment.step("12") == ("2.0, 0.5", 0.5, False)
-
-
-# ---------------------------------------------------------------------- limits
 
 
 def test_the_last_turn_is_max_turns_and_no_truncation():
@@ -296,9 +284,6 @@ def test_limits_out_of_range_are_refused(settings: dict[str, Any]):
 def test_an_environment_that_is_not_made_anew_is_refused():
     with pytest.raises(TypeError, match="lambda: MyEnvironment"):
         MultiTurn(chat_tokenizer(), Scripted())  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------- environments that fail
 
 
 def environment_rewards(trajectory: Trajectory) -> dict[str, Any]:
@@ -467,9 +452,6 @@ def test_the_same_run_seed_gives_the_same_conversations_whatever_the_pace(make: 
         found.append([item.token_ids for group in controller.take(0) for item in group.trajectories])
     assert found[0] == found[1]
     assert len({tuple(token_ids) for token_ids in found[0]}) == 6
-
-
-# ---------------------------------------------------------------------- cancellation
 
 
 class Closing(Environment):

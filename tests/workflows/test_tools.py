@@ -39,9 +39,6 @@ def halve(number: int, times: int = 1) -> float:
     return number / 2**times
 
 
-# ---------------------------------------------------------------------- in a conversation
-
-
 def test_the_policy_calls_reads_the_result_and_answers():
     flow = MultiTurn(chat_tokenizer(WITH_TOOLS), lambda: ToolEnvironment([PATH]), max_turns=3)
     said = letters(call(expression="12*34"))
@@ -118,9 +115,6 @@ def test_a_call_in_thinking_that_the_template_opened_does_not_run():
     flow = MultiTurn(chat_tokenizer(template), lambda: ToolEnvironment([halve]))
     trajectory = played(flow, writes([*letters(CALL), END]), Prompt("a", messages=[{"role": "user", "content": "4"}]))
     assert (len(trajectory.turns), trajectory.metrics["tool_calls"]) == (1, 0.0)
-
-
-# ---------------------------------------------------------------------- what can be wrong with a call
 
 
 @pytest.mark.parametrize(
@@ -206,9 +200,6 @@ def test_a_parser_of_your_own_finds_the_calls():
     assert asyncio.run(environment.step("6"))[2]
 
 
-# ---------------------------------------------------------------------- descriptions
-
-
 def test_a_tool_without_described_arguments_is_refused():
     def bare(number: int) -> int:
         return number
@@ -235,9 +226,6 @@ def test_calls_are_found_in_order_with_text_around_them():
     text = f'First {call(expression="1")} then\n<tool_call>\n{{"name": "f"}}\n</tool_call> done'
     assert parse_hermes(text) == [ToolCall("calculator", {"expression": "1"}), ToolCall("f", {})]
     assert parse_hermes("nothing here") == []
-
-
-# ---------------------------------------------------------------------- the calculator
 
 
 @pytest.mark.parametrize(
@@ -271,9 +259,6 @@ def test_the_calculator_computes(expression: str, result: str):
 def test_the_calculator_refuses_what_is_no_bounded_arithmetic(expression: str):
     with pytest.raises((ValueError, TypeError)):
         calculator(expression)
-
-
-# ---------------------------------------------------------------------- Python
 
 
 @pytest.mark.parametrize(
