@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +43,7 @@ from lightrl import (
 from lightrl.engines import Timeouts
 from lightrl.loops import shared_rollout
 from lightrl.rewards import RewardPart
+from lightrl.rollout import RolloutSettings
 from lightrl.testing import QUIET, tiny_policy
 from lightrl.testing.tiny_model import LETTERS
 from lightrl.weights import Bucket
@@ -237,6 +238,9 @@ class Moment(RLCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.trainer = trainer
 
+    def configure_rollout(self, trainer: Any, module: Any, settings: RolloutSettings) -> RolloutSettings:
+        return replace(settings, loop_timeout_s=HANG_S)
+
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == AT:
             self.reach("idle")
@@ -347,7 +351,7 @@ def play(folder: Path, cell: Cell | None, *, rank: int = 0, ranks: int = 1, resu
         **QUIET | {"enable_checkpointing": True}, default_root_dir=folder, max_steps=ITERATIONS, limit_val_batches=0,
         engine=Engine(servers=2, sglang_python=python, timeouts=timeouts), **spread,
         callbacks=[moment, checkpoints, TrajectoryLog(1, table_every_n_iterations=None), WeightSync(),
-                   StalenessControl(0, loop_timeout_s=HANG_S)],
+                   StalenessControl(0)],
     )  # fmt: skip
     logging.getLogger("lightrl").addHandler(Notices(folder))
     shared_rollout.HEARTBEAT_S = 0.1  # so that rank 1 hears of a rollout while it lasts

@@ -245,9 +245,9 @@ def last_samples(record: dict[str, Any], metric: str, place: slice = slice(-LAST
 
 
 def label_of(name: str, metric: str) -> str:
-    """What is counted; the example's LearningCurve may have a word for it."""
-    label = re.search(r"held_out_label: ([\w -]+)", example_file(name).read_text())
-    return f"of {label[1]}" if label else HELD_OUT[metric]
+    """What is counted."""
+    has_pairs = re.search(r"class_path: (DPO|RewardModel)\b", example_file(name).read_text())
+    return "of held-out pairs" if has_pairs else HELD_OUT[metric]
 
 
 def reaches(records: Sequence[dict[str, Any]]) -> str:

@@ -154,8 +154,7 @@ class LoopThread(threading.Thread):
         where = f"It is at {here.filename}:{here.lineno}, in {here.name}. " if here is not None else ""
         return RolloutError(
             f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}. {where}A workflow, "
-            "environment or async reward blocks it: use await there, or move the work to a thread; or increase "
-            "StalenessControl.loop_timeout_s."
+            "environment or async reward blocks it: use await there, or move the work to a thread."
         )
 
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ from lightrl.data.chat import (
     report_dropped,
     shared_prompt,
 )
-from lightrl.data.mixture import DataSource, Source, epoch_order
+from lightrl.data.mixture import Source, epoch_order
 from lightrl.data.prompts import PromptDataModule, Split, smallest
 from lightrl.data.rows import Made, Row, require_column, without_errors
 from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order, check_run_length
@@ -404,9 +403,9 @@ class SFTDataModule(CompletionDataModule):
 
     def __init__(
         self,
-        train: str | Path | DataSource | list[DataSource] | None = None,
-        validation: str | Path | DataSource | list[DataSource] | None = None,
-        test: str | Path | DataSource | list[DataSource] | None = None,
+        train: Source | None = None,
+        validation: Source | None = None,
+        test: Source | None = None,
         *,
         batch_size: int,
         answer_pattern_remove: str | None = None,
@@ -500,9 +499,9 @@ class PreferenceDataModule(CompletionDataModule):
 
     def __init__(
         self,
-        train: str | None,
-        validation: str | None = None,
-        test: str | None = None,
+        train: Source | None = None,
+        validation: Source | None = None,
+        test: Source | None = None,
         *,
         batch_size: int,
         chosen_column: str = "chosen",

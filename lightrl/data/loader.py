@@ -107,7 +107,7 @@ def _streamed(
     def prompt_of(located: LocatedRow) -> Prompt:
         return prompt_from(located.row, located.prompt_id.removeprefix("train-"), "train")
 
-    split = SplitRows("train", [DataSource(rows.name)], [rows], columns={})
+    split = SplitRows("train", [DataSource(rows.name)], [rows])
     make = prompt_maker(ChatRenderer(tokenizer, max_tokens=max_prompt_tokens), prompt_of)
     prompts = RowPrompts(split, make, seed=0, shuffle=False)
     return PromptStream(prompts, batch_size=loader.batch_size, shuffle=False)

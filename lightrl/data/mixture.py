@@ -22,6 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_bounds, check_effect
 from lightrl.trajectory import JsonObject
 
 _CYCLE = 1000  # shares are kept to a thousandth
@@ -36,12 +37,14 @@ class DataSource:
             dotted path of a function that makes rows: it takes `split` and `arguments` and returns an iterable of
             dicts.
         weight: this source's share among several; only the ratios matter.
-        name: configuration of a hub dataset; None uses the data module's.
-        split: of a hub dataset or a function; None uses the data module's.
-        columns: new column names → the source's own, such as `{question: problem}`.
+        name: configuration of a hub dataset, such as `main`.
+        split: of a hub dataset or a function; None is `train` for training and `test` otherwise.
+        columns: new column names → the source's own, such as `{question: problem, answer: solution}`.
         arguments: of a function.
+        max_rows: use only the first rows; None uses all.
         label: identifies the source in prompt ids; None uses its index.
-        streaming: read it in order while it is used; None uses the data module's.
+        streaming: read the rows in order while they are used.
+        shuffle_buffer: streamed rows that are shuffled with one another; the order of the shards is shuffled too.
     """
 
     source: str
@@ -50,18 +53,24 @@ class DataSource:
     split: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
     arguments: JsonObject = field(default_factory=dict)
+    max_rows: int | None = None
     label: str | None = None
-    streaming: bool | None = None
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
 
     def __post_init__(self) -> None:
+        check_bounds(1, max_rows=self.max_rows, shuffle_buffer=self.shuffle_buffer)
+        if not self.streaming:
+            check_effect("without streaming", shuffle_buffer=(self.shuffle_buffer, 10_000))
         if not 0 < self.weight < float("inf"):
             raise ValueError(
                 f"The weight of {self.source!r} must be above 0 and finite, got {self.weight}. Remove unused sources."
             )
 
 
-# With a Path in it, jsonargparse takes the name of a data file for a value; else it would read the file as settings.
-Source: TypeAlias = "str | Path | DataSource | list[DataSource]"
+# For the command line: with DataSource first a mapping is one, not text; with Path a file's name is a value, not the
+# settings in that file.
+Source: TypeAlias = DataSource | list[DataSource] | str | Path
 
 
 def sources_of(source: Source | None) -> list[DataSource]:

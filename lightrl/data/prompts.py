@@ -22,18 +22,8 @@ from lightrl.data.chat import (
     row_messages,
     take_images,
 )
-from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
-from lightrl.data.rows import (
-    LocatedRow,
-    Made,
-    Row,
-    check_source,
-    effective_settings,
-    json_able,
-    read_rows,
-    require_column,
-    without_errors,
-)
+from lightrl.data.mixture import DataSource, MixtureOrder, Source, sources_of
+from lightrl.data.rows import LocatedRow, Made, Row, check_source, json_able, read_rows, require_column, without_errors
 from lightrl.data.stream import (
     EpochLoader,
     PromptStream,
@@ -57,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 MAX_PROMPTS_AT_START = 10_000  # with more train prompts, each is made when it is read
 _CHECKED_AT_START = 1_000  # train prompts; ROWS_AT_ONCE if they are streamed
-_SHUFFLE_BUFFER = 10_000
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
@@ -83,20 +72,17 @@ class PromptDataModule(L.LightningDataModule):
     its turn comes, so that the start takes seconds and the rows stay on the disk. A bad row then ends the run with its
     name, and a filtered or too long one is skipped, which `rollout/skipped_prompts` counts.
 
-    With `streaming`, rows are read in order while they are used: hub datasets are not downloaded, a file's name may be
-    a pattern, and how many rows there are need not be known. Then the Trainer needs `max_steps`, or
+    With `DataSource.streaming`, rows are read in order while they are used: hub datasets are not downloaded, a file's
+    name may be a pattern, and how many rows there are need not be known. Then the Trainer needs `max_steps`, or
     `limit_train_batches` as the iterations of an epoch. Validation and test rows are still read at the start.
 
     Args:
-        train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name such as `openai/gsm8k`, or the dotted
-            path of a function that makes rows; a DataSource, or a list of them, mixed by weight. None only for a
-            subclass with its own `make_prompts`, or if nothing is trained.
+        train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
+            makes rows; a DataSource, such as `{source: openai/gsm8k, name: main}`, or a list of them, mixed by weight.
+            None only for a subclass with its own `make_prompts`, or if nothing is trained.
         validation: the same for validation; None for no validation.
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
-        name: configuration of the hub dataset, such as `main`.
-        train_split, validation_split, test_split: splits of the hub dataset; a file is one split.
-        columns: new column names → the data's own, such as `{question: problem, answer: solution}`.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
         prompt_column: holds the prompt's text, or a list of chat messages. Any column may be a dotted path, such as
             `reward_model.ground_truth`.
@@ -113,25 +99,17 @@ class PromptDataModule(L.LightningDataModule):
         max_prompt_tokens: the longest prompt allowed; None uses what the model's context leaves.
         min_prompt_tokens: the shortest prompt allowed; shorter ones are dropped and counted.
         prompt_overflow: what to do with a longer prompt: `error` before training, or `drop` it, which is logged.
-        max_train_prompts, max_validation_prompts: use only the first rows of each source; the latter also limits test.
         shuffle: reorder the train prompts in each epoch, by (seed, epoch).
-        streaming: read the rows in order while they are used; a DataSource has its own.
-        shuffle_buffer: streamed rows that are shuffled with one another; the order of the shards is shuffled too.
         seed: of the order; None uses that of `seed_everything`, or 0.
     """
 
     def __init__(
         self,
-        train: str | Path | DataSource | list[DataSource] | None = None,
-        validation: str | Path | DataSource | list[DataSource] | None = None,
-        test: str | Path | DataSource | list[DataSource] | None = None,
+        train: Source | None = None,
+        validation: Source | None = None,
+        test: Source | None = None,
         *,
         batch_size: int,
-        name: str | None = None,
-        train_split: str = "train",
-        validation_split: str = "test",
-        test_split: str = "test",
-        columns: dict[str, str] | None = None,
         row_filter: str | Callable[[Row], bool] | None = None,
         prompt_column: str = "question",
         image_column: str | None = None,
@@ -144,11 +122,7 @@ class PromptDataModule(L.LightningDataModule):
         max_prompt_tokens: int | None = None,
         min_prompt_tokens: int | None = None,
         prompt_overflow: Literal["error", "drop"] = "error",
-        max_train_prompts: int | None = None,
-        max_validation_prompts: int | None = None,
         shuffle: bool = True,
-        streaming: bool = False,
-        shuffle_buffer: int = _SHUFFLE_BUFFER,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -158,9 +132,6 @@ class PromptDataModule(L.LightningDataModule):
             validation_batch_size=validation_batch_size,
             max_prompt_tokens=max_prompt_tokens,
             min_prompt_tokens=min_prompt_tokens,
-            max_train_prompts=max_train_prompts,
-            max_validation_prompts=max_validation_prompts,
-            shuffle_buffer=shuffle_buffer,
         )
         check_choice(("error", "drop"), prompt_overflow=prompt_overflow)
         check_template(prompt_template)
@@ -170,9 +141,7 @@ class PromptDataModule(L.LightningDataModule):
                 for source in sources:
                     reason = f"on {split} data {source.source!r}: only several train sources are mixed by weight"
                     check_effect(reason, weight=(source.weight, 1.0))
-        self.dataset_splits = _by_split(train_split, validation_split, test_split)
-        self.max_prompts = _by_split(max_train_prompts, max_validation_prompts, max_validation_prompts)
-        self.name, self.columns, self.row_filter = name, columns or {}, row_filter
+        self.row_filter = row_filter
         self.batch_size, self.validation_batch_size = batch_size, validation_batch_size
         self.prompt_column, self.image_column, self.answer_column = prompt_column, image_column, answer_column
         self.system_prompt, self.prompt_template = system_prompt, prompt_template
@@ -180,7 +149,6 @@ class PromptDataModule(L.LightningDataModule):
         self.max_prompt_tokens, self.min_prompt_tokens = max_prompt_tokens, min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle, self.seed = shuffle, seed
-        self.streaming, self.shuffle_buffer = streaming, shuffle_buffer
         self.prompts: dict[Split, list[Prompt] | RowPrompts] = {}  # only splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
@@ -260,42 +228,24 @@ class PromptDataModule(L.LightningDataModule):
     def _open(self, split: Split) -> SplitRows:
         """The rows of a split; none if it has no source."""
         if split not in self._rows:
-            self._check_effects(split)
             parts = [self._open_source(split, number) for number in range(len(self.sources[split]))]
-            self._rows[split] = SplitRows(split, self.sources[split], parts, self.columns)
+            self._rows[split] = SplitRows(split, self.sources[split], parts)
         return self._rows[split]
 
-    def _check_effects(self, split: Split) -> None:
-        """Raises ValueError for a setting that no source reads."""
-        sources = [source for of_split in self.sources.values() for source in of_split]
-        effective = {source.source: effective_settings(source.source) for source in sources}
-        names = ", ".join(map(repr, effective))
-        if effective and not any("name" in settings for settings in effective.values()):
-            check_effect(f"on {names}: only hub datasets and folders have a name", name=(self.name, None))
-        names = ", ".join(repr(source.source) for source in self.sources[split])
-        if names and not any("split" in effective[source.source] for source in self.sources[split]):
-            default = "train" if split == "train" else "test"
-            setting = {f"{split}_split": (self.dataset_splits[split], default)}
-            check_effect(f"on {names}: only hub datasets, folders and functions have splits", **setting)
-        if split == "train" and not any(map(self._is_streamed, self.sources[split])):
-            check_effect("without streaming", shuffle_buffer=(self.shuffle_buffer, _SHUFFLE_BUFFER))
-
-    def _is_streamed(self, source: DataSource) -> bool:
-        return self.streaming if source.streaming is None else source.streaming
-
     def _open_source(self, split: Split, number: int) -> Sequence[Row] | StreamedRows:
-        source, max_rows = self.sources[split][number], self.max_prompts[split]
+        source = self.sources[split][number]
         check_source(source)
-        name, of_split = source.name or self.name, source.split or self.dataset_splits[split]
-        if not self._is_streamed(source):
-            return read_rows(source.source, name=name, split=of_split, max_rows=max_rows, arguments=source.arguments)
+        arguments: dict[str, Any] = {"name": source.name, "arguments": source.arguments}
+        arguments["split"] = source.split or ("train" if split == "train" else "test")
+        if not source.streaming:
+            return read_rows(source.source, max_rows=source.max_rows, **arguments)
         return StreamedRows(
             source.source,
-            open_stream(source.source, name=name, split=of_split, arguments=source.arguments),
+            open_stream(source.source, **arguments),
             seed=f"{self.order_seed}/{number}",
             shuffle=self.shuffle,
-            buffer_rows=self.shuffle_buffer,
-            max_rows=max_rows,
+            buffer_rows=source.shuffle_buffer,
+            max_rows=source.max_rows,
             row_of=_row_of,
         )
 
@@ -435,8 +385,6 @@ class PromptDataModule(L.LightningDataModule):
         if split == "test" and not prompts:
             split = "validation"
             prompts = self.make_prompts(split)
-        if len(self.sources[split]) < 2:
-            prompts = prompts[: self.max_prompts[split]]
         return render_prompts(prompts, renderer, lambda index: self._where(split, index))
 
     def _is_on_reading(self) -> bool:

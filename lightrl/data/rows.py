@@ -115,22 +115,16 @@ def read_rows(
     return rows
 
 
-def effective_settings(source: str) -> tuple[str, ...]:
-    """The settings of a DataSource that its kind of source reads, of `name`, `split` and `arguments`."""
-    path = Path(source).expanduser()
-    if not path.exists() and function_of_rows(source) is not None:
-        return "split", "arguments"
-    return () if file_suffix(path) in FILE_SUFFIXES else ("name", "split")
-
-
 def check_source(source: DataSource) -> None:
     """Raises ValueError for a setting of a source that its kind does not read."""
-    effective = effective_settings(source.source)
-    kind = "a hub dataset or a folder: only functions take arguments"
-    if "name" not in effective:
-        kind = "a function" if effective else "a file: only functions take arguments, and only hub datasets a name"
+    path = Path(source.source).expanduser()
+    kind, read = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
+    if not path.exists() and function_of_rows(source.source) is not None:
+        kind, read = "a function", ["split", "arguments"]
+    elif file_suffix(path) in FILE_SUFFIXES:
+        kind, read = "a file: only functions take arguments, and only hub datasets a name", []
     for name in ("name", "split", "arguments"):
-        if name not in effective and (value := getattr(source, name)):
+        if name not in read and (value := getattr(source, name)):
             raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
 
 

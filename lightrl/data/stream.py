@@ -41,7 +41,6 @@ class SplitRows:
     split: str  # its name begins the prompts' ids
     sources: Sequence[DataSource]
     parts: Sequence[Sequence[Row] | StreamedRows]  # the rows of each source, by index or streamed
-    columns: Mapping[str, str]  # new column names → the data's own, for all sources
 
     @property
     def sizes(self) -> list[int | None]:
@@ -79,8 +78,8 @@ class SplitRows:
         else:
             assert isinstance(item, int)
             row, where, name = part[item], f"Row {item + 1} of {source.source!r}", str(item)
-        if columns := {**self.columns, **source.columns}:
-            row = renamed(row, columns, where=where)
+        if source.columns:
+            row = renamed(row, source.columns, where=where)
         prefix = self.split if len(self.sources) == 1 else f"{self.split}-{source.label}"
         return LocatedRow(row, source, where, f"{prefix}-{name}")
 

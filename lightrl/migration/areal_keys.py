@@ -299,12 +299,15 @@ def top_k(value: int, areal: Leaves) -> Outcome:
     return Outcome() if value < 1 or value >= 10**6 else Outcome({"model.sampling.top_k": value})
 
 
+def source(path: str) -> str | dict[str, str]:
+    return {"source": path, "name": "main"} if path == "openai/gsm8k" else path
+
+
 def train_data(path: str, areal: Leaves) -> Outcome:
     if path.rstrip("/").endswith("gsm8k"):
-        hub = {"data.name": "main"} if path == "openai/gsm8k" else {}
-        return Outcome({"data.train": path, "model.reward": "lightrl.rewards.math_answer", **hub})
-    note = "AReaL's script has the reward and reads the columns: set model.reward, and data.columns where they differ"
-    return Outcome({"data.train": path}, note)
+        return Outcome({"data.train": source(path), "model.reward": "lightrl.rewards.math_answer"})
+    note = "AReaL's script has the reward and reads the columns: set model.reward, and those of the DataSource"
+    return Outcome({"data.train": source(path)}, note)
 
 
 def completions(path: str, areal: Leaves) -> Outcome:
@@ -534,7 +537,7 @@ ROWS: dict[str, Rule] = {
     "vllm.*": left("lightrl's servers are SGLang's"),
     # Data
     "train_dataset.path": train_data,
-    "valid_dataset.path": to("data.validation"),
+    "valid_dataset.path": lambda path, areal: Outcome({"data.validation": source(path)}),
     "train_dataset.batch_size": to("data.batch_size"),
     "valid_dataset.batch_size": to("data.validation_batch_size"),
     "train_dataset.shuffle": to("data.shuffle"),

@@ -88,7 +88,7 @@ def test_all_bad_rows_are_named_not_only_the_first(settings, config, capsys):
 
 def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
     rows = [json.dumps({"question": str(n), "answer": "1"}) for n in range(4)] + ['{"question": "1", "answer": " "}']
-    streamed = data_settings(settings, rows, streaming=True)
+    streamed = data_settings(settings, rows, train={"source": "rows.jsonl", "streaming": True})
     assert main(["doctor", "data", "--config", config(streamed)]) == 1
     said = capsys.readouterr().out
     assert said.startswith("train: 4 prompts of 1 to 1 tokens (median 1), 0 rows dropped, 1 bad")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.data import PreferenceDataModule, PromptDataModule, SFTDataModule
+from lightrl.data import DataSource, PreferenceDataModule, PromptDataModule, SFTDataModule
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 TEMPLATE = (
@@ -36,7 +36,8 @@ def set_up(kind: type, tmp_path: Path, tokenizer: Any, row: dict[str, Any], sett
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     tokenizer.chat_template = TEMPLATE
-    data = kind(str(path), batch_size=1, **settings)
+    others = dict(settings)
+    data = kind(DataSource(str(path), columns=others.pop("columns", {})), batch_size=1, **others)
     data.attach(tokenizer)
     data.setup("fit")
     return data
