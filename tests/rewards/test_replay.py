@@ -18,7 +18,7 @@ def failures_of(function: object, path: Path, *trajectories: object, **settings:
     worker.start()
 
     async def gathered() -> list[object]:
-        return await asyncio.gather(*map(worker.compute_reward, trajectories), return_exceptions=True)
+        return await asyncio.gather(*worker.compute_rewards(trajectories), return_exceptions=True)
 
     try:
         return asyncio.run(gathered())

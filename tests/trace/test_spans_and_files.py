@@ -184,18 +184,18 @@ def resets_peaks() -> bool:
 def test_the_peak_of_a_block_has_what_it_held_for_a_while() -> None:
     memory = MemoryPeaks()
     before = host_bytes()
-    with memory.within("large"):
-        hold_64_mib()
-    assert memory.peaks["large"]["host"] - before > 48 * 2**20
+    memory.begin()
+    hold_64_mib()
+    assert memory.end("large")["host"] - before > 48 * 2**20
 
 
 @pytest.mark.skipif(not resets_peaks(), reason="this process may not reset its peak of memory")
 def test_the_peak_of_a_block_has_nothing_of_the_block_before() -> None:
     memory = MemoryPeaks()
-    with memory.within("large"):
-        hold_64_mib()
-    with memory.within("small"):
-        pass
+    for name, block in (("large", hold_64_mib), ("small", lambda: None)):
+        memory.begin()
+        block()
+        memory.end(name)
     assert memory.peaks["large"]["host"] - memory.peaks["small"]["host"] > 48 * 2**20
 
 
