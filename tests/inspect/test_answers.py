@@ -1,4 +1,4 @@
-"""What the page is told: runs, curves, the table, a trajectory, time lines, pictures; and the server's door."""
+"""Answers to the page: runs, curves, the table, a trajectory, time lines, images; and the server's door."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_condition_that_is_still_being_typed_finds_everything(answers: Answers
         assert (page["total"] > 0) == (query != "reward")
 
 
-def test_the_index_follows_a_run_that_goes_on_and_repeats(folder: Path, tmp_path: Path) -> None:
+def test_the_index_follows_a_run_that_continues_and_repeats(folder: Path, tmp_path: Path) -> None:
     index = TrajectoryIndex(folder, tmp_path / "cache")
     assert index.update(max_files=1) == 3  # two iterations and the problems
     assert {row["iteration"] for row in index.page()["rows"]} == {2}  # the newest first
@@ -215,7 +215,7 @@ def test_the_time_line_of_an_iteration_has_all_ranks(folder: Path) -> None:
     assert len([event for event in line["events"] if event[1] == "generate"]) == 16
     update = next(event for event in line["events"] if event[1] == "update")
     assert update[2:5] == ["phase", 515.0, 380.0]  # ms after the first event
-    write_trace(folder, 5)  # the run began anew
+    write_trace(folder, 5)  # the run started again
     assert timeline.iterations() == [0, 1, 2, 3, 4]
     with (folder / "trace" / "rank-00000.json").open("a") as file:
         file.write('{"name":"iteration 5","ph"')  # in the making
@@ -227,7 +227,7 @@ def test_lost_servers_and_drops_are_problems(answers: Answers) -> None:
     assert [(one["source"], one["kind"]) for one in found] == [("server", "lost"), ("reward", "dropped: reward_raised")]
 
 
-def test_the_settings_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
+def test_the_settings_of_runs_stand_next_to_each_other(tmp_path: Path) -> None:
     config = """
         model: {class_path: lightrl.GRPO, init_args: {lr: %s, sampling: {top_k: -1}, betas: [0.9, 0.95], note: null}}
         trainer:

@@ -245,7 +245,7 @@ def test_an_update_without_finite_gradients_changes_neither_parameters_nor_optim
     assert all(map(torch.equal, moments, [value for state in optimizer.state.values() for value in state.values()]))
 
 
-def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_starts_anew() -> None:
+def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_starts_again() -> None:
     layer, optimizer = trained_once()
     guard = GradientGuard()
 
@@ -405,7 +405,7 @@ class SpoilsGradients(RLCallback):
             next(pl_module.parameters()).grad.fill_(math.nan)
 
 
-def test_a_skipped_update_leaves_the_policy_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_skipped_update_leaves_the_policy_and_the_run_continues(tmp_path: Path) -> None:
     module, counts = module_to_fit(), Counts()
     trainer = fit(tmp_path, module, counts, SpoilsGradients(0), gradient_clip_val=1.0)
     start = module.policy_spec.load_model()

@@ -1,4 +1,4 @@
-"""FailureLog and replay: what failed is written, and one call tells all about it."""
+"""FailureLog and replay: what failed is written, and one call computes it again."""
 
 import asyncio
 import json

@@ -140,7 +140,7 @@ def test_on_policy_nothing_starts_before_a_batch_is_waited_for(make: Make) -> No
 
 
 class PausingScript(list[int]):
-    """Pauses the engine when its first token is drawn."""
+    """Pauses the engine when its first token is sampled."""
 
     def __init__(self, engine: FakeEngine, paused: threading.Event) -> None:
         super().__init__([5, 6, 7, 8])
@@ -295,7 +295,7 @@ async def asks_too_much(prompt: Prompt, generate: Generate) -> None:
         (asks_too_much, "exceed the context"),
     ],
 )
-def test_a_failed_workflow_drops_its_trajectory_and_the_run_goes_on(make: Make, before: Any, message: str) -> None:
+def test_a_failed_workflow_drops_its_trajectory_and_the_run_continues(make: Make, before: Any, message: str) -> None:
     async def first_only(prompt: Prompt, generate: Generate) -> Any:
         return await before(prompt, generate) if prompt.id == "p0" else None
 
@@ -326,7 +326,7 @@ def test_too_many_failures_end_the_run_with_the_last_reason(make: Make) -> None:
         controller.take(0)
 
 
-def test_failures_are_counted_anew_for_each_iteration(make: Make) -> None:
+def test_failures_are_counted_again_for_each_iteration(make: Make) -> None:
     controller = make(reward=fails_for({1, 5, 9}), groups_per_iteration=3, max_failed_fraction=0.4)
     assert [ids(iterate(controller, version)) for version in range(3)] == [[0, 2, 3], [4, 6, 7], [8, 10, 11]]
 
@@ -489,7 +489,7 @@ def test_nothing_is_lost_or_trained_on_twice_after_a_stop_anywhere(make: Make, m
     assert interrupted == list(range(5)) or max_staleness or point != "rolling out"
 
 
-def test_a_resume_with_another_number_of_groups_per_iteration_goes_on(make: Make) -> None:
+def test_a_resume_with_another_number_of_groups_per_iteration_continues(make: Make) -> None:
     first = make(groups_per_iteration=2)
     for version in range(3):
         iterate(first, version)
@@ -581,7 +581,7 @@ def test_a_validation_that_hangs_says_how_far_it_came(make: Make) -> None:
     wait_until(lambda: fake(controller).num_running == 0)
 
 
-def test_an_interrupted_validation_is_cancelled_and_training_goes_on(make: Make) -> None:
+def test_an_interrupted_validation_is_cancelled_and_training_continues(make: Make) -> None:
     controller = make(FakeEngine(seconds_per_token=lambda prompt, sampling: 5.0 if prompt[0] > 800 else 0.0))
     with pytest.raises(KeyboardInterrupt):
         controller.evaluate([Prompt(id="a", token_ids=[900])], sampling=SAMPLING, on_wait=interrupt)

@@ -85,10 +85,10 @@ def test_too_many_dropped_groups_end_the_run_and_say_what_dropped_them(make: Mak
     )
     with pytest.raises(RolloutError, match=expected):
         controller.take(0)
-    assert 6 <= len(set(requests(controller))) <= 10  # it did not go on
+    assert 6 <= len(set(requests(controller))) <= 10  # it did not continue
 
 
-def test_the_bound_counts_anew_for_each_iteration(make: Make) -> None:
+def test_the_bound_starts_again_for_each_iteration(make: Make) -> None:
     dropped = {position for position in range(100) if position % 4}
     controller = make(group_filter=drop(*dropped), max_dropped_groups=7)
     assert [ids(iterate(controller, version)) for version in range(4)] == [[0, 4], [8, 12], [16, 20], [24, 28]]

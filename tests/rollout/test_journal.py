@@ -37,7 +37,7 @@ def test_a_kill_at_a_turn_boundary_repeats_no_effect_and_no_token(number: int, k
     assert not resumed["drops"]
 
 
-def test_a_kill_amid_a_call_drops_the_conversation_and_does_not_call_again(killed: Any) -> None:
+def test_a_kill_during_a_call_drops_the_conversation_and_does_not_call_again(killed: Any) -> None:
     resumed = killed["amid"]
     assert len(set(resumed["effects"])) == len(resumed["effects"])
     assert resumed["drops"] == [
