@@ -343,7 +343,7 @@ class SharedRollout:
         if message.kind == "stop":
             error = SIGTERMException() if name == "SIGTERMException" else KeyboardInterrupt()
         else:
-            kind = getattr(errors, name, None)
+            kind = getattr(errors, name, RolloutError)
             is_ours = isinstance(kind, type) and issubclass(kind, LightRLError)
-            error = (kind if is_ours else RolloutError)(f"Rank 0 raised {name}: {text}")
+            error = kind(f"Rank 0 raised {name}: {text}") if is_ours else RolloutError(f"Rank 0 raised {name}: {text}")
         raise mark_as_on_all_ranks(error)
