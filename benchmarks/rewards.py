@@ -103,7 +103,7 @@ def rewarded_s(worker: RewardWorker, trajectories: Sequence[Trajectory], *, toge
 
     async def compute_one(trajectory: Trajectory) -> int:
         try:
-            await worker.compute_reward(trajectory)
+            await worker.compute_rewards([trajectory])[0]
         except RewardError:
             return 1
         return 0

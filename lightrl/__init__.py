@@ -49,6 +49,7 @@ RENAMED = {
     "lightrl.rewards.Judge": "lightrl.rewards.RewardWorker",
     "lightrl.rewards.JudgesGroups": "lightrl.rewards.RewardWorker",
     "lightrl.rewards.Judgment": "lightrl.rewards.RewardResult",
+    "lightrl.rewards.examine": "lightrl.rewards.replay",
     "lightrl.rewards.make_judge": "lightrl.rewards.make_reward_worker",
 }
 

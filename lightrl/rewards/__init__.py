@@ -31,7 +31,7 @@ from lightrl.rewards.llm_judge import LLMJudge
 from lightrl.rewards.math_answer import math_answer
 from lightrl.rewards.parts import RewardPart
 from lightrl.rewards.pool import RewardPool
-from lightrl.rewards.replay import FailureLog, ReplayRow, examine, replay
+from lightrl.rewards.replay import FailureLog, ReplayRow, replay
 from lightrl.rewards.reward_result import RewardResult
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, Sandbox
 from lightrl.rewards.text_rewards import (
@@ -48,7 +48,7 @@ if not TYPE_CHECKING:
 
 __all__ = [
     "RewardWorker", "RewardResult", "RewardHook", "RewardPart", "RewardPool", "make_reward_worker", "FailureLog",
-    "ReplayRow", "examine", "replay", "math_answer", "code_tests", "Limits", "LocalSandbox", "Run", "Sandbox",
+    "ReplayRow", "replay", "math_answer", "code_tests", "Limits", "LocalSandbox", "Run", "Sandbox",
     "json_schema", "OverlongPenalty", "overlong_penalty", "regex_match", "repetition_penalty", "tag_format",
     "LLMJudge", "environment_reward",
 ]  # fmt: skip

@@ -123,18 +123,14 @@ class _WorkerThread:
 
 @runtime_checkable
 class RewardWorker(Protocol):
-    """Computes rewards. Call `start` once, then the other two any number of times, then `close`."""
+    """Computes rewards. Call `start` once, then `compute_rewards` any number of times, then `close`."""
 
     def start(self) -> None:
         """Raises ValueError if there is no such reward function; called before training, from any thread."""
         ...
 
-    async def compute_reward(self, trajectory: Trajectory) -> RewardResult:
-        """Raises RewardError if the function failed; called on the event loop."""
-        ...
-
     def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
-        """Do the same for trajectories together, which spares the event loop a task for each of them."""
+        """Futures of the results, or of a RewardError where the function failed; called on the event loop."""
         ...
 
     def close(self) -> None: ...

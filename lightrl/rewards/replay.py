@@ -45,9 +45,6 @@ class FailureLog:
     def start(self) -> None:
         self._reward_worker.start()
 
-    async def compute_reward(self, trajectory: Trajectory) -> RewardResult:
-        return await self.compute_rewards([trajectory])[0]
-
     def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
         results = self._reward_worker.compute_rewards(trajectories)
         for trajectory, result in zip(trajectories, results, strict=True):
@@ -106,40 +103,28 @@ def replay(
         source: a file of failed rewards or of the trajectory log, or trajectories.
         reward, timeout_s, memory_limit_mib, search_paths: as in `make_reward_worker`.
         num: only this many, from the start; None for all.
-        repeats, decode: as in `examine`.
+        repeats: calls per trajectory, one after another, so that latencies are honest; one call cannot show whether a
+            reward is deterministic.
+        decode: token ids to text with special tokens, for `raw` and for prompts without messages.
 
     Raises:
         ValueError: if a line has no trajectory, or there is no such reward function.
     """
+    check_bounds(1, repeats=repeats)
     trajectories = read_failures(source) if isinstance(source, str | Path) else source
     first = list(itertools.islice(trajectories, num))
+
+    async def rows() -> list[ReplayRow]:
+        return [await _row(trajectory, reward_worker, repeats, decode) for trajectory in first]
+
     reward_worker = make_reward_worker(
         reward, timeout_s=timeout_s, memory_limit_mib=memory_limit_mib, search_paths=search_paths
     )
     try:
         reward_worker.start()
-        return asyncio.run(examine(first, reward_worker, repeats=repeats, decode=decode))
+        return asyncio.run(rows())
     finally:
         reward_worker.close()
-
-
-async def examine(
-    trajectories: Iterable[Trajectory],
-    reward_worker: RewardWorker,
-    *,
-    repeats: int = 2,
-    decode: Callable[[list[int]], str] | None = None,
-) -> list[ReplayRow]:
-    """Calls the reward `repeats` times for each trajectory, one call after another, so that latencies are honest.
-
-    Args:
-        trajectories: from a file, or fresh ones before a run.
-        reward_worker: a started one.
-        repeats: calls per trajectory; one call cannot show whether a reward is deterministic.
-        decode: token ids to text with special tokens, for `raw` and for prompts without messages.
-    """
-    check_bounds(1, repeats=repeats)
-    return [await _row(trajectory, reward_worker, repeats, decode) for trajectory in trajectories]
 
 
 def read_failures(path: str | Path) -> Iterator[Trajectory]:
@@ -165,7 +150,7 @@ async def _row(
     for _ in range(repeats):
         start = time.perf_counter()
         try:
-            outcomes.append(await reward_worker.compute_reward(trajectory))
+            outcomes.append(await reward_worker.compute_rewards([trajectory])[0])
         except RewardError as error:
             outcomes.append(error)
         latency_s = time.perf_counter() - start

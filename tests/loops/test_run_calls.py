@@ -17,7 +17,7 @@ ROLES = {"policy", "reference"}
 
 
 def own(name: str, *inputs: str, **settings: Any) -> ModelCall:
-    """A call beside the trainer's, whose output is its name."""
+    """A call in its own thread, whose output is its name."""
     return ModelCall(name, None, "infer", inputs, (name,), run=lambda *_: None, **settings)
 
 
@@ -92,13 +92,13 @@ def test_who_does_not_answer_in_time_is_named() -> None:
 
 def test_a_function_that_needs_another_starts_while_the_trainer_works() -> None:
     """The trainer's call ends only when the second function has started."""
-    has_begun = threading.Event()
+    has_started = threading.Event()
 
     def run(call: ModelCall, state: Mapping[str, Any]) -> dict[str, Any]:
         if call.name == "second":
-            has_begun.set()
+            has_started.set()
         if call.role is not None:
-            assert has_begun.wait(30)
+            assert has_started.wait(30)
         return dict.fromkeys(call.outputs, 1)
 
     assert "second" in executed([REFERENCE, own("first"), own("second", "first")], run)

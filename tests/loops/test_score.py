@@ -57,7 +57,7 @@ def test_a_call_has_its_own_bound_on_a_microbatch() -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
 def test_a_model_that_waits_in_cpu_memory_is_on_the_device_while_it_runs(fails: bool) -> None:
-    """The device is `meta`, which tells the moves apart and computes nothing."""
+    """The device is `meta`, which shows the moves and computes nothing."""
     places: list[str] = []
 
     class Reference:

@@ -240,7 +240,7 @@ def test_an_update_without_finite_gradients_changes_neither_parameters_nor_optim
     assert all(map(torch.equal, moments, [value for state in optimizer.state.values() for value in state.values()]))
 
 
-def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_resets_it() -> None:
+def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_starts_again() -> None:
     layer, optimizer = trained_once()
     guard = GradientGuard()
 

@@ -1,14 +1,18 @@
-"""RewardHook: callables of this process, in a thread."""
+"""RewardHook: callables of this process, in a thread; make_reward_worker: which callables those are."""
 
 import asyncio
+import functools
 import logging
+import math
 import threading
+from pathlib import Path
 
 import pytest
+import reward_functions
 from reward_functions import obey, obey_async, trajectory_that
 from test_pool import reasons
 
-from lightrl.rewards import RewardHook, RewardResult
+from lightrl.rewards import RewardHook, RewardPool, RewardResult, make_reward_worker, math_answer
 
 
 def outcomes(hook: RewardHook, *trajectories: object) -> list[object]:
@@ -94,3 +98,46 @@ def test_close_ends_the_threads():
 def test_a_method_that_was_renamed_says_its_new_name() -> None:
     with pytest.raises(AttributeError, match="'RewardHook' object has no attribute 'score'; it is now compute_reward"):
         getattr(RewardHook(len), "score")  # noqa: B009
+
+
+def test_a_dotted_path_becomes_a_pool():
+    worker = make_reward_worker("reward_functions.length")
+    assert isinstance(worker, RewardPool)
+    assert worker.path == "reward_functions.length"
+
+
+@pytest.mark.parametrize(
+    ("function", "path"),
+    [
+        (reward_functions.length, "reward_functions.length"),
+        (reward_functions.Constants.constant, "reward_functions.Constants.constant"),
+        (math_answer, "lightrl.rewards.math_answer.math_answer"),
+    ],
+)
+def test_a_function_that_can_be_imported_becomes_a_pool_that_finds_it(function, path):
+    worker = make_reward_worker(function, search_paths=[str(Path(__file__).parent)])
+    assert isinstance(worker, RewardPool)
+    assert worker.path == path
+    worker.start()
+    worker.close()
+
+
+def nested():
+    def reward(trajectory):
+        return 1.0
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda trajectory: 1.0, nested(), functools.partial(math.copysign, 1.0), Scale().reward, math.sqrt],
+    ids=["lambda", "closure", "partial", "method", "builtin"],
+)
+def test_other_callables_stay_in_this_process(function):
+    assert isinstance(make_reward_worker(function), RewardHook)
+
+
+def test_a_function_of_the_started_script_stays_in_this_process(monkeypatch):
+    monkeypatch.setattr(reward_functions.length, "__module__", "__main__")
+    assert isinstance(make_reward_worker(reward_functions.length), RewardHook)

@@ -1,4 +1,4 @@
-"""FailureLog and replay: what failed is written, and one call tells all about it."""
+"""FailureLog and replay: what failed is written, and one call computes it again."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ def failures_of(function: object, path: Path, *trajectories: object, **settings:
     worker.start()
 
     async def gathered() -> list[object]:
-        return await asyncio.gather(*map(worker.compute_reward, trajectories), return_exceptions=True)
+        return await asyncio.gather(*worker.compute_rewards(trajectories), return_exceptions=True)
 
     try:
         return asyncio.run(gathered())

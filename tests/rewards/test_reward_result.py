@@ -66,7 +66,7 @@ def test_a_number_that_training_would_overflow_on_is_refused(value):
         ({"score": 1.0}, r"a dict with \['score'\]"),
         ({"reward": 1.0, "accuracy": None}, "'accuracy' is None"),
         ({"reward": 1.0, 3: 1.0}, "Keys must be strings"),
-        ({"rewards": [1.0]}, "must be a list of 4 numbers.* got 1 numbers"),
+        ({"rewards": [1.0]}, r"must be a list of 4 numbers.* got 1 number\."),
         ({"rewards": 1.0}, "must be a list of 4 numbers.* got 1.0"),
         ({"rewards": [0, 0, "a", 0]}, r"rewards\[2\] is 'a'"),
         ({"reward": 3.0, "rewards": [0, 0, 1, 1]}, "but rewards that sum to 2"),

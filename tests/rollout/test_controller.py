@@ -140,7 +140,7 @@ def test_on_policy_nothing_starts_before_a_batch_is_waited_for(make: Make) -> No
 
 
 class PausingScript(list[int]):
-    """Pauses the engine when its first token is drawn."""
+    """Pauses the engine when its first token is sampled."""
 
     def __init__(self, engine: FakeEngine, paused: threading.Event) -> None:
         super().__init__([5, 6, 7, 8])
