@@ -443,7 +443,7 @@ class Trajectory:
         return trajectory
 
     def text(self, prompt: bytes | None = None) -> str:
-        """`to_bytes` as text, for JSON that nobody reads."""
+        """Encodes `to_bytes` as text, for JSON that nobody reads."""
         return base64.b64encode(self.to_bytes(prompt)).decode()
 
     @classmethod
