@@ -442,12 +442,12 @@ class Trajectory:
         trajectory.__post_init__()
         return trajectory
 
-    def text(self, prompt: bytes | None = None) -> str:
+    def to_text(self, prompt: bytes | None = None) -> str:
         """Encodes `to_bytes` as text, for JSON that nobody reads."""
         return base64.b64encode(self.to_bytes(prompt)).decode()
 
     @classmethod
-    def of_text(cls, text: str, prompt: Prompt | None = None) -> Trajectory:
+    def from_text(cls, text: str, prompt: Prompt | None = None) -> Trajectory:
         return cls.from_bytes(base64.b64decode(text), prompt)
 
     def to_json(self) -> JsonObject:
@@ -500,14 +500,14 @@ class Group:
         texts = []
         for trajectory in self.trajectories:
             shares_prompt = trajectory.prompt is self.prompt or trajectory.prompt == self.prompt
-            texts.append(trajectory.text(b"" if shares_prompt else None))
+            texts.append(trajectory.to_text(b"" if shares_prompt else None))
         return {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": texts}
 
     @classmethod
     def from_state(cls, state: JsonMapping) -> Group:
         """Decodes `state_dict`."""
         prompt = Prompt(**state["prompt"])
-        return cls(state["id"], prompt, [Trajectory.of_text(text, prompt) for text in state["trajectories"]])
+        return cls(state["id"], prompt, [Trajectory.from_text(text, prompt) for text in state["trajectories"]])
 
 
 def encode_json(value: object) -> bytes:
