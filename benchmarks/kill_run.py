@@ -44,8 +44,7 @@ from lightrl.engines import Timeouts
 from lightrl.loops import shared_rollout
 from lightrl.rewards import RewardPart
 from lightrl.rollout import RolloutSettings
-from lightrl.testing import QUIET, tiny_policy
-from lightrl.testing.tiny_model import LETTERS
+from lightrl.testing import LETTERS, QUIET, tiny_policy
 from lightrl.weights import Bucket
 
 ITERATIONS, AT = 3, 1  # the iteration in which it happens, from 0

@@ -62,10 +62,6 @@ class Prompt:
     def to_json(self) -> JsonObject:
         return {name: value for name, value in vars(self).items() if name != "images" or value}
 
-    @classmethod
-    def from_json(cls, record: JsonMapping) -> Prompt:
-        return cls(**record)
-
 
 def content_text(content: object, image: str = "") -> str:
     """The text of a message's content, which is text, or parts, or None; `image` stands for each image."""
@@ -429,14 +425,14 @@ class Trajectory:
         num_prompt, num_others = _LENGTHS.unpack_from(data)
         start = _LENGTHS.size + num_prompt
         if num_prompt:
-            prompt = Prompt.from_json(json.loads(data[_LENGTHS.size : start]))
+            prompt = Prompt(**json.loads(data[_LENGTHS.size : start]))
         values = json.loads(data[start : start + num_others])
         start += num_others
         lengths = iter(values.pop("lengths"))
         for name, num_numbers, num_ends in zip(TOKEN_FIELDS, lengths, lengths, strict=True):
             middle, end = start + num_numbers, start + num_numbers + num_ends
             is_none = num_numbers == 0 and name in ("rewards", "supports")
-            array = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
+            array: TokenArray[float] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
             values[name] = None if is_none else array
             start = end
         values["turns"] = [Turn(**turn) for turn in values["turns"]]
@@ -446,12 +442,12 @@ class Trajectory:
         trajectory.__post_init__()
         return trajectory
 
-    def text(self, prompt: bytes | None = None) -> str:
-        """`to_bytes` as text, for JSON that nobody reads."""
+    def to_text(self, prompt: bytes | None = None) -> str:
+        """Encodes `to_bytes` as text, for JSON that nobody reads."""
         return base64.b64encode(self.to_bytes(prompt)).decode()
 
     @classmethod
-    def of_text(cls, text: str, prompt: Prompt | None = None) -> Trajectory:
+    def from_text(cls, text: str, prompt: Prompt | None = None) -> Trajectory:
         return cls.from_bytes(base64.b64decode(text), prompt)
 
     def to_json(self) -> JsonObject:
@@ -461,7 +457,7 @@ class Trajectory:
     @classmethod
     def from_json(cls, record: JsonMapping) -> Trajectory:
         """Decodes `to_json`."""
-        values = {**record, "prompt": Prompt.from_json(record["prompt"])}
+        values = {**record, "prompt": Prompt(**record["prompt"])}
         texts = {name: values[name] for name in TOKEN_FIELDS if isinstance(values.get(name), str)}
         values.update((name, TokenArray.of_text(text, TOKEN_FIELDS[name][0])) for name, text in texts.items())
         values["turns"] = [Turn(**turn) for turn in values.get("turns", [])]
@@ -504,14 +500,14 @@ class Group:
         texts = []
         for trajectory in self.trajectories:
             shares_prompt = trajectory.prompt is self.prompt or trajectory.prompt == self.prompt
-            texts.append(trajectory.text(b"" if shares_prompt else None))
+            texts.append(trajectory.to_text(b"" if shares_prompt else None))
         return {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": texts}
 
     @classmethod
     def from_state(cls, state: JsonMapping) -> Group:
         """Decodes `state_dict`."""
-        prompt = Prompt.from_json(state["prompt"])
-        return cls(state["id"], prompt, [Trajectory.of_text(text, prompt) for text in state["trajectories"]])
+        prompt = Prompt(**state["prompt"])
+        return cls(state["id"], prompt, [Trajectory.from_text(text, prompt) for text in state["trajectories"]])
 
 
 def encode_json(value: object) -> bytes:

@@ -42,7 +42,7 @@ def test_a_trajectory_survives_both_encodings() -> None:
         lines = encode_json(trajectory)
         assert json.loads(lines) == trajectory.to_json()
         copies = [Trajectory.from_json(json.loads(lines)), Trajectory.from_bytes(trajectory.to_bytes())]
-        copies.append(Trajectory.of_text(trajectory.text()))
+        copies.append(Trajectory.from_text(trajectory.to_text()))
         for made in copies:
             assert made == trajectory
             assert vars(made).keys() == vars(trajectory).keys()

@@ -146,8 +146,8 @@ class TrajectoryLog(RLCallback):
         if ranks.size == 1:
             experience = experience.select(list(range(num)))
         else:  # all ranks compute on the same rows, whose tokens are on some
-            texts = ranks.broadcast_json([item.text() for item in trajectories[:num]] if ranks.is_main else None)
-            experience = Experience.from_trajectories([Trajectory.of_text(text) for text in texts])
+            texts = ranks.broadcast_json([item.to_text() for item in trajectories[:num]] if ranks.is_main else None)
+            experience = Experience.from_trajectories([Trajectory.from_text(text) for text in texts])
         rows: list[list[float]] = [[]] * num
         if holders.is_here:
             order, parts = experience.microbatch_rows(module.microbatch_tokens)

@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.user_code import user_code
 from lightrl.data.rows import LocatedRow, Made, Row, without_errors
@@ -199,7 +199,7 @@ def take_images(messages: Messages, images: Sequence[object], *, folder: Path) -
     return bare, tuple(placed or unplaced)
 
 
-def _image_text(image: object, folder: Path) -> str:
+def _image_text(image: Any, folder: Path) -> str:
     """An image as a Prompt holds it: a path or a data: URL. Takes those, bytes, Pillow images and datasets' dicts."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
@@ -253,12 +253,15 @@ class ChatRenderer:
         encoded = [list(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
         return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
 
-    def rendered(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> list[Made]:
-        """The prompts with token ids: None for one dropped for its length, ValueError for a bad one, by its `where`."""
+    def rendered(self, prompts: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
+        """The prompts with token ids: None for one dropped for its length, ValueError for a bad one, by its `where`.
+
+        What is no prompt stays as it is.
+        """
         texts: dict[int, str] = {}
         failed: dict[int, ValueError] = {}
         for index, prompt in enumerate(prompts):
-            if prompt.token_ids is None and prompt.messages is not None:
+            if isinstance(prompt, Prompt) and prompt.token_ids is None and prompt.messages is not None:
                 try:
                     texts[index] = self._text(prompt.messages, self.template.row_arguments(prompt))
                 except ValueError as error:
@@ -266,6 +269,9 @@ class ChatRenderer:
         ids = dict(zip(texts, self._ids(list(texts.values())), strict=True))
         made: list[Made] = []
         for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, Prompt):
+                made.append(prompt)
+                continue
             try:
                 if index in failed:
                     raise failed[index]
@@ -393,12 +399,7 @@ def prompt_maker(
                 made.append(prompt_of(located))
             except ValueError as error:
                 made.append(error)
-        prompts = {row: item for row, item in enumerate(made) if isinstance(item, Prompt)}
-        prompt_rows = list(prompts)
-        rendered = renderer.rendered(list(prompts.values()), lambda index: rows[prompt_rows[index]].where)
-        for row, item in zip(prompt_rows, rendered, strict=True):
-            made[row] = item
-        return made
+        return renderer.rendered(made, lambda index: rows[index].where)
 
     return make
 

@@ -564,12 +564,12 @@ class GroupScheduler:
         is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
         continues = is_in_time and state.get("group_size") == self.settings.group_size
         for position, version, results in state["begun"] if continues else []:
-            done = {sample: None if text is None else Trajectory.of_text(text) for sample, text in results}
+            done = {sample: None if text is None else Trajectory.from_text(text) for sample, text in results}
             self.started[position] = (version, done)
 
 
 def _state_of(sample: int, trajectory: Trajectory | None) -> list[int | str | None]:
-    return [sample, None if trajectory is None else trajectory.text()]
+    return [sample, None if trajectory is None else trajectory.to_text()]
 
 
 def num_admissible(

@@ -325,7 +325,7 @@ def _power(base: int | float, exponent: int | float) -> complex:
     return base**exponent
 
 
-def _bounded(value: complex) -> int | float:
+def _bounded(value: Any) -> int | float:
     if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # NaN is not
         raise ValueError("the result is not a real number of at most 100 digits")
     return value  # type: ignore[no-any-return]
