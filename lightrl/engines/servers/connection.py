@@ -247,7 +247,7 @@ class Connection:
     def _hint(self, status: int, path: str) -> str:
         if status in (401, 403):
             problem = "does not accept this token" if self._headers else "requires a token, and this run has none"
-            return f"The server {problem}. Set {TOKEN_VARIABLE}, or `token`, to the API key that it was started with."
+            return f"The server {problem}. Set {TOKEN_VARIABLE} to the API key that it was started with."
         if status == 404 and path in self.not_found_hints:
             return self.not_found_hints[path]
         return "Check the server's log." if status >= 500 else "Fix the request."

@@ -31,8 +31,8 @@ _OURS = {
     "host": "host=",
     "port": "port=",
     "config": "server_args",
-    "api_key": "token=",
-    "admin_api_key": "token=",
+    "api_key": "LIGHTRL_SERVER_TOKEN",
+    "admin_api_key": "LIGHTRL_SERVER_TOKEN",
 }
 _DEFAULTS: dict[str, Any] = {
     "sampling_defaults": "openai",  # else the checkpoint's generation_config sets top-p and such on some routes

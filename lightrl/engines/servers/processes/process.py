@@ -320,8 +320,8 @@ def usable_token(token: str | None) -> str:
     """The server's token, or a random one for None."""
     if token is not None and token.startswith("-"):  # in its secrets file too
         raise ValueError(
-            "The server's token starts with '-', which SGLang takes for an option. Change token= or "
-            "LIGHTRL_SERVER_TOKEN, or omit it for a random one."
+            "The server's token starts with '-', which SGLang takes for an option. Change LIGHTRL_SERVER_TOKEN, or "
+            "omit it for a random one."
         )
     return token or secrets.token_hex(32)
 
