@@ -91,11 +91,8 @@ def test_events_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
     lines = lines_of(tmp_path / "rank-00003.json")
     blocks = {line["name"]: line for line in lines if line["ph"] == "X"}
     assert blocks["a"]["tid"] == blocks["c"]["tid"] != blocks["b"]["tid"]
-    assert (blocks["update"]["ts"], blocks["update"]["dur"], blocks["update"]["pid"]) == (
-        5e6,
-        1e6,
-        3,
-    )
+    update = blocks["update"]
+    assert (update["ts"], update["dur"], update["pid"]) == (5e6, 1e6, 3)
     names = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
     assert names[blocks["b"]["tid"]] == "generations 2"
     assert [line["args"] for line in lines if line["name"] == "iteration 12"] == [{"iteration": 12}]
