@@ -58,14 +58,14 @@ def test_the_gradient_does_not_depend_on_how_padding_is_removed(algorithm: str, 
     assert_same(minibatch_gradient(module, minibatch, form=form, microbatch_tokens=50), expected)
 
 
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf], ids=str)
 @every_algorithm
-def test_masked_positions_have_no_effect_even_when_not_finite(algorithm: str, junk: float) -> None:
+def test_masked_positions_have_no_effect_even_when_not_finite(algorithm: str) -> None:
     module, minibatch = make_module(algorithm), with_rows_that_train_nothing(algorithm)
     expected = minibatch_gradient(module, minibatch)
     for name, value in float_fields(minibatch):
         mask = minibatch.loss_mask.view(*minibatch.loss_mask.shape, *[1] * (value.dim() - 2))
-        spoiled = minibatch.with_tensors({name: torch.where(mask, value, junk)})
+        junk = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(value.numel()) % 3].view_as(value)
+        spoiled = minibatch.with_tensors({name: torch.where(mask, value, junk.to(value.dtype))})
         assert_same(minibatch_gradient(module, spoiled), expected)
 
 

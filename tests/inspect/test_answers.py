@@ -1,4 +1,4 @@
-"""Answers to the page: runs, curves, the table, a trajectory, time lines, images; and the server's door."""
+"""The answers for the page: runs, curves, the table, a trajectory, time lines, images; and what the server lets in."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def plan_of(facts: RunFacts = FACTS, **launch):
     return make_plan(Launch(**{"launcher": "slurm", **launch}), facts, folder="runs/launch-0", port=29500)
 
 
-PICTURES = {
+DIAGRAMS = {
     "one host, half each": (
         {"gpus_per_node": 4, "ranks": 2, "servers": 1, "tp": 2},
         "rank 0 | rank 1 | server 0 | server 0",
@@ -68,11 +68,11 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize("case", PICTURES)
+@pytest.mark.parametrize("case", DIAGRAMS)
 def test_ranks_come_first_and_servers_fill_what_is_left(case):
-    launch, drawn = PICTURES[case]
+    launch, expected = DIAGRAMS[case]
     rows = picture(plan_of(**launch)).splitlines()[1:]
-    assert " / ".join(" | ".join(cell.strip() for cell in row.split("|")[1:]) for row in rows) == drawn
+    assert " / ".join(" | ".join(cell.strip() for cell in row.split("|")[1:]) for row in rows) == expected
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8])
@@ -199,7 +199,7 @@ def test_the_plan_says_what_is_idle_and_what_memory_it_needs():
     assert "runs/launch-0/node1/servers-0.log" in text
 
 
-def test_of_many_hosts_the_first_and_the_last_are_drawn():
+def test_of_many_hosts_the_first_and_the_last_are_shown():
     text = picture(plan_of(nodes=128, gpus_per_node=1, ranks=128))
     assert len(text.splitlines()) == 18
     assert "112 more" in text

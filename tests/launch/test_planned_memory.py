@@ -24,7 +24,7 @@ from lightrl.strategies.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experien
 from lightrl.testing import TINY_CONFIG
 from lightrl.trajectory import Sampling
 
-CONFIG = {**TINY_CONFIG, "max_position_embeddings": 256}  # room for prompts and 128 new tokens
+CONFIG = {**TINY_CONFIG, "max_position_embeddings": 256}  # tokens: prompts and 128 new ones
 EVEN_CONFIG = {**CONFIG, "vocab_size": 18}  # that tp 2 divides
 LARGE_CONFIG = {**CONFIG, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 2000}
 
@@ -56,8 +56,8 @@ def spread(planned: PlannedRun, world: int) -> PlannedRun:
     return replace(planned, world=world, layout="FSDP2", roles=(role,))
 
 
-def misfits_of(planned: PlannedRun, room: float) -> list[Misfit]:
-    return list(misfits(planned, room / USABLE_FRACTION))
+def misfits_of(planned: PlannedRun, available_bytes: float) -> list[Misfit]:
+    return list(misfits(planned, available_bytes / USABLE_FRACTION))
 
 
 def test_the_state_is_that_of_real_models_and_their_optimizer(ppo: PlannedRun) -> None:
@@ -161,52 +161,52 @@ def test_3d_divides_the_state_over_pp_and_tp() -> None:
 def test_the_advised_microbatch_fits_and_a_larger_one_does_not() -> None:
     planned = large()
     memory = rank_memories(planned)[0]
-    room = memory.total - 0.7 * memory.device["activations"]
-    found = misfits_of(planned, room)[0]
+    available_bytes = memory.total - 0.7 * memory.device["activations"]
+    found = misfits_of(planned, available_bytes)[0]
     assert found.cause == "activations"
     assert sum(found.device.values()) == memory.total
     advised = int(found.fix.removeprefix("set model.microbatch_tokens to at most "))
-    assert rank_memories(replace(planned, microbatch_tokens=advised))[0].total <= room
-    assert rank_memories(replace(planned, microbatch_tokens=advised + 1))[0].total > room
+    assert rank_memories(replace(planned, microbatch_tokens=advised))[0].total <= available_bytes
+    assert rank_memories(replace(planned, microbatch_tokens=advised + 1))[0].total > available_bytes
 
 
 def test_a_smaller_microbatch_that_keeps_whole_gradients_is_counted_with_them() -> None:
     planned = replace(spread(large(), 2), microbatch_tokens=10**6)
     total = rank_memories(planned)[0].total
-    room = 0.97 * total
-    found = misfits_of(planned, room)[0]
+    available_bytes = 0.97 * total
+    found = misfits_of(planned, available_bytes)[0]
     advised = int(found.fix.removeprefix("set model.microbatch_tokens to at most "))
     memory = rank_memories(replace(planned, microbatch_tokens=advised))[0]
     assert memory.device["gathered"] > rank_memories(planned)[0].device["gathered"]
-    assert memory.total <= room < rank_memories(replace(planned, microbatch_tokens=advised + 1))[0].total
+    assert memory.total <= available_bytes < rank_memories(replace(planned, microbatch_tokens=advised + 1))[0].total
 
 
 def test_the_advised_number_of_ranks_is_the_smallest_that_fits() -> None:
     planned = large()
     memory = rank_memories(planned)[0]
-    room = memory.device["moments"]
-    found = misfits_of(replace(planned, microbatch_tokens=64), room)[0]
+    available_bytes = memory.device["moments"]
+    found = misfits_of(replace(planned, microbatch_tokens=64), available_bytes)[0]
     start, _, number = found.fix.rpartition(" ")
     assert start == "set trainer.strategy to FSDP2Strategy and trainer.devices · trainer.num_nodes to at least"
     at, before = (spread(replace(planned, microbatch_tokens=64), world) for world in (int(number), int(number) - 1))
-    assert rank_memories(at)[0].total <= room < rank_memories(before)[0].total
+    assert rank_memories(at)[0].total <= available_bytes < rank_memories(before)[0].total
 
 
 def test_too_many_key_values_lower_the_engines_batch() -> None:
     engine = PlannedEngine("LocalEngine", "rank 0", width=4, max_rows=256)
     planned = replace(large(), engine=engine, microbatch_tokens=64)
     memory = rank_memories(planned)[0]
-    room = memory.total - memory.device["key-values"] / 2
-    number = int(misfits_of(planned, room)[0].fix.removeprefix("set trainer.engine's max_batch to at most "))
-    assert rank_memories(replace(planned, engine=replace(engine, max_rows=number)))[0].total <= room
-    assert rank_memories(replace(planned, engine=replace(engine, max_rows=number + 1)))[0].total > room
+    available_bytes = memory.total - memory.device["key-values"] / 2
+    number = int(misfits_of(planned, available_bytes)[0].fix.removeprefix("set trainer.engine's max_batch to at most "))
+    assert rank_memories(replace(planned, engine=replace(engine, max_rows=number)))[0].total <= available_bytes
+    assert rank_memories(replace(planned, engine=replace(engine, max_rows=number + 1)))[0].total > available_bytes
 
 
 def test_a_server_that_is_too_small_needs_more_gpus() -> None:
     planned = replace(large(), engine=PlannedEngine("SGLangEngine", "servers"))
     assert planned.engine is not None
-    room = 0.6 * sum(engine_memory(planned, planned.engine, rows=1))
-    found = misfits_of(planned, room)[-1]
+    available_bytes = 0.6 * sum(engine_memory(planned, planned.engine, rows=1))
+    found = misfits_of(planned, available_bytes)[-1]
     assert found.where == "a server's GPU"
     assert found.fix == "set trainer.engine's tp, or launch.tp, to at least 2"
 
@@ -242,11 +242,11 @@ def test_the_batch_that_fits_is_a_number_of_rows() -> None:
     planned = planned_training(SFT(tiny_spec(config=LARGE_CONFIG)), trainer, Data())
     planned = replace(planned, prompts=512, microbatch_tokens=512 * planned.longest)
     (memory,) = rank_memories(planned)
-    room = memory.total - memory.device["activations"] / 2
-    (misfit,) = misfits_of(planned, room)
+    available_bytes = memory.total - memory.device["activations"] / 2
+    (misfit,) = misfits_of(planned, available_bytes)
     (number,) = re.findall(r"set data.batch_size to at most (\d+)", misfit.fix)
     fitting, larger = (
         replace(planned, prompts=size, microbatch_tokens=size * planned.longest)
         for size in (int(number), int(number) + 1)
     )
-    assert rank_memories(fitting)[0].total <= room < rank_memories(larger)[0].total
+    assert rank_memories(fitting)[0].total <= available_bytes < rank_memories(larger)[0].total

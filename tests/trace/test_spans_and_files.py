@@ -89,11 +89,12 @@ def test_events_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
     events += [at("c", "generate", 4.5, 6, "generations"), at("update", "phase", 6, 7)]
     file.add(12, 2 * S, events, {"host in update": 5})
     lines = lines_of(tmp_path / "rank-00003.json")
-    by_name = {line["name"]: line for line in lines if line["ph"] == "X"}
-    assert by_name["a"]["tid"] == by_name["c"]["tid"] != by_name["b"]["tid"]
-    assert (by_name["update"]["ts"], by_name["update"]["dur"], by_name["update"]["pid"]) == (5e6, 1e6, 3)
+    blocks = {line["name"]: line for line in lines if line["ph"] == "X"}
+    assert blocks["a"]["tid"] == blocks["c"]["tid"] != blocks["b"]["tid"]
+    update = blocks["update"]
+    assert (update["ts"], update["dur"], update["pid"]) == (5e6, 1e6, 3)
     names = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
-    assert names[by_name["b"]["tid"]] == "generations 2"
+    assert names[blocks["b"]["tid"]] == "generations 2"
     assert [line["args"] for line in lines if line["name"] == "iteration 12"] == [{"iteration": 12}]
     assert [line["args"] for line in lines if line["ph"] == "C"] == [{"host in update": 5}]
 

@@ -12,7 +12,7 @@ from lightrl.rollout import RolloutSettings
 
 
 class Overlap(RLCallback):
-    """What the engine had begun, and was writing, when each update began; what was trained on."""
+    """Requests that the engine had started, and those in flight, at the start of each update; what was trained on."""
 
     def __init__(self) -> None:
         self.later_groups: list[set[int]] = []  # of each update: stream positions asked for, after its own

@@ -1,4 +1,4 @@
-"""An asynchronous run that is resumed goes on with the completions that were in flight, amid their tokens."""
+"""An asynchronous run that is resumed continues the completions that were in flight, in the middle of their tokens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def fit(folder: Path, engine: Any, *callbacks: Any, ckpt_path: Path | None = Non
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written amid completions."""
+    """Saved in the middle of completions."""
     folder = tmp_path_factory.mktemp("saved")
     save = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     fit(folder, LocalEngine(max_batch=3), save)
@@ -76,8 +76,8 @@ def test_a_resumed_run_keeps_the_tokens_that_were_in_flight(engine: Any, checkpo
             fields = (seen.token_ids, seen.behavior_logprobs, seen.weight_versions)
             rows.append(tuple(values[index][mask].tolist() for values in fields))
     for part in parts:
-        begun = tuple(list(values) for values in (part.token_ids, part.logprobs, part.weight_versions))
-        assert any(tuple(values[: len(part.token_ids)] for values in row) == begun for row in rows)
+        started = tuple(list(values) for values in (part.token_ids, part.logprobs, part.weight_versions))
+        assert any(tuple(values[: len(part.token_ids)] for values in row) == started for row in rows)
 
 
 class SpeedSeen(RLCallback):

@@ -1,4 +1,4 @@
-"""Training without rollouts: iterations that were written down are repeated bit for bit, or trained on anew."""
+"""Training without rollouts: iterations that were written down are repeated bit for bit, or trained on again."""
 
 from pathlib import Path
 from typing import Any

@@ -21,7 +21,7 @@ SAMPLING = Sampling(max_new_tokens=100, min_new_tokens=100, top_p=0.9, top_k=6, 
 
 
 class Versions(RLCallback):
-    """The policy of each weight version, and an update that takes a while, so that versions change amid completions."""
+    """Keeps the policy of each weight version; a slow update lets versions change during completions."""
 
     def __init__(self) -> None:
         self.policies: dict[int, Any] = {}
@@ -74,14 +74,14 @@ def test_supports_stay_with_their_tokens_through_syncs_and_a_resume(tmp_path: Pa
             versions = [row[row >= 0] for row in experience.weight_versions]
             assert all(len(row) == 100 for row in versions)
             assert_sampled_from_its_supports(experience, kept.policies)
-    begun = [Completion.from_state(item) for _, item in saved_parts(tmp_path / "step=3.ckpt")]
-    begun = [part for part in begun if part.finish_reason == "abort" and part.token_ids]
-    assert begun
-    assert all(part.supports for part in begun)
+    started = [Completion.from_state(item) for _, item in saved_parts(tmp_path / "step=3.ckpt")]
+    started = [part for part in started if part.finish_reason == "abort" and part.token_ids]
+    assert started
+    assert all(part.supports for part in started)
     rows = [
         row for experience in second.experiences for row in zip(experience.token_ids, experience.loss_mask, strict=True)
     ]
-    for part in begun:
+    for part in started:
         assert any(tokens[mask][: len(part.token_ids)].tolist() == list(part.token_ids) for tokens, mask in rows)
 
 
