@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightrl.dataflow import DataFlowGraph, ModelCall, runs_in_thread
 from lightrl.errors import TrainingError
@@ -19,7 +19,7 @@ from lightrl.trace import span
 WAIT_S = 1.0  # between two calls of `on_wait`
 
 _State = TypeVar("_State")
-_Outputs = Mapping[str, object]
+_Outputs = Mapping[str, Any]
 
 
 def run_calls(
