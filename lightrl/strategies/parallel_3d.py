@@ -230,7 +230,7 @@ class Parallel3DModel:
         results: dict[int, Tensor] = {}
 
         def forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
-            output = self._forward_stage(stage, hidden, feeds[index])
+            output: Tensor = self.split.stages[stage](hidden, feeds[index], self.settings)
             if self.split.stages[stage].is_last:
                 results[index] = output
             return output
@@ -253,7 +253,7 @@ class Parallel3DModel:
         results: dict[int, Tensor] = {}
 
         def run_forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
-            output = self._forward_stage(stage, hidden, feeds[index])
+            output: Tensor = self.split.stages[stage](hidden, feeds[index], self.settings)
             if not self.split.stages[stage].is_last:
                 return output
             results[index] = output.detach()
@@ -296,10 +296,6 @@ class Parallel3DModel:
             Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, is_packed=self.is_packed)
             for part, num in zip(microbatches, candidates, strict=True)
         ]
-
-    def _forward_stage(self, stage: int, hidden: Tensor | None, feed: Feed) -> Tensor:
-        output: Tensor = self.split.stages[stage](hidden, feed, self.settings)
-        return output
 
     def _activation(self, feed: Feed) -> tuple[torch.Size, torch.dtype]:
         rows, width = feed.token_ids.shape
