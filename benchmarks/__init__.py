@@ -9,7 +9,7 @@ Reading order:
     grpo_vs_trl.py      iterations per second against TRL's GRPOTrainer, short and skewed completions
     local_engine.py     tokens per second against `model.generate`
     packing.py          forward and backward, without padding against padded, with the same gradients
-    rewards.py          verdicts per second, overhead of the pool, faults
+    rewards.py          rewards per second, overhead of the pool, faults
     workflows.py        processor time per turn of many conversations
     orchestrator.py     processor time of the controller per request
     algorithms.py       learning curves of every algorithm on one task, over seeds, as CSV and PNG

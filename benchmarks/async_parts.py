@@ -201,7 +201,7 @@ def generated(engine: LocalEngine, name: str) -> tuple[list[list[int]], list[Com
 
 
 class _Low(lightrl.GRPO):
-    """Judged in this process."""
+    """Computes rewards in this process."""
 
     def reward(self, trajectory: Trajectory) -> float:
         return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)

@@ -41,14 +41,14 @@ from transformers import PreTrainedModel, Qwen3Config
 from benchmarks.local_engine import make_model
 from benchmarks.report import Report
 from benchmarks.sync_growth import grown
+from lightrl.engines.servers.connection import Connection
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.processes.process import HeldPort
+from lightrl.engines.servers.server import Server as EngineServer
+from lightrl.engines.servers.sync.report import SyncReport, SyncServers
+from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.sync.transports import DeltaTransport
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.home_loop import HomeLoop
-from lightrl.engines.sglang.processes.process import HeldPort
-from lightrl.engines.sglang.server import Server as EngineServer
-from lightrl.engines.sglang.sync.report import SyncReport, SyncServers
-from lightrl.engines.sglang.sync.server_sync import ServerSync
-from lightrl.engines.sglang.sync.transports import DeltaTransport
 from lightrl.weights import Bucket, Digests, ServerForm, ServerLayout, bucketed
 from lightrl.weights.delta_folder import NOTHING
 
@@ -124,7 +124,7 @@ class Side:
         self._held = [] if link.prefix else [HeldPort(link.host), HeldPort(link.host)]
         ports = [port.number for port in self._held] or list(_PORTS.values())
         self.receiver, self.server = (f"http://{link.host}:{port}" for port in ports)
-        receiver = ["lightrl.engines.sglang.sync.receiver", "--host", link.host, "--port", str(ports[0])]
+        receiver = ["lightrl.engines.servers.sync.receiver", "--host", link.host, "--port", str(ports[0])]
         commands = [[*receiver, "--folder", str(self.folder)], ["benchmarks.delta_sync", link.host, str(ports[1])]]
         environment = {**os.environ, "LIGHTRL_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         self._processes = [
@@ -275,7 +275,7 @@ def _lone_receiver() -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "lightrl.engines.sglang.sync.receiver",
+        "lightrl.engines.servers.sync.receiver",
         "--port",
         str(held.number),
         "--folder",

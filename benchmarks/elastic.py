@@ -33,7 +33,7 @@ from transformers import Qwen3Config
 from benchmarks.report import Report
 from lightrl import SGLangEngine
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang.registry import Announcement, ServerEntry
+from lightrl.engines.servers.registry import Announcement, ServerEntry
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket

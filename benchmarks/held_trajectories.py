@@ -1,7 +1,7 @@
 """The axis `trajectories` of `benchmarks.growth`: what a finished trajectory costs the controller, and what it holds.
 
 A fake server in another process answers with precomputed tokens (that of `benchmarks.orchestrator`); SGLangEngine,
-SingleTurn and RewardPool make them judged groups, which are all held, as those of one iteration are.
+SingleTurn and RewardPool make them groups with rewards, which are all held, as those of one iteration are.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def hold(num: int, num_tokens: int) -> dict[str, Any]:
 
 def take(setting: Setting, *, num: int, num_tokens: int) -> list[Group]:
     num_groups = num // GROUP_SIZE
-    judge = RewardPool(RewardPart("lightrl.rewards.regex_match", arguments={"pattern": "^$"}))
-    judge.start()
+    worker = RewardPool(RewardPart("lightrl.rewards.regex_match", arguments={"pattern": "^$"}))
+    worker.start()
     with started_engine(setting) as engine:
         controller = RolloutController(
             engine,
             SingleTurn(NoText()),  # type: ignore[arg-type]
-            judge,
+            worker,
             RolloutSettings(
                 group_size=GROUP_SIZE,
                 groups_per_iteration=num_groups,
@@ -85,7 +85,7 @@ def take(setting: Setting, *, num: int, num_tokens: int) -> list[Group]:
             return controller.take(0)
         finally:
             controller.close()
-            judge.close()
+            worker.close()
 
 
 def rss_bytes() -> int:

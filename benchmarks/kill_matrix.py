@@ -33,7 +33,7 @@ from benchmarks.in_fork import in_fork
 from benchmarks.kill_run import AFTER, BLOCK, KILL, MOMENT, NOTICES, PHASES, RAISE, STOP, WEIGHTS, Cell
 from benchmarks.report import Report
 from benchmarks.sync_faults import write_table
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 
 LONGEST_S = 90.0  # of a run that takes 5 s; longer is a hang
 STOPPED_S = 2.0  # until a stopped trainer runs again

@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,8 +43,8 @@ from lightrl import (
 from lightrl.engines import Timeouts
 from lightrl.loops import shared_rollout
 from lightrl.rewards import RewardPart
-from lightrl.testing import QUIET, tiny_policy
-from lightrl.testing.tiny_model import LETTERS
+from lightrl.rollout import RolloutSettings
+from lightrl.testing import LETTERS, QUIET, tiny_policy
 from lightrl.weights import Bucket
 
 ITERATIONS, AT = 3, 1  # the iteration in which it happens, from 0
@@ -179,7 +179,7 @@ class Moment(RLCallback):
 
     @property
     def _holds_reward(self) -> bool:
-        """A reward is being judged when it happens: beside the scores a worker may be at work or not."""
+        """A reward is being computed when it happens: during the model calls a worker may be at work or not."""
         return self.cell is not None and (
             self.cell.phase == "reward" or (self.cell.actor, self.cell.phase) == ("reward worker", "score")
         )
@@ -237,6 +237,9 @@ class Moment(RLCallback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.trainer = trainer
 
+    def configure_rollout(self, trainer: Any, module: Any, settings: RolloutSettings) -> RolloutSettings:
+        return replace(settings, loop_timeout_s=HANG_S)
+
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == AT:
             self.reach("idle")
@@ -257,7 +260,7 @@ class Moment(RLCallback):
             model.forward = run
 
     def on_rollout_progress(self, trainer: Any, module: Any, done: int, total: int) -> None:
-        needs_idle = self.cell is not None and self.cell.actor == "reward worker"  # it judges what is done
+        needs_idle = self.cell is not None and self.cell.actor == "reward worker"  # it computes rewards of what is done
         if trainer.global_step == AT and done < (1 if needs_idle else total):
             self.reach("rollout")
 
@@ -347,7 +350,7 @@ def play(folder: Path, cell: Cell | None, *, rank: int = 0, ranks: int = 1, resu
         **QUIET | {"enable_checkpointing": True}, default_root_dir=folder, max_steps=ITERATIONS, limit_val_batches=0,
         engine=Engine(servers=2, sglang_python=python, timeouts=timeouts), **spread,
         callbacks=[moment, checkpoints, TrajectoryLog(1, table_every_n_iterations=None), WeightSync(),
-                   StalenessControl(0, loop_timeout_s=HANG_S)],
+                   StalenessControl(0)],
     )  # fmt: skip
     logging.getLogger("lightrl").addHandler(Notices(folder))
     shared_rollout.HEARTBEAT_S = 0.1  # so that rank 1 hears of a rollout while it lasts

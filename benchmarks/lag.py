@@ -127,7 +127,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
 
     import lightrl
     from examples.quickstart.task import LargestDigit
-    from lightrl.loops.metrics import IterationMetrics
+    from lightrl.loops.metrics import add_parts, values_of
     from lightrl.loops.score import score
     from lightrl.loops.update import MinibatchLoss
     from lightrl.strategies import LogprobSettings, SingleModel
@@ -153,7 +153,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
         fresh = sample(module.policy, draw.sample(prompts, GROUPS), iteration)
         queue.append(fresh)
         experience = score(module, queue.popleft()).local
-        metrics = IterationMetrics()
+        metrics: dict[str, torch.Tensor] = {}
         for minibatch in experience.minibatches(module.num_minibatches, seed=1000 * seed + iteration):
             optimizer.zero_grad()
             losses = MinibatchLoss(module, minibatch)
@@ -162,8 +162,8 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
             )
             norm = torch.nn.utils.clip_grad_norm_(module.policy.parameters(), 1.0)
             optimizer.step()
-            metrics.add({**losses.parts, "grad_norm": torch.stack([norm, torch.ones(())])})
-        values = {"reward": float(fresh.rewards.mean()), "step_k3_nats": 0.0, "ess_fraction": 1.0, **metrics.values()}
+            add_parts(metrics, {**losses.parts, "grad_norm": torch.stack([norm, torch.ones(())])})
+        values = {"reward": float(fresh.rewards.mean()), "step_k3_nats": 0.0, "ess_fraction": 1.0, **values_of(metrics)}
         if kept is not None:
             values["step_k3_nats"] = step_k3(*kept[1:], logprobs_of(module.policy, kept[0]))
         some = experience.select(list(kept_places(len(experience), int(experience.loss_mask.sum()))))
@@ -174,7 +174,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
 
 
 def sample(policy: Module, prompts: list[Prompt], version: int) -> Experience:
-    """`GROUP_SIZE` judged trajectories of each prompt, which all have the same length."""
+    """`GROUP_SIZE` trajectories of each prompt, which all have the same length."""
     import torch
 
     from examples.quickstart.task import VOCABULARY

@@ -11,7 +11,7 @@ nothing, because text is not part of the orchestrator.
 Rows of the table:
     bare          a semaphore, one task per request, post, json.loads
     engine        SGLangEngine.generate in as many tasks
-    controller    the whole path to judged groups
+    controller    the whole path to groups with rewards
     workers_N     the same with `workflow_workers=N`: the time is rank 0's, and `worker_ms_per_request` that of the
                   workers, all together; `--workers 1,2` has a row for each
     routing       which of many servers a request goes to (ServerFleet), a part of the engine's time
@@ -48,11 +48,11 @@ from transformers import Qwen3Config
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import SGLangEngine
+from lightrl.engines.servers.connection import raise_open_files
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.server import Server as EngineServer
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.connection import raise_open_files
-from lightrl.engines.sglang.fleet import ServerFleet
-from lightrl.engines.sglang.server import Server as EngineServer
-from lightrl.rewards import Judgment
+from lightrl.rewards import RewardResult
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
@@ -120,10 +120,10 @@ class InstantRewards:
 
     def start(self) -> None: ...
 
-    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+    def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
         futures = [asyncio.get_running_loop().create_future() for _ in trajectories]
         for future in futures:
-            future.set_result(Judgment(1.0))
+            future.set_result(RewardResult(1.0))
         return futures
 
     def close(self) -> None: ...

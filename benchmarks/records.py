@@ -66,7 +66,7 @@ NOT_MEASURED = "not measured"
 class Recorder(L.Callback):
     """Keeps the curve of a run, and writes it as JSON when the run ends: metric → [[iteration, value], …].
 
-    Iteration i means: by the weights after i iterations; 0 is there if the whole held-out data is judged before them.
+    Iteration i means: by the weights after i iterations; 0 is there if the whole held-out data comes before them.
     """
 
     def __init__(self, path: str) -> None:
@@ -245,9 +245,9 @@ def last_samples(record: dict[str, Any], metric: str, place: slice = slice(-LAST
 
 
 def label_of(name: str, metric: str) -> str:
-    """What is counted; the example's LearningCurve may have a word for it."""
-    label = re.search(r"held_out_label: ([\w -]+)", example_file(name).read_text())
-    return f"of {label[1]}" if label else HELD_OUT[metric]
+    """What is counted."""
+    has_pairs = re.search(r"class_path: (DPO|RewardModel)\b", example_file(name).read_text())
+    return "of held-out pairs" if has_pairs else HELD_OUT[metric]
 
 
 def reaches(records: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""What a judged trajectory costs: verdicts per second, overhead of the pool, faults.
+"""What the reward of a trajectory costs: rewards per second, overhead of the pool, faults.
 
     python -m benchmarks.rewards [--quick] [--trajectories 10000] [--workers 2] [--timeout-s 1.0]
 
@@ -13,7 +13,7 @@ Measurements:
                      difference is the cost of detecting, killing, replacing and reporting
     sandbox          a program that prints, in LocalSandbox, against a plain subprocess
 
-Targets: math_direct 200 verdicts/s per core; faults at most 1.3 times.
+Targets: math_direct 200 rewards/s per core; faults at most 1.3 times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from benchmarks.report import Report, interleaved, median_ratio
 from lightrl.errors import RewardError
-from lightrl.rewards import Judge, Limits, LocalSandbox, RewardHook, RewardPool, math_answer
+from lightrl.rewards import Limits, LocalSandbox, RewardHook, RewardPool, RewardWorker, math_answer
 from lightrl.trajectory import Prompt, Trajectory
 
 FAULTY = 0.05  # of each kind
@@ -98,23 +98,23 @@ def direct_s(trajectories: Sequence[Trajectory]) -> float:
     return time.perf_counter() - start
 
 
-def judged_s(judge: Judge, trajectories: Sequence[Trajectory], *, together: bool = True) -> tuple[float, int]:
-    """Seconds to judge all, and how many failed."""
+def rewarded_s(worker: RewardWorker, trajectories: Sequence[Trajectory], *, together: bool = True) -> tuple[float, int]:
+    """Seconds to compute all, and how many failed."""
 
-    async def judge_one(trajectory: Trajectory) -> int:
+    async def compute_one(trajectory: Trajectory) -> int:
         try:
-            await judge.score(trajectory)
+            await worker.compute_rewards([trajectory])[0]
         except RewardError:
             return 1
         return 0
 
-    async def judge_all() -> int:
+    async def compute_all() -> int:
         if together:
-            return sum(await asyncio.gather(*map(judge_one, trajectories)))
-        return sum([await judge_one(trajectory) for trajectory in trajectories])
+            return sum(await asyncio.gather(*map(compute_one, trajectories)))
+        return sum([await compute_one(trajectory) for trajectory in trajectories])
 
     start = time.perf_counter()
-    num_failed = asyncio.run(judge_all())
+    num_failed = asyncio.run(compute_all())
     return time.perf_counter() - start, num_failed
 
 
@@ -128,7 +128,7 @@ def measure_math(report: Report, num: int) -> float:
         direct_s(trajectories[:10])
         seconds = [direct_s(trajectories) for _ in range(3)]
         rates.append(len(trajectories) / statistics.median(seconds))
-        report.add(name, trajectories=len(trajectories), verdicts_per_s=round(rates[-1], 1))
+        report.add(name, trajectories=len(trajectories), rewards_per_s=round(rates[-1], 1))
     return rates[0]
 
 
@@ -138,20 +138,20 @@ def measure_overhead(report: Report, num: int) -> None:
     for trajectory in trajectories:
         nothing(trajectory)
     direct_us = (time.perf_counter() - start) / num * 1e6
-    for name, judge in (("pool", RewardPool("benchmarks.rewards.nothing")), ("hook", RewardHook(nothing))):
-        judge.start()
-        judged_s(judge, trajectories[:100])
+    for name, worker in (("pool", RewardPool("benchmarks.rewards.nothing")), ("hook", RewardHook(nothing))):
+        worker.start()
+        rewarded_s(worker, trajectories[:100])
         for together in (True, False):
-            seconds, _ = judged_s(judge, trajectories, together=together)
+            seconds, _ = rewarded_s(worker, trajectories, together=together)
             report.add(
                 "overhead",
-                judge=name,
+                worker=name,
                 asked="at once" if together else "one by one",
                 overhead_us=round(seconds / num * 1e6 - direct_us, 1),
                 direct_us=round(direct_us, 3),
-                verdicts_per_s=round(num / seconds, 1),
+                rewards_per_s=round(num / seconds, 1),
             )
-        judge.close()
+        worker.close()
 
 
 def measure_kill(report: Report, repeats: int) -> None:
@@ -159,7 +159,7 @@ def measure_kill(report: Report, repeats: int) -> None:
     pool = RewardPool("benchmarks.rewards.faulty", timeout_s=timeout_s)
     pool.start()
     pair = [trajectory_of("x", do="hang"), trajectory_of("x", do="")]
-    seconds = [judged_s(pool, pair)[0] - timeout_s for _ in range(repeats)]
+    seconds = [rewarded_s(pool, pair)[0] - timeout_s for _ in range(repeats)]
     pool.close()
     report.add(
         "kill",
@@ -179,7 +179,7 @@ def measure_faults(report: Report, num: int, workers: int, timeout_s: float, rep
         pool = RewardPool("benchmarks.rewards.faulty", workers=workers, timeout_s=allowed_s)
         pool.start()
         try:
-            result, num_failed = judged_s(pool, trajectories)
+            result, num_failed = rewarded_s(pool, trajectories)
         finally:
             pool.close()
         assert num_failed == (2 * num // step if hang == "hang" else 0), num_failed

@@ -36,9 +36,9 @@ from transformers import AutoConfig
 
 from benchmarks.report import Report
 from lightrl.engines import SGLangEngine
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.server import Server
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.fleet import ServerFleet
-from lightrl.engines.sglang.server import Server
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 

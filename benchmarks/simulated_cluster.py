@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from benchmarks.stream_order import OrderOfScheduler
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.server import Server as EngineServer
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.fleet import ServerFleet
-from lightrl.engines.sglang.server import Server as EngineServer
 
 MEMORY_BYTES_PER_S = 3.35e12  # an H100's or H800's data sheet
 # A line through published speeds of one request (vLLM, bf16, an A100 of 2.039e12 bytes/s): seconds of a step, by bytes

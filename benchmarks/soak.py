@@ -54,8 +54,7 @@ from lightrl import (
 from lightrl.concurrency.parent_guard import kill_group
 from lightrl.engines import Timeouts
 from lightrl.rewards import RewardPart
-from lightrl.testing import QUIET, tiny_policy
-from lightrl.testing.tiny_model import LETTERS
+from lightrl.testing import LETTERS, QUIET, tiny_policy
 
 WARM_FRACTION = 0.1  # of the iterations, before the first that counts
 NUM_SAMPLES = 1000  # of a run

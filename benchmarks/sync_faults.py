@@ -57,8 +57,8 @@ from lightrl import (
 )
 from lightrl.callbacks import RLCallback, weight_sync
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.errors import LightRLError
 from lightrl.testing import QUIET
 
@@ -328,7 +328,7 @@ class DeltaReceiver:
         self.root = root
         self._held = HeldPort("127.0.0.1")
         self.url = f"http://127.0.0.1:{self._held.number}"
-        command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--port", str(self._held.number)]
+        command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--port", str(self._held.number)]
         self._process = subprocess.Popen(
             [*command, "--folder", str(root)], env=os.environ | {TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"}
         )
@@ -427,8 +427,9 @@ def fit(
     """One run, with its warnings and its error."""
     start = time.perf_counter()
     os.environ[RECEIVER_VARIABLE] = ",".join(receivers or [])
+    os.environ[TOKEN_VARIABLE] = token or ""
     engine = SGLangEngine(
-        urls=urls, token=token,
+        urls=urls,
         transport=transport,  # type: ignore[arg-type]
         adapters=adapters,  # type: ignore[arg-type]
         timeouts=Timeouts(sync_s=60),

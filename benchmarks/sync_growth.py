@@ -59,9 +59,7 @@ def grown(num: int, mib: int) -> dict[str, dict[str, float]]:
         _settle(answers, num, named)
         seconds = time.perf_counter() - start
         found["broadcast"] = _row(seconds, (_sent_bytes() - before) / (mib * MIB))
-        folder = WeightFolder(
-            place, Qwen3Config(tie_word_embeddings=False), form=ServerForm(torch.bfloat16), is_durable=False
-        )
+        folder = WeightFolder(place, Qwen3Config(tie_word_embeddings=False), form=ServerForm(torch.bfloat16))
         start = time.perf_counter()
         path = folder.write(bucketed(named.items(), 64 * MIB), 0)
         _ask("folder", str(path), questions)

@@ -46,7 +46,7 @@ from transformers import Qwen3Config
 
 from benchmarks.delta_sync import add_paper, measure_delta, measure_growth
 from benchmarks.report import PeakMemory, Report
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm, SharedBucket, WeightFolder, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
 
@@ -123,8 +123,8 @@ class Sender:
     def send(self, way: str) -> None:
         pass_on, writer = functools.partial(self._pass_on, way), None
         if way in ("shm_folder", "disk"):
-            root, is_durable = (self.on_disk, True) if way == "disk" else (self.in_memory, False)
-            folder = WeightFolder(root, Qwen3Config(tie_word_embeddings=False), keep=1, is_durable=is_durable)
+            root = self.on_disk if way == "disk" else self.in_memory
+            folder = WeightFolder(root, Qwen3Config(tie_word_embeddings=False))
             writer = folder.begin(0)
             pass_on = writer.add
         with ThreadPoolExecutor(1) as thread:  # as in an engine: one bucket is sent while the next is gathered

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from benchmarks.report import Report
 from lightrl.engines import FakeEngine
-from lightrl.rewards import Judgment
+from lightrl.rewards import RewardResult
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
@@ -87,10 +87,10 @@ class InstantRewards:
 
     def start(self) -> None: ...
 
-    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+    def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
         futures = [asyncio.get_running_loop().create_future() for _ in trajectories]
         for trajectory, future in zip(trajectories, futures, strict=True):
-            future.set_result(Judgment(sum(trajectory.rewards or [])))
+            future.set_result(RewardResult(sum(trajectory.rewards or [])))
         return futures
 
     def close(self) -> None: ...

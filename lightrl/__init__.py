@@ -44,7 +44,14 @@ __version__ = "0.1.0"
 
 
 # Public names that have changed: for one release, the error for the old one gives the new one.
-RENAMED = {"lightrl.engines.abilities.WritesGroups": "lightrl.engines.RolloutEngine.generate_group"}
+RENAMED = {
+    "lightrl.engines.abilities.WritesGroups": "lightrl.engines.RolloutEngine.generate_group",
+    "lightrl.rewards.Judge": "lightrl.rewards.RewardWorker",
+    "lightrl.rewards.JudgesGroups": "lightrl.rewards.RewardWorker",
+    "lightrl.rewards.Judgment": "lightrl.rewards.RewardResult",
+    "lightrl.rewards.examine": "lightrl.rewards.replay",
+    "lightrl.rewards.make_judge": "lightrl.rewards.make_reward_worker",
+}
 
 
 def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

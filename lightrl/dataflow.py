@@ -7,8 +7,8 @@
 
 A key is the name of a field or an extra of Experience. A call runs as soon as its inputs exist; each trajectory passes
 each call once. Calls of models that share ranks run one after another, in the same order on each; those of roles with
-ranks of their own run at the same time; calls without a role (a judge behind a server, a function) run beside them on
-rank 0, each in its own thread. loops/run_calls.py executes the graph.
+ranks of their own run at the same time; calls without a role (an LLM judge behind a server, a function) run
+meanwhile on rank 0, each in its own thread. loops/run_calls.py executes the graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ModelCall:
     """
 
     name: str  # unique within a module
-    role: str | None = None  # a key of `RLModule.models()`; None: no model of the trainer, runs beside the others
+    role: str | None = None  # a key of `RLModule.models()`; None: no model of the trainer, runs in its own thread
     kind: Kind = "infer"
     inputs: tuple[str, ...] = ()  # keys that it needs
     outputs: tuple[str, ...] = ()  # keys that it produces; a new name becomes an extra
@@ -53,7 +53,7 @@ class ModelCall:
     adapters_off: bool = False  # run the role's model without its LoRA adapters
     on_all_ranks: bool = False  # a function that every rank runs, in the trainer's thread
     url: str | None = None  # a server that has the role's model and answers instead of it
-    topk: int = 0  # also the K likeliest tokens: the outputs have teacher_topk_ids and teacher_topk_logprobs
+    topk: int = 0  # also the top-k tokens: the outputs have teacher_topk_ids and teacher_topk_logprobs
 
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "after"):
@@ -127,7 +127,7 @@ class DataFlowGraph:
     def of_kind(self, kind: Kind) -> list[ModelCall]:
         return [call for call in self.calls if call.kind == kind]
 
-    def beside_rewards(self) -> set[str]:
+    def before_rewards(self) -> set[str]:
         """Names of the infer calls that can run while rewards are awaited; all others come after the rewards.
 
         Empty if something other than the advantages reads rewards: it would have to wait for them too.
@@ -176,30 +176,30 @@ class DataFlowGraph:
         return tuple(dict.fromkeys([*needed, *call.after]))
 
     def _in_order(self, calls: list[ModelCall]) -> list[ModelCall]:
-        """Topological; calls that wait for nothing outside the trainer come first.
+        """Topological order; calls that wait for nothing outside the trainer come first.
 
         The order depends on the graph alone, so every rank runs its models' collectives in the same order.
         """
         by_name = {call.name: call for call in calls}
-        waits_beside: dict[str, bool] = {}
+        waits_for_thread: dict[str, bool] = {}
         ordered: list[ModelCall] = []
         left = list(calls)
         while left:
-            ready = [call for call in left if all(name in waits_beside for name in self.edges[call.name])]
+            ready = [call for call in left if all(name in waits_for_thread for name in self.edges[call.name])]
             if not ready:
                 raise ValueError(
                     f"Model calls wait for each other: {' -> '.join(self._circle(left))}. Remove one of the keys from "
                     "inputs, or one name from after."
                 )
             for call in ready:
-                waits_beside[call.name] = any(
-                    waits_beside[name] or runs_beside(by_name[name]) for name in self.edges[call.name]
+                waits_for_thread[call.name] = any(
+                    waits_for_thread[name] or runs_in_thread(by_name[name]) for name in self.edges[call.name]
                 )
-            ready.sort(key=lambda call: waits_beside[call.name])  # stable: else as declared
+            ready.sort(key=lambda call: waits_for_thread[call.name])  # stable: else as declared
             for call in ready:
                 left.remove(call)
             ordered += ready
-        return sorted(ordered, key=lambda call: waits_beside[call.name])
+        return sorted(ordered, key=lambda call: waits_for_thread[call.name])
 
     def _circle(self, left: list[ModelCall]) -> list[str]:
         names = {call.name for call in left}
@@ -210,38 +210,38 @@ class DataFlowGraph:
 
 
 def iteration_graph(
-    score_calls: Sequence[ModelCall],
+    model_calls: Sequence[ModelCall],
     train_calls: Sequence[ModelCall],
     *,
     roles: Mapping[str, ModelSource],
     sampling: Sampling,
-    reward: Callable[..., Any],
-    advantages: Callable[..., Any],
+    reward: Callable[..., object],
+    advantages: Callable[..., object],
     advantage_keys: tuple[str, ...],
     from_file: bool,
 ) -> DataFlowGraph:
     """Everything that an iteration computes, from the prompt to the updates.
 
     Raises:
-        ValueError: if a score call is an update, a server cannot answer its call, or the calls make no graph; see
+        ValueError: if a model call is an update, a server cannot answer its call, or the calls make no graph; see
             DataFlowGraph.
     """
-    score_calls = [_served(call, roles.get(call.role or ""), sampling) for call in score_calls]
-    wrong = next((call for call in score_calls if call.kind != "infer"), None)
+    model_calls = [_served(call, roles.get(call.role or ""), sampling) for call in model_calls]
+    wrong = next((call for call in model_calls if call.kind != "infer"), None)
     if wrong is not None:
         raise ValueError(
-            f"Model call {wrong.name!r} in score_calls must have kind 'infer', got {wrong.kind!r}. Updates belong in "
+            f"Model call {wrong.name!r} in model_calls must have kind 'infer', got {wrong.kind!r}. Updates belong in "
             "train_calls."
         )
-    judged = ("rewards", "token_rewards")
+    reward_fields = ("rewards", "token_rewards")
     rollout = [
-        ModelCall(GENERATE, "policy", "generate", (), tuple(sorted(ROLLOUT_FIELDS.difference(judged)))),
-        ModelCall(REWARD, None, "infer", ("token_ids",), judged, run=reward),
+        ModelCall(GENERATE, "policy", "generate", (), tuple(sorted(ROLLOUT_FIELDS.difference(reward_fields)))),
+        ModelCall(REWARD, None, "infer", ("token_ids",), reward_fields, run=reward),
     ]
-    late = _later_than_advantages(score_calls, advantage_keys)
-    inputs = ("rewards", *(key for call in score_calls for key in call.outputs if call.name not in late))
+    late = _later_than_advantages(model_calls, advantage_keys)
+    inputs = ("rewards", *(key for call in model_calls for key in call.outputs if call.name not in late))
     learn = ModelCall(ADVANTAGES, inputs=inputs, outputs=advantage_keys, run=advantages, on_all_ranks=True)
-    calls = [*([] if from_file else rollout), *score_calls, learn, *train_calls]
+    calls = [*([] if from_file else rollout), *model_calls, learn, *train_calls]
     return DataFlowGraph(calls, roles=roles, given=ROLLOUT_FIELDS if from_file else ())
 
 
@@ -280,11 +280,11 @@ def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> 
     return replace(call, url=url)
 
 
-def runs_beside(call: ModelCall) -> bool:
+def runs_in_thread(call: ModelCall) -> bool:
     """Whether it uses none of the trainer's devices, so that it can run while they work."""
     return (call.role is None or call.url is not None) and call.kind == "infer" and not call.on_all_ranks
 
 
 def follows_from_trajectories(call: ModelCall) -> bool:
     """Whether its outputs depend on no model of the trainer, so that recorded ones stay valid."""
-    return runs_beside(call) and not call.after and ROLLOUT_FIELDS.issuperset(call.inputs)
+    return runs_in_thread(call) and not call.after and ROLLOUT_FIELDS.issuperset(call.inputs)

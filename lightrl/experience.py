@@ -104,7 +104,7 @@ class Experience:
 
     if not TYPE_CHECKING:  # else every attribute would be known
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             raise AttributeError(explain_missing(type(self).__name__, name))
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """RLModule: the hooks a user writes, a reward and a loss, with defaults for all the others.
 
-One iteration calls, in this order: `configure_workflow`'s workflow and `reward` for each trajectory, `score_calls`,
+One iteration calls, in this order: `configure_workflow`'s workflow and `reward` for each trajectory, `model_calls`,
 `advantages` once for the whole iteration, `loss` for each microbatch of each minibatch.
 """
 
@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning as L
 import torch
@@ -33,6 +33,7 @@ from lightrl.models.role import load_role, trainable_policy
 from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
 from lightrl.rewards.hook import REWARD_THREAD
+from lightrl.rewards.reward_result import RewardFunction
 from lightrl.trajectory import Group, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow
 
@@ -45,9 +46,7 @@ NEEDS_OUR_TRAINER = (
 )
 
 ESS_WEIGHTS = "ess_weights"  # a name in what `loss` returns
-CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a score call that only the critic's loss reads
-
-RewardFunction = Callable[[Trajectory], Any]
+CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a model call that only the critic's loss reads
 
 
 class RLModule(L.LightningModule):
@@ -61,7 +60,7 @@ class RLModule(L.LightningModule):
         reward: instead of the `reward` hook, a function or its dotted path, such as `my_project.rewards.exact`; a
             RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Paths run
             in processes that can be killed; a hook that uses `self` runs in a thread.
-        reward_model: a network that judges whole trajectories, such as a RewardModel's export, with the policy's
+        reward_model: a network that scores whole trajectories, such as a RewardModel's export, with the policy's
             tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be behind
             an SGLang server: `{url: ...}`.
         reward_model_coef: factor on that score.
@@ -83,9 +82,9 @@ class RLModule(L.LightningModule):
         warmup_iterations: linear warm-up of the learning rate; a number below 1 is a share of the run.
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
         min_lr_ratio: part of `lr` at the end of a decay.
-        reward_workers: processes that judge, for a reward given by dotted path.
+        reward_workers: processes that compute rewards, for a reward given by dotted path.
         reward_timeout_s: deadline of one call of the reward.
-        reward_memory_mib: memory limit of each process that judges; None for no limit.
+        reward_memory_mib: memory limit of each of these processes; None for no limit.
         reward_recycle_after: calls after which such a process is replaced by a fresh one; None for never.
         max_failed_fraction: the run ends if more of an iteration's trajectories fail.
         max_skipped_updates: the run ends after this many updates in a row with non-finite gradients.
@@ -100,7 +99,7 @@ class RLModule(L.LightningModule):
     # What the loss reads as a whole: minibatches and microbatches never split it. With pairs, a group that loses a
     # trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
-    # Weight of the value loss beside the policy's, where both share a body.
+    # Weight of the value loss next to the policy's, where both share a body.
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
@@ -167,6 +166,8 @@ class RLModule(L.LightningModule):
             kind = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
             if kind is not None and issubclass(kind, Workflow):
                 kind.check_settings(**workflow.keywords)
+        if hasattr(self, "score_calls"):
+            raise TypeError(f"{type(self).__name__}.score_calls is now called model_calls. Rename it.")
         has_reward = reward is not None or type(self).reward is not RLModule.reward
         if not has_reward and reward_model is None:
             raise TypeError(
@@ -220,25 +221,23 @@ class RLModule(L.LightningModule):
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # role → model; the trainer fills it in
         self.value_head: torch.nn.Linear | None = None  # a critic's, on the policy's body
-        # Your own, by name: each is updated with the judged groups of every validation or test batch.
+        # Your own, by name: each is updated with the groups of every validation or test batch.
         self.validation_metrics: dict[str, Metric] = {}
         self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
         self._set_name: str | None = None  # the present validation batch's, if there are several sets
 
-    # ------------------------------------------------------------------ hooks to write or override
-
     def models(self) -> dict[str, Role]:
         """The roles by name; the model of each becomes the attribute `self.<name>`."""
-        judge = {} if self.reward_model_role is None else {"reward_model": self.reward_model_role}
-        return {"policy": self.policy_role, **judge}
+        reward_model = {} if self.reward_model_role is None else {"reward_model": self.reward_model_role}
+        return {"policy": self.policy_role, **reward_model}
 
     def configure_workflow(self) -> Workflow:
         """Builds the workflow, which maps a prompt to a trajectory, with the policy's tokenizer."""
         return SingleTurn(self.tokenizer) if self.workflow is None else self.workflow(self.tokenizer)
 
     def reward(self, trajectory: Trajectory) -> Any:
-        """The number that judges a trajectory; may be async. Must be written, unless `reward=` was given.
+        """The reward of a trajectory; may be async. Must be written, unless `reward=` was given.
 
         Returns:
             A float, or a dict with `reward` and further numbers to log by name, such as `accuracy`.
@@ -279,10 +278,10 @@ class RLModule(L.LightningModule):
         """Whether to skip the iteration's remaining minibatches, from the metrics of the one before."""
         return False
 
-    def score_calls(self) -> list[ModelCall]:
+    def model_calls(self) -> list[ModelCall]:
         """The model calls between rollout and advantages, in any order; each runs once on the whole iteration.
 
-        Add one of your own, such as a second judge, with `run=` a function; its output is `experience["key"]`.
+        Add one of your own, such as an LLM judge, with `run=` a function; its output is `experience["key"]`.
         """
         calls: list[ModelCall] = []
         if self.reward_model_role is not None:
@@ -293,7 +292,7 @@ class RLModule(L.LightningModule):
 
     def train_calls(self) -> list[ModelCall]:
         """The models that each minibatch updates, in order, all with one step of the optimizer."""
-        scores = [key for call in self.score_calls() for key in call.outputs if key not in CRITIC_KEYS]
+        scores = [key for call in self.model_calls() for key in call.outputs if key not in CRITIC_KEYS]
         calls = [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *scores, "advantages"))]
         if "critic" in self.trained_roles():
             calls.append(ModelCall("critic_update", "critic", "train", ("values", *self.advantage_keys[1:])))
@@ -333,7 +332,7 @@ class RLModule(L.LightningModule):
         return parameter_groups(self, {name: roles[name] for name in self.trained_roles()}, lr=self.lr)
 
     def validation_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs mean reward, accuracy, pass@k and the reward's further numbers of judged validation groups.
+        """Logs mean reward, accuracy, pass@k and the reward's further numbers of the validation groups.
 
         With several labeled sources each also has its own: `val/reward/<label>`. With several loaders Lightning adds
         `/dataloader_idx_<n>` to the names.
@@ -346,19 +345,17 @@ class RLModule(L.LightningModule):
     def predict_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> list[Group]:
         return batch
 
-    # ------------------------------------------------------------------ what the framework and callbacks read
-
     def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
         """Everything that an iteration computes, from the prompt to the updates, as one checked graph.
 
         Args:
-            from_file: trajectories come from a file, so nothing is generated and judged.
+            from_file: trajectories come from a file, so nothing is generated and no reward computed.
 
         Raises:
             ValueError: if the calls make no graph (see DataFlowGraph), or a server cannot answer its call.
         """
         return iteration_graph(
-            self.score_calls(),
+            self.model_calls(),
             self.train_calls(),
             roles={name: role.spec for name, role in self.models().items()},
             sampling=self.sampling,
@@ -386,15 +383,12 @@ class RLModule(L.LightningModule):
 
     def stop_token_ids(self) -> dict[str, list[int]]:
         """Source of stop tokens → their ids."""
-        policy: Any = self.policy
-        return stop_token_ids(policy, self.tokenizer, self.sampling)
+        return stop_token_ids(cast("PreTrainedModel", self.policy), self.tokenizer, self.sampling)
 
     @property
     def policy_config(self) -> PretrainedConfig:
         """The config of the policy's model, once that is loaded."""
-        policy: Any = self.policy
-        config: PretrainedConfig = policy.config
-        return config
+        return cast("PreTrainedModel", self.policy).config
 
     @property
     def context_tokens(self) -> int | None:
@@ -408,7 +402,7 @@ class RLModule(L.LightningModule):
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
             raise ValueError(
-                f"sampling.max_new_tokens={longest} leaves no room for a prompt in the context of {context} tokens "
+                f"sampling.max_new_tokens={longest} leaves no token for a prompt in the context of {context} tokens "
                 f"(with longrope, {LONGROPE_LENGTH}). Lower it."
             )
         return None if context is None else context - longest
@@ -432,8 +426,6 @@ class RLModule(L.LightningModule):
         trainer: Any = self.trainer if self.is_attached else None
         return 0 if trainer is None else int(trainer.weight_version)
 
-    # ------------------------------------------------------------------ Lightning's hooks
-
     def setup(self, stage: str) -> None:
         if not hasattr(self.trainer, "call_rl_hook"):
             raise RuntimeError(NEEDS_OUR_TRAINER)
@@ -444,7 +436,7 @@ class RLModule(L.LightningModule):
                 is_trained = name in self.trained_roles()
                 setattr(self, name, load_role(name, role, self.policy_role, self.tokenizer, is_trained=is_trained))
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: object, batch_idx: int) -> None:
         raise RuntimeError(NEEDS_OUR_TRAINER)
 
     def configure_gradient_clipping(
@@ -458,10 +450,10 @@ class RLModule(L.LightningModule):
             one: Any = SimpleNamespace(param_groups=[group])
             super().configure_gradient_clipping(one, gradient_clip_val, gradient_clip_algorithm)
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         return batch  # prompts are plain Python
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: object, dataloader_idx: int) -> object:
         """Validation, test and predict batches are prompts; their steps get groups with rewards."""
         trainer: Any = self.trainer
         if trainer.training:
@@ -482,7 +474,7 @@ class RLModule(L.LightningModule):
         """
         if threading.current_thread().name == REWARD_THREAD:
             raise RewardError(
-                f"self.log({name!r}, ...) cannot be called in reward, which runs beside the training loop. Return the "
+                f"self.log({name!r}, ...) cannot be called in reward, which runs next to the training loop. Return the "
                 f"number with the reward, as {{'reward': ..., {name!r}: ...}}; it is logged as rollout/{name}."
             )
         if isinstance(value, int | float) and not args and self._current_fx_name is not None:

@@ -39,7 +39,7 @@ from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.rollout_metrics import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 from lightrl.checks.disk_errors import check_local, nearest_folder
-from lightrl.engines import RolloutEngine, SGLangEngine
+from lightrl.engines import RolloutEngine, ServerEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import CheckpointConnector, RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
@@ -67,7 +67,7 @@ torch.serialization.add_safe_globals([
 INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     # Models stay in evaluation mode: dropout would make trainer and engine disagree.
     (r"Found \d+ module\(s\) in eval mode", UserWarning),
-    # Validation batches become judged groups in a module hook, whatever data module they come from.
+    # Validation batches become groups with rewards in a module hook, whatever data module they come from.
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
     # The loader only counts iterations: prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
@@ -158,15 +158,15 @@ class Trainer(RLTrainer):
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
-        self._restoring: Any = None  # a fit's checkpoint, until the fit runs
+        self._restoring: object = None  # a fit's checkpoint, until the fit runs
         self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
-        self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
         self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
         self._add_default_callbacks(own)
 
-    def call_rl_hook(self, name: str, *args: Any) -> None:
+    def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and of the module; one that is called from a hook waits until that ends.
 
         So everybody gets `on_policy_updated` before the `on_weights_synced` that WeightSync calls in it.
@@ -185,10 +185,10 @@ class Trainer(RLTrainer):
         finally:
             self._hook_calls.clear()
 
-    def log_number(self, name: str, value: float, settings: Mapping[str, Any]) -> bool:
+    def log_number(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
         return self._step_log.put(name, value, settings)
 
-    def rewarded_groups(self, batch: Any) -> list[Group]:
+    def rewarded_groups(self, batch: object) -> list[Group]:
         return self.rollout_loop.rewarded_groups(batch)
 
     @property
@@ -212,8 +212,6 @@ class Trainer(RLTrainer):
                 folder = str(Path(loggers[0].save_dir or self.default_root_dir, name, version))
         return self.strategy.broadcast(folder) or super().log_dir
 
-    # ------------------------------------------------------------------ Lightning's stages
-
     def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
         """Trains a module; the arguments are Lightning's.
 
@@ -226,7 +224,7 @@ class Trainer(RLTrainer):
                 "callbacks may be those of the checkpoint. Create a new Trainer and new callbacks."
             )
         is_recorded = any(hasattr(data, "recorded_groups") for data in (*args, *kwargs.values()))
-        with self._checked(model, has_judge=not is_recorded, is_fit=True):
+        with self._checked(model, needs_rewards=not is_recorded, is_fit=True):
             super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -240,13 +238,13 @@ class Trainer(RLTrainer):
             return super().test(model, *args, **kwargs)
 
     def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Plays the test prompts, judged and not trained on; the arguments are Lightning's."""
+        """Rolls out the test prompts, with rewards, and does not train on them; the arguments are Lightning's."""
         with self._checked(model):
             return super().predict(model, *args, **kwargs)
 
     @contextlib.contextmanager
     def _checked(
-        self, model: L.LightningModule | None, *, has_judge: bool = True, is_fit: bool = False
+        self, model: L.LightningModule | None, *, needs_rewards: bool = True, is_fit: bool = False
     ) -> Iterator[None]:
         """Refuses, before any model is built, what cannot train an RLModule; inside, Lightning's warnings fit one."""
         module = self.lightning_module if model is None else model
@@ -265,9 +263,9 @@ class Trainer(RLTrainer):
                 for message, category in INTENDED:
                     warnings.filterwarnings("ignore", message, category)
             try:
-                if isinstance(module, RLModule) and has_judge and vars(rank_zero_only)["rank"] == 0:
+                if isinstance(module, RLModule) and needs_rewards and vars(rank_zero_only)["rank"] == 0:
                     self._check_engine(is_fit=is_fit)
-                    self._stage.start_judge(module)
+                    self._stage.start_reward_worker(module)
                 yield
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error
@@ -356,15 +354,13 @@ class Trainer(RLTrainer):
         with logged_behind_failure():
             super().save_checkpoint(filepath, weights_only, storage_options)
 
-    def _warn_of_no_checkpoint(self, path: Any) -> None:
+    def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(
             "No checkpoint was saved at %s: %s, so its groups would be trained on twice or never. The last complete "
             "checkpoint is still there. Save between iterations, for example in on_train_batch_end.",
             path,
             self.rollout_loop.resume.why_no_checkpoint,
         )
-
-    # ------------------------------------------------------------------ callbacks
 
     def _add_default_callbacks(self, own: list[Callback]) -> None:
         for kind in (StalenessControl, RolloutMetrics, WeightSync):
@@ -389,7 +385,7 @@ class Trainer(RLTrainer):
         folders: list[Any] = [getattr(one, "save_dir", None) or self.default_root_dir for one in self.loggers]
         for folder in folders:  # where callbacks write too
             check_local(save_dir=folder)
-        for saves in self.checkpoint_callbacks:  # beside the first logger's files, unless it says where
+        for saves in self.checkpoint_callbacks:  # next to the first logger's files, unless it names another folder
             folders.append(getattr(saves, "dirpath", None) or (folders or [self.default_root_dir])[0])
         for folder in folders:
             present = nearest_folder(Path(folder))
@@ -401,7 +397,7 @@ class Trainer(RLTrainer):
 
     def _check_engine(self, *, is_fit: bool) -> None:
         is_colocated = False
-        if isinstance(self.engine, SGLangEngine):
+        if isinstance(self.engine, ServerEngine):
             self.engine.check()
             is_colocated = self.engine.placement == "colocated"
         control = next(item for item in self.callbacks if isinstance(item, StalenessControl))

@@ -1,6 +1,9 @@
 """The records of a rollout: Prompt, Sampling, Turn, TokenArray, Trajectory, Group. Plain Python: reward workers import
 neither torch nor numpy.
 
+A trajectory has two encodings: `to_bytes` for other processes and checkpoints, and a line of JSON (`encode_json`) for
+files that people read.
+
 T is the number of tokens of a trajectory, prompt included. Every per-token field has T entries and is aligned to the
 token it describes. Logprobs are in nats.
 """
@@ -10,22 +13,26 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import json
 import math
 import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar, cast, overload
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
 
 FinishReason = Literal["stop", "length", "abort"]
+
+JsonObject: TypeAlias = dict[str, Any]  # a chat message, the columns of a row, a schema, a state
+JsonMapping: TypeAlias = Mapping[str, Any]  # the same, only read
 
 _Number = TypeVar("_Number", bound=float, covariant=True)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A task given to the policy, with what the reward needs to judge it.
+    """A task given to the policy, with what the reward needs.
 
     `token_ids` or `messages` must be set; the data module computes `token_ids` from `messages` with the policy's chat
     template. `images` are in the order of the messages' `{"type": "image"}` parts, and `token_ids` has each one's image
@@ -36,9 +43,9 @@ class Prompt:
     """
 
     id: str  # unique within the run; seeds and resume depend on it
-    messages: list[dict[str, Any]] | None = None  # chat messages, `{"role": ..., "content": ...}`
+    messages: list[JsonObject] | None = None  # chat messages, `{"role": ..., "content": ...}`
     token_ids: list[int] | None = None
-    fields: dict[str, Any] = field(default_factory=dict)  # the row's columns, JSON-able
+    fields: JsonObject = field(default_factory=dict)  # the row's columns, JSON-able
     images: tuple[str, ...] = ()  # paths or data: URLs
 
     def __post_init__(self) -> None:
@@ -52,30 +59,23 @@ class Prompt:
             return plain_text((self.messages or [])[-1:])
         return " ".join(map(str, self.token_ids)) if decode is None else decode(self.token_ids)
 
-    def to_json(self) -> dict[str, Any]:
-        record = asdict(self)
-        if not self.images:
-            del record["images"]
-        return record
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Prompt:
-        return cls(**record)
+    def to_json(self) -> JsonObject:
+        return {name: value for name, value in vars(self).items() if name != "images" or value}
 
 
-def content_text(content: Any, image: str = "") -> str:
+def content_text(content: object, image: str = "") -> str:
     """The text of a message's content, which is text, or parts, or None; `image` stands for each image."""
     if not isinstance(content, list):
         return "" if content is None else str(content)
     return "".join(image if part.get("type") == "image" else str(part.get("text", "")) for part in content)
 
 
-def plain_text(messages: Sequence[Mapping[str, Any]], image: str = "") -> str:
+def plain_text(messages: Sequence[JsonMapping], image: str = "") -> str:
     """Messages as text without a chat template."""
     return "\n\n".join(content_text(message.get("content"), image) for message in messages)
 
 
-def chat_as_text(value: Any) -> Any:
+def chat_as_text(value: object) -> object:
     """The text of a column that holds a message, messages or parts; any other value as it is."""
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
@@ -85,25 +85,25 @@ def chat_as_text(value: Any) -> Any:
     return plain_text(items) if all("role" in item and "content" in item for item in items) else value
 
 
-# The most tokens that a truncated draw chooses from: SGLang returns 4,096 ids, some of which ties may take.
+# The most tokens that a truncated distribution keeps: SGLang returns 4,096 ids, some of which ties may take.
 MAX_SUPPORT = 4000
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the engine draws tokens.
+    """How the engine samples tokens.
 
     `top_k` and `top_p` truncate the distribution. Training is exact with them: a token's logprobs, the engine's and the
-    trainer's, are those within its support, the tokens that it was drawn from.
+    trainer's, are those within its support, the tokens that it was sampled from.
 
     Args:
         temperature: 0 is greedy.
-        top_p: 1 keeps every token; below, at most the MAX_SUPPORT likeliest.
+        top_p: 1 keeps every token; below, at most the top MAX_SUPPORT.
         top_k: -1 keeps every token.
         max_new_tokens: of a completion; a turn has one.
-        min_new_tokens: no stop token is drawn before this many tokens.
+        min_new_tokens: no stop token is sampled before this many tokens.
         stop_token_ids: a completion ends with the first of these and includes it.
-        seed: int64; seed and position fix the uniform number that draws a token.
+        seed: int64; seed and position fix the uniform number that samples a token.
     """
 
     temperature: float = 1.0
@@ -123,7 +123,7 @@ class Sampling:
         if not (1 <= self.top_k <= MAX_SUPPORT or self.top_k == -1):
             raise ValueError(
                 f"top_k must be from 1 to {MAX_SUPPORT:,} (-1 keeps every token), got {self.top_k}. The tokens that it "
-                "keeps are recorded for each token that is drawn."
+                "keeps are recorded for each sampled token."
             )
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
@@ -132,25 +132,25 @@ class Sampling:
             raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
 
     def with_seed(self, seed: int) -> Sampling:
-        """A copy that draws by another seed; what was checked is not checked again."""
+        """Copy with another seed; what was checked is not checked again."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), seed=seed)
         return copy
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary, which is then recorded as their support."""
+        """Whether tokens are sampled from a part of the vocabulary, which is then recorded as their support."""
         return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
 
     @property
     def max_support(self) -> int:
-        """The most tokens that a draw chooses from; -1 for all."""
+        """The most tokens that a sampling chooses from; -1 for all."""
         return self.top_k if self.top_k != -1 or not self.is_truncated else MAX_SUPPORT
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One exchange of a trajectory: the policy wrote `token_ids[start:end]`."""
+    """One exchange of a trajectory: the policy generated `token_ids[start:end]`."""
 
     start: int
     end: int
@@ -290,7 +290,7 @@ class TokenArray(Sequence[_Number]):
 
         return np.frombuffer(self._bytes(), self.code)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return TokenArray.of_stored, (*self.stored, self.code)
 
     def _run_ends(self) -> memoryview[int]:
@@ -328,28 +328,35 @@ class Trajectory:
     group_id: int  # position of the prompt in the prompt stream
     sample: int  # its index in the group, 0 to G - 1
     token_ids: Sequence[int]  # int32 [T]
-    loss_mask: Sequence[bool]  # [T], True where the policy wrote the token and trains on it
-    behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not write
-    weight_versions: Sequence[
-        int
-    ]  # int32 [T], of the weights that sampled the token; -1 where the policy did not write
+    loss_mask: Sequence[bool]  # [T], True where the policy generated the token and trains on it
+    behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not generate
+    weight_versions: Sequence[int]  # int32 [T], of the weights that sampled the token; -1 elsewhere
     completion_ids: Sequence[int]  # int32, token ids of the last turn, end token included
     completion: str  # its text, from the <think> that the prompt opened on, without end tokens
     finish_reason: FinishReason = "stop"
     is_truncated: bool = False  # ended by a length limit
-    reward: float | None = None  # None until judged
+    reward: float | None = None  # None until it is computed
     rewards: Sequence[float] | None = None  # float64 [T], for rewards per token; then `reward` is their sum
-    # uint8, the codes of the T tokens' supports (functional/supports.py); None if no draw was truncated.
+    # uint8, the codes of the T tokens' supports (functional/supports.py); None if no distribution was truncated.
     supports: Sequence[int] | None = None
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
-    # Recorded, of judges and teachers, by key: a number, or a numpy array [T, ...].
-    call_outputs: dict[str, Any] = field(default_factory=dict)
+    # Outputs of LLM judges and teachers, by key: a number, or a numpy array [T, ...].
+    call_outputs: JsonObject = field(default_factory=dict)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in TOKEN_FIELDS and value is not None:
+        if name in TOKEN_FIELDS and value is not None and "_arrays" not in self.__dict__:
             value = token_array(name, value)
         self.__dict__[name] = value
+
+    if not TYPE_CHECKING:  # else every attribute would be known
+
+        def __getattr__(self, name: str) -> object:
+            arrays = self.__dict__.get("_arrays", {})  # see `with_lists`
+            if name not in arrays:
+                raise AttributeError(f"Trajectory has no {name!r}; it has {sorted(self.__dataclass_fields__)}.")
+            self.__dict__[name] = arrays[name].tolist()
+            return self.__dict__[name]
 
     def __post_init__(self) -> None:
         both = [token_array("token_ids", ids) for ids in (self.token_ids, self.completion_ids)]
@@ -362,12 +369,12 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version of the tokens that the policy wrote; -1 if it wrote none."""
+        """The lowest weight version of the tokens that the policy generated; -1 if it generated none."""
         return min((version for version, _ in self._version_runs() if version >= 0), default=-1)
 
     @property
     def newest_version(self) -> int:
-        """The highest weight version of the tokens; -1 if the policy wrote none."""
+        """The highest weight version of the tokens; -1 if the policy generated none."""
         return max((version for version, _ in self._version_runs()), default=-1)
 
     @property
@@ -379,21 +386,78 @@ class Trajectory:
         """The metric `accuracy` if there is one, else 1.0 for a reward of at least 1 and 0.0 below."""
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
-    def to_json(self) -> dict[str, Any]:
-        return {**self._others(), **{name: as_plain(getattr(self, name)) for name in TOKEN_FIELDS}}
+    def with_lists(self) -> Trajectory:
+        """A copy for user code: its per-token fields are lists, made when they are first read; it has no supports."""
+        values = dict(vars(self))
+        arrays = {name: values.pop(name) for name in TOKEN_FIELDS if isinstance(values.get(name), TokenArray)}
+        arrays.pop("supports", None)
+        copy = object.__new__(type(self))
+        copy.__dict__.update(values, _arrays=arrays)
+        if "rewards" in arrays:  # `__getattr__` is not called, since the class has a default
+            copy.rewards = arrays["rewards"].tolist()
+        return copy
 
-    def state_dict(self) -> dict[str, Any]:
-        """Encodes for checkpoints: JSON too, but 11 bytes a token, written and read without an object for each."""
-        arrays = {name: getattr(self, name) for name in TOKEN_FIELDS}
-        texts = {name: None if values is None else token_array(name, values).text for name, values in arrays.items()}
-        return {**self._others(), **texts}
+    def to_bytes(self, prompt: bytes | None = None, *, with_supports: bool = True) -> bytes:
+        """Encodes for other processes and checkpoints, without an object for each token.
+
+            length of the prompt's JSON, of the other JSON (8 bytes each) | both | the per-token fields as stored
+
+        Args:
+            prompt: the prompt's `encode_json`, made once for a group; b"" if the reader has the prompt.
+            with_supports: False for readers that do not train.
+
+        Raises:
+            TypeError, ValueError: if JSON cannot hold a field.
+        """
+        others = {name: value for name, value in vars(self).items() if name != "prompt" and name not in TOKEN_FIELDS}
+        parts: list[bytes] = []
+        for name in TOKEN_FIELDS:
+            values = vars(self)[name]
+            is_sent = values is not None and (with_supports or name != "supports")
+            parts += values.stored if is_sent else (b"", b"")
+        prompt = encode_json(self.prompt) if prompt is None else prompt
+        other_json = encode_json({**others, "lengths": [*map(len, parts)]})
+        return b"".join([_LENGTHS.pack(len(prompt), len(other_json)), prompt, other_json, *parts])
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
-        """Decodes `to_json` or `state_dict`; the prompt may be a Prompt."""
-        values = dict(record)
-        if not isinstance(values["prompt"], Prompt):
-            values["prompt"] = Prompt.from_json(values["prompt"])
+    def from_bytes(cls, data: bytes, prompt: Prompt | None = None) -> Trajectory:
+        """Decodes `to_bytes`; `prompt` is the prompt of bytes that lack it."""
+        num_prompt, num_others = _LENGTHS.unpack_from(data)
+        start = _LENGTHS.size + num_prompt
+        if num_prompt:
+            prompt = Prompt(**json.loads(data[_LENGTHS.size : start]))
+        values = json.loads(data[start : start + num_others])
+        start += num_others
+        lengths = iter(values.pop("lengths"))
+        for name, num_numbers, num_ends in zip(TOKEN_FIELDS, lengths, lengths, strict=True):
+            middle, end = start + num_numbers, start + num_numbers + num_ends
+            is_none = num_numbers == 0 and name in ("rewards", "supports")
+            array: TokenArray[float] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
+            values[name] = None if is_none else array
+            start = end
+        values["turns"] = [Turn(**turn) for turn in values["turns"]]
+        values["call_outputs"] = {key: as_array(value) for key, value in values["call_outputs"].items()}
+        trajectory = object.__new__(cls)
+        trajectory.__dict__.update(values, prompt=prompt)
+        trajectory.__post_init__()
+        return trajectory
+
+    def to_text(self, prompt: bytes | None = None) -> str:
+        """Encodes `to_bytes` as text, for JSON that nobody reads."""
+        return base64.b64encode(self.to_bytes(prompt)).decode()
+
+    @classmethod
+    def from_text(cls, text: str, prompt: Prompt | None = None) -> Trajectory:
+        return cls.from_bytes(base64.b64decode(text), prompt)
+
+    def to_json(self) -> JsonObject:
+        """A line of the user's JSONL: JSON with a list for each per-token field."""
+        return cast(JsonObject, json.loads(encode_json(self)))
+
+    @classmethod
+    def from_json(cls, record: JsonMapping) -> Trajectory:
+        """Decodes `to_json`."""
+        values = {**record, "prompt": Prompt(**record["prompt"])}
         texts = {name: values[name] for name in TOKEN_FIELDS if isinstance(values.get(name), str)}
         values.update((name, TokenArray.of_text(text, TOKEN_FIELDS[name][0])) for name, text in texts.items())
         values["turns"] = [Turn(**turn) for turn in values.get("turns", [])]
@@ -403,16 +467,6 @@ class Trajectory:
 
     def _version_runs(self) -> list[tuple[int, int]]:
         return token_array("weight_versions", self.weight_versions).runs()
-
-    def _others(self) -> dict[str, Any]:
-        """The fields that are not per token."""
-        return {
-            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name not in TOKEN_FIELDS},
-            "prompt": self.prompt.to_json(),
-            "turns": [asdict(turn) for turn in self.turns],
-            "metrics": dict(self.metrics),
-            "call_outputs": {key: as_plain(value) for key, value in self.call_outputs.items()},
-        }
 
 
 # The per-token fields: code of the TokenArray, and whether runs of equal numbers are usual.
@@ -437,33 +491,33 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version of its tokens; -1 if the policy wrote none."""
+        """The lowest weight version of its tokens; -1 if the policy generated none."""
         versions = [trajectory.oldest_version for trajectory in self.trajectories]
         return min((version for version in versions if version >= 0), default=-1)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "prompt": self.prompt.to_json(),
-            "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Encodes for checkpoints as `Trajectory.state_dict` does, with the prompt once for all that share it."""
-        record: dict[str, Any] = {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": []}
+    def state_dict(self) -> JsonObject:
+        """Encodes as JSON, for checkpoints: the trajectories' bytes as text, the prompt once for all that share it."""
+        texts = []
         for trajectory in self.trajectories:
-            item = trajectory.state_dict()
-            if trajectory.prompt is self.prompt or trajectory.prompt == self.prompt:
-                del item["prompt"]
-            record["trajectories"].append(item)
-        return record
+            shares_prompt = trajectory.prompt is self.prompt or trajectory.prompt == self.prompt
+            texts.append(trajectory.to_text(b"" if shares_prompt else None))
+        return {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": texts}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Group:
-        """Decodes `to_json` or `state_dict`."""
-        prompt = Prompt.from_json(record["prompt"])
-        items = [Trajectory.from_json({"prompt": prompt, **item}) for item in record["trajectories"]]
-        return cls(record["id"], prompt, items)
+    def from_state(cls, state: JsonMapping) -> Group:
+        """Decodes `state_dict`."""
+        prompt = Prompt(**state["prompt"])
+        return cls(state["id"], prompt, [Trajectory.from_text(text, prompt) for text in state["trajectories"]])
+
+
+def encode_json(value: object) -> bytes:
+    """Encodes prompts, trajectories and whatever holds them in one line of JSON.
+
+    Raises:
+        TypeError, ValueError: if JSON cannot hold a part of it.
+    """
+    # A lone surrogate, which UTF-8 cannot hold, becomes \udxxx, as JSON calls it: it is read back as it was.
+    return _ENCODER.encode(value).encode(errors="backslashreplace")
 
 
 def token_array(name: str, values: Iterable[Any]) -> TokenArray[Any]:
@@ -481,11 +535,23 @@ def token_array(name: str, values: Iterable[Any]) -> TokenArray[Any]:
         raise ValueError(f"{name} must be numbers of type {_DTYPES[code]}, one for each token: {error}.") from error
 
 
-def as_plain(value: Any) -> Any:
-    """A TokenArray, or an array or number of numpy or torch, as JSON can hold it; anything else as it is."""
+def _as_plain(value: object) -> object:
+    """A record, a TokenArray, or an array or number of numpy or torch, as JSON can hold it."""
+    if isinstance(value, Prompt):
+        return value.to_json()
+    if isinstance(value, Trajectory):
+        return {name: getattr(value, name) for name in value.__dataclass_fields__}
+    if isinstance(value, Turn):
+        return vars(value)
     if isinstance(value, TokenArray) and value.code == "B":  # nobody reads them as numbers
         return value.text
-    return value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
+
+
+_ENCODER = json.JSONEncoder(default=_as_plain, ensure_ascii=False)
+_LENGTHS = struct.Struct("<qq")
 
 
 def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> int:
@@ -510,7 +576,7 @@ def _view(data: bytes | memoryview, code: str) -> memoryview[Any]:
     return memoryview(data).cast(code)  # type: ignore[call-overload,no-any-return]
 
 
-def as_array(value: Any) -> Any:
+def as_array(value: object) -> object:
     """A list of each token's numbers as an array of float32, int64 or bool; anything else as it is."""
     if not isinstance(value, list):
         return value

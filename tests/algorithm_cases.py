@@ -29,6 +29,7 @@ from lightrl.algorithms import (
 )
 from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights
+from lightrl.loops.metrics import values_of
 from lightrl.loops.update import MinibatchLoss
 from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
@@ -128,7 +129,7 @@ def minibatch_gradient(module, minibatch, *, form=None, microbatch_tokens=10**6)
         model = SingleModel(getattr(module, call.role), settings, value_head=head, form=form)
         losses = MinibatchLoss(module, minibatch, role=str(call.role))
         model.forward_backward(microbatches, losses, Tensor.backward)
-        metrics |= losses.metrics()
+        metrics |= values_of(losses.parts)
     return gradients(module), metrics
 
 

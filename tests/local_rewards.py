@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightrl.rewards import Judgment
+from lightrl.rewards import RewardResult
 from lightrl.trajectory import Trajectory
 
 
@@ -16,11 +16,11 @@ class LocalRewards:
 
     def start(self) -> None: ...
 
-    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
+    def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
         return [asyncio.ensure_future(self.compute(trajectory)) for trajectory in trajectories]
 
-    async def compute(self, trajectory: Trajectory) -> Judgment:
+    async def compute(self, trajectory: Trajectory) -> RewardResult:
         await asyncio.sleep(0)
-        return Judgment.of(self.function(trajectory), trajectory)
+        return RewardResult.of(self.function(trajectory), trajectory)
 
     def close(self) -> None: ...

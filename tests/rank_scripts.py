@@ -16,7 +16,7 @@ import forked
 import torch
 
 from lightrl.concurrency.parent_guard import end_with_parent
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.experience import Experience
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ ROLES = {"policy", "reference"}
 
 
 def own(name: str, *inputs: str, **settings: Any) -> ModelCall:
-    """A call beside the trainer's, whose output is its name."""
+    """A call in its own thread, whose output is its name."""
     return ModelCall(name, None, "infer", inputs, (name,), run=lambda *_: None, **settings)
 
 
@@ -35,7 +35,7 @@ def test_an_edge_may_be_said_where_no_key_says_it() -> None:
     assert names(first, REFERENCE) == ["reference", "first"]
 
 
-def test_what_waits_for_nobody_but_the_trainer_comes_first() -> None:
+def test_what_waits_for_no_other_thread_comes_first() -> None:
     waits = ModelCall("waits", "policy", "infer", ("judge",), ("values",))
     assert names(own("judge"), waits, REFERENCE) == ["judge", "reference", "waits"]
 
@@ -44,16 +44,16 @@ REWARD = ModelCall("reward", None, "infer", ("token_ids",), ("rewards",), run=la
 ADVANTAGES = ModelCall("advantages", None, "infer", ("rewards", "values"), ("advantages",), on_all_ranks=True, run=len)
 
 
-def test_what_needs_no_rewards_runs_while_they_are_computed() -> None:
+def test_what_needs_no_rewards_runs_before_them() -> None:
     calls = (REWARD, REFERENCE, AFTER, ADVANTAGES, own("judge"), UPDATE)
-    assert graph(*calls).beside_rewards() == {"reference", "after", "judge"}
+    assert graph(*calls).before_rewards() == {"reference", "after", "judge"}
     late = own("late", "advantages")
-    assert graph(*calls, late).beside_rewards() == {"reference", "after", "judge"}
+    assert graph(*calls, late).before_rewards() == {"reference", "after", "judge"}
 
 
 @pytest.mark.parametrize("reader", [own("audit", "rewards"), own("audit", after=("reward",))], ids=["key", "after"])
-def test_nothing_runs_during_rewards_that_another_call_waits_for(reader: ModelCall) -> None:
-    assert graph(REWARD, REFERENCE, AFTER, ADVANTAGES, reader).beside_rewards() == set()
+def test_nothing_runs_before_rewards_that_another_call_waits_for(reader: ModelCall) -> None:
+    assert graph(REWARD, REFERENCE, AFTER, ADVANTAGES, reader).before_rewards() == set()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_calls_that_make_no_graph_are_refused(calls: list[ModelCall], message: s
             "outputs must be one key, then teacher_topk_ids, then teacher_topk_l",
         ),
     ],
-    ids=["no comma", "no comma in inputs", "kind", "no tokens", "no output", "two outputs", "likeliest tokens unnamed"],
+    ids=["no comma", "no comma in inputs", "kind", "no tokens", "no output", "two outputs", "top-k tokens unnamed"],
 )
 def test_a_call_that_cannot_run_is_refused_where_it_is_made(settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):

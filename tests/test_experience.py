@@ -37,10 +37,10 @@ def test_rows_are_padded_on_the_right_with_what_means_nothing() -> None:
     assert experience.num_loss_tokens == 3
 
 
-def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_judge_tokens() -> None:
-    judged = trajectory(rewards=[0.0, 0.0, 0.5, 0.25], reward=0.75)
+def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_have_one_per_token() -> None:
+    per_token = trajectory(rewards=[0.0, 0.0, 0.5, 0.25], reward=0.75)
     whole = trajectory(loss_mask=[False, True, True, False], reward=2.0)
-    experience = Experience.from_trajectories([judged, whole])
+    experience = Experience.from_trajectories([per_token, whole])
     assert experience.token_rewards is not None
     assert experience.token_rewards.tolist() == [[0.0, 0.0, 0.5, 0.25], [0.0, 0.0, 2.0, 0.0]]
 
@@ -57,7 +57,7 @@ def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_judge_to
         ([trajectory(rewards=[1.0])], r"'sum-1' needs one entry of rewards for each of its 4 token_ids, got 1"),
         ([trajectory(loss_mask=[True] * 4)], "trains its first token, which nothing predicts"),
     ],
-    ids=["none", "unjudged", "short mask", "short rewards", "no prompt"],
+    ids=["none", "unrewarded", "short mask", "short rewards", "no prompt"],
 )
 def test_trajectories_that_cannot_train_are_refused(trajectories: list[Trajectory], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -27,7 +27,7 @@ CHATML = (
 )
 
 
-def judge(trajectory: Trajectory) -> float:
+def reward_of(trajectory: Trajectory) -> float:
     return float(len(trajectory.completion_ids))
 
 
@@ -35,7 +35,7 @@ class Reinforce(RLModule):
     """The least that a user writes."""
 
     def reward(self, trajectory: Trajectory) -> float:
-        return judge(trajectory)
+        return reward_of(trajectory)
 
     def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
         return {"loss": -experience.advantages * outputs.logprobs}
@@ -104,9 +104,9 @@ def test_validation_is_greedy_with_the_same_limits_by_default() -> None:
 )
 def test_proximal_logprobs_cost_a_forward_only_with_several_updates(num_minibatches, update_epochs, expected):
     several = module(num_minibatches=num_minibatches, update_epochs=update_epochs)
-    assert len(several.score_calls()) == expected
+    assert len(several.model_calls()) == expected
     several.needs_proximal_logprobs = False
-    assert several.score_calls() == []
+    assert several.model_calls() == []
 
 
 def folder_with(tmp_path: Path, tokenizer: Any, **ids: Any) -> str:
@@ -170,7 +170,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the policy has only 11"):
         module(policy=spec).configure_model()
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the reference has only 11"):
-        GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, spec)).configure_model()
+        GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, spec)).configure_model()
 
 
 def tokenizer_of_another_family() -> Any:
@@ -186,27 +186,27 @@ def test_a_role_that_reads_other_tokens_is_refused(monkeypatch, caplog):
     with pytest.raises(
         ValueError, match=r"tokenizer of the reference .* other tokens at 2 of .* '4' at \d+ instead of"
     ):
-        GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
+        GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, other)).configure_model()
     monkeypatch.setattr(role, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
-    GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
+    GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, other)).configure_model()
     assert "tokenizer of the reference" in caplog.text
 
 
 def test_a_role_whose_folder_has_no_tokenizer_reads_the_policys(tmp_path: Path) -> None:
     tiny_spec(seed=1).load_model().save_pretrained(tmp_path)
-    made = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, str(tmp_path)))
+    made = GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, str(tmp_path)))
     made.configure_model()
     assert made.reference is not None
 
 
 def test_the_context_bounds_the_prompt() -> None:
     assert module(sampling=Sampling(max_new_tokens=24)).max_prompt_tokens == 64 - 24
-    with pytest.raises(ValueError, match=r"max_new_tokens=64 leaves no room for a prompt in the context of 64 tokens"):
+    with pytest.raises(ValueError, match=r"max_new_tokens=64 leaves no token for a prompt in the context of 64 tokens"):
         module(sampling=Sampling(max_new_tokens=64)).max_prompt_tokens  # noqa: B018
 
 
 def with_reference() -> GRPO:
-    made = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
+    made = GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
     made.configure_model()
     return made
 
@@ -238,7 +238,7 @@ def test_the_learning_rate_warms_up_and_decays_to_its_smallest_part() -> None:
 
 
 def test_a_roles_learning_rate_may_be_0() -> None:
-    made = PPO(Role(tiny_spec(), lr=0.0), critic=Role(tiny_spec(), lr=0.5), reward=judge, lr=0.1)
+    made = PPO(Role(tiny_spec(), lr=0.0), critic=Role(tiny_spec(), lr=0.5), reward=reward_of, lr=0.1)
     made.configure_model()
     assert [group["lr"] for group in made.parameter_groups()] == [0.0, 0.5]
 
@@ -256,7 +256,7 @@ def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:
     made.on_save_checkpoint(checkpoint)
     assert {name.partition(".")[0] for name in checkpoint["state_dict"]} == {"policy"}
 
-    again = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
+    again = GRPO(tiny_spec(), reward=reward_of, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
     again.on_load_checkpoint(checkpoint)  # `load_from_checkpoint` asks for nothing before
     again.load_state_dict(checkpoint["state_dict"])
     assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
@@ -287,11 +287,11 @@ def test_the_data_modules_chat_template_is_the_whole_runs(tmp_path: Path) -> Non
     engine = FakeEngine(script=lambda prompt, sampling, sample: [5, turn_end])
     path = folder_with(tmp_path, tokenizer, generation=[6])
     made = module(policy=path, group_size=2, sampling=Sampling(max_new_tokens=4))
-    judged: list[str] = []
-    made.reward = lambda trajectory: judged.append(trajectory.completion) or float(len(judged) % 2)  # type: ignore
+    completions: list[str] = []
+    made.reward = lambda trajectory: completions.append(trajectory.completion) or float(len(completions) % 2)  # type: ignore
     trainer(tmp_path, engine, max_steps=1, enable_checkpointing=False).fit(made, Chats())
     assert made.stop_token_ids()["turn end"] == [turn_end]
-    assert set(judged) == {str(tokenizer.decode([5]))}
+    assert set(completions) == {str(tokenizer.decode([5]))}
     made.tokenizer.save_pretrained(tmp_path / "exported")
     assert (tmp_path / "exported" / "chat_template.jinja").read_text() == CHATML
 
@@ -346,3 +346,9 @@ def test_accuracy_is_the_rewards_own_or_a_reward_of_at_least_one() -> None:
 
     assert [with_reward(reward).accuracy for reward in (0.99, 1.0, 1.5)] == [0.0, 1.0, 1.0]
     assert with_reward(5.0, accuracy=0.5).accuracy == 0.5
+
+
+def test_a_hook_of_the_old_name_is_refused_with_the_new_one() -> None:
+    kind = type("Old", (GRPO,), {"score_calls": lambda self: []})
+    with pytest.raises(TypeError, match=r"Old\.score_calls is now called model_calls"):
+        kind(tiny_spec(), reward=reward_of)

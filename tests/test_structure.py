@@ -96,6 +96,13 @@ def test_imports_go_downward_only():
     assert not upward, "move the shared part to a lower layer (LAYERS, above):\n" + "\n".join(upward)
 
 
+def test_what_engines_of_servers_share_knows_no_kind_of_server():
+    kinds = [path.name for path in (PACKAGE / "engines").iterdir() if path.is_dir() and path.name != "servers"]
+    files = [file for file in modules_of("engines") if "servers" in file.parts]
+    assert len(files) > 20
+    assert not [file for file in files for kind in kinds if f"lightrl.engines.{kind}" in file.read_text()]
+
+
 def test_only_strategies_and_module_and_above_import_lightning():
     lowest = LAYER["module"]
     wrong = []

@@ -12,16 +12,76 @@ import numpy as np
 import pytest
 from tiny import random_trajectories
 
-from lightrl.trajectory import MAX_SUPPORT, Group, Prompt, Sampling, TokenArray, Trajectory, Turn, sampling_seed
+from lightrl.trajectory import (
+    MAX_SUPPORT,
+    Group,
+    Prompt,
+    Sampling,
+    TokenArray,
+    Trajectory,
+    Turn,
+    encode_json,
+    sampling_seed,
+)
 
 
-def test_a_group_survives_json() -> None:
-    trajectories = random_trajectories(num_groups=1, num_turns=2)
-    trajectories[0].turns = [Turn(2, 5), Turn(7, 9, "length")]
-    trajectories[1].rewards = [0.5] * len(trajectories[1].token_ids)
-    trajectories[2].supports = [200, 1, 0] * len(trajectories[2].token_ids)
-    group = Group(id=3, prompt=trajectories[0].prompt, trajectories=trajectories)
-    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
+def rich_trajectory() -> Trajectory:
+    """Every field is set; text that UTF-8 cannot hold; a call's output for each token."""
+    trajectory = random_trajectories(num_groups=1, num_turns=2)[0]
+    num = len(trajectory.token_ids)
+    trajectory.prompt = replace(trajectory.prompt, fields={"answer": "½ \ud83d", "nested": [1, None]})
+    trajectory.turns = [Turn(2, 5), Turn(7, 9, "length")]
+    trajectory.rewards, trajectory.supports = [0.5] * num, [200, 1, 0] * num
+    trajectory.metrics = {"accuracy": np.float32(0.5)}  # type: ignore[dict-item]  # as a reward may return it
+    trajectory.call_outputs = {"score": 0.25, "logprobs": np.arange(num, dtype=np.float32)}
+    return trajectory
+
+
+def test_a_trajectory_survives_both_encodings() -> None:
+    for trajectory in [rich_trajectory(), *random_trajectories(num_groups=1)]:
+        lines = encode_json(trajectory)
+        assert json.loads(lines) == trajectory.to_json()
+        copies = [Trajectory.from_json(json.loads(lines)), Trajectory.from_bytes(trajectory.to_bytes())]
+        copies.append(Trajectory.from_text(trajectory.to_text()))
+        for made in copies:
+            assert made == trajectory
+            assert vars(made).keys() == vars(trajectory).keys()
+            assert all(type(vars(made)[name]) is type(value) for name, value in vars(trajectory).items())
+            is_shared = [isinstance(item.completion_ids._values, memoryview) for item in (made, trajectory)]
+            assert is_shared[0] == is_shared[1]
+
+
+def test_bytes_may_lack_the_prompt_and_supports() -> None:
+    trajectory = rich_trajectory()
+    data = trajectory.to_bytes(b"", with_supports=False)
+    other = Prompt("other", token_ids=[1])
+    made = Trajectory.from_bytes(data, other)
+    assert made.prompt is other
+    assert (made.supports, made.token_ids) == (None, trajectory.token_ids)
+    assert Trajectory.from_bytes(trajectory.to_bytes(encode_json(other))).prompt == other
+
+
+def test_what_json_cannot_hold_is_named() -> None:
+    trajectory = rich_trajectory()
+    trajectory.metrics = {"found": {1, 2}}  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"it holds \{1, 2\} \(set\)"):
+        trajectory.to_bytes()
+
+
+def test_a_copy_with_lists_makes_them_when_they_are_read_and_can_be_copied() -> None:
+    trajectory = rich_trajectory()
+    seen = trajectory.with_lists()
+    assert "token_ids" not in vars(seen)
+    assert type(seen.token_ids) is type(seen.rewards) is type(seen.loss_mask) is list
+    assert seen.supports is None
+    seen.token_ids = seen.token_ids[:1]
+    assert (type(seen.token_ids), len(trajectory.token_ids) > 1) == (list, True)
+    seen = trajectory.with_lists()
+    trajectory.supports = None
+    assert replace(seen, completion="x").token_ids == trajectory.token_ids
+    assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == trajectory
+    with pytest.raises(AttributeError, match=r"Trajectory has no 'tokens'; it has .*'token_ids'"):
+        seen.tokens  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_a_group_survives_a_checkpoint_and_shares_its_prompt_again() -> None:
@@ -30,7 +90,7 @@ def test_a_group_survives_a_checkpoint_and_shares_its_prompt_again() -> None:
     trajectories[2].supports = [200, 1, 0] * len(trajectories[2].token_ids)
     group = Group(id=3, prompt=trajectories[0].prompt, trajectories=trajectories)
     trajectories[2].prompt = Prompt("other", token_ids=[1])
-    restored = Group.from_json(json.loads(json.dumps(group.state_dict())))
+    restored = Group.from_state(json.loads(json.dumps(group.state_dict())))
     assert restored == group
     assert [item.prompt is restored.prompt for item in restored.trajectories[:3]] == [True, True, False]
 

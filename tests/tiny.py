@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lightrl.experience import Experience
 from lightrl.functional import encode_supports
 from lightrl.models import ModelSpec
-from lightrl.testing.tiny_model import LETTERS, QUIET, TINY_CONFIG, char_tokenizer, tiny_policy
+from lightrl.testing import LETTERS, QUIET, TINY_CONFIG, char_tokenizer, tiny_policy
 from lightrl.trajectory import Prompt, Trajectory
 
 __all__ = ["LETTERS", "QUIET", "char_tokenizer"]

@@ -93,7 +93,7 @@ def _game(trajectory: Trajectory) -> tuple[list[int], Fraction]:
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(
             f"Prompt {trajectory.prompt.id!r} needs the fields 'numbers' (text or a list of integers) and 'target' (a "
-            f"number), got {sorted(fields)}. Map the data's columns with data.columns."
+            f"number), got {sorted(fields)}. Map the data's columns with DataSource.columns."
         ) from error
     if not integers:
         raise ValueError(f"Prompt {trajectory.prompt.id!r} has no number in its field 'numbers'.")

@@ -1,4 +1,4 @@
-"""A stand-in for a judge model, for a dry run: answers chat completions and scores the number of digits.
+"""A stand-in for an LLM judge, for a dry run: answers chat completions and scores the number of digits.
 
 python -m examples.judge.fake_judge 8123
 """
@@ -9,8 +9,8 @@ from aiohttp import web
 
 
 async def answer(request: web.Request) -> web.Response:
-    judged = (await request.json())["messages"][-1]["content"].rpartition("Answer:")[2]
-    score = min(10, sum(letter.isdigit() for letter in judged))
+    completion = (await request.json())["messages"][-1]["content"].rpartition("Answer:")[2]
+    score = min(10, sum(letter.isdigit() for letter in completion))
     return web.json_response({"choices": [{"message": {"content": f"Well.\nScore: {score}"}}]})
 
 

@@ -6,7 +6,7 @@ Reading order:
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO with some settings fixed;
                   OAPL, TOPR, DPPO for stale trajectories
     ppo.py        PPO: a critic instead of groups
-    distillation.py  a teacher judges each token that the policy writes
+    distillation.py  a teacher's distribution at each token that the policy generates
     supervised.py what the plain LightningModules that train on given data share:
     sft.py        SFT
     dpo.py        DPO and IPO, from pairs

@@ -1,6 +1,6 @@
-"""Distillation: the policy generates, a teacher judges every token.
+"""Distillation: the policy generates, and learns from a teacher's distribution at every token.
 
-Shapes: B trajectories, T tokens, K of the teacher's likeliest tokens at each place.
+Shapes: B trajectories, T tokens, K of the teacher's top-k tokens at each position.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Distillation(GRPO):
     the teacher's logprob minus the behavior policy's. Every token gets a signal, and no reward is needed.
 
     With `teacher_topk=K` the loss of a token is a divergence between both distributions at its position, over the
-    teacher's K likeliest tokens and one outcome for all others (`functional.topk_divergence`): far less noise, for
+    teacher's top-k tokens and one outcome for all others (`functional.topk_divergence`): far less noise, for
     12 · K bytes per token and K more logprobs. Its gradient does not depend on how the trajectory was sampled, so stale
     trajectories get no importance weights there.
 
@@ -35,7 +35,7 @@ class Distillation(GRPO):
 
     Logs `policy/kl_teacher_nats`, the reverse KL per token estimated from the sampled tokens; with `teacher_topk` also
     `policy/teacher_divergence_nats`, the loss, and `policy/teacher_rest_fraction`, the teacher's probability of all
-    tokens but its K likeliest: if it is large, increase K.
+    tokens but its top-k: if it is large, increase K.
 
     Source: https://thinkingmachines.ai/blog/on-policy-distillation; MiniLLM, https://arxiv.org/abs/2306.08543; with
     `teacher_topk`: GKD, https://arxiv.org/abs/2306.13649.
@@ -89,7 +89,7 @@ class Distillation(GRPO):
         )
         if teacher_topk is not None and self.sampling.is_truncated:
             raise ValueError(
-                f"teacher_topk={teacher_topk} compares the teacher's likeliest tokens, which truncated sampling may "
+                f"teacher_topk={teacher_topk} compares the teacher's top-k tokens, which truncated sampling may "
                 "leave out. Set sampling.top_p to 1 and top_k to -1, or leave teacher_topk out."
             )
         self.teacher_role = Role.of(teacher)
@@ -110,19 +110,19 @@ class Distillation(GRPO):
                     f"{self.teacher_topk}."
                 )
 
-    def reward(self, trajectory: Trajectory) -> Any:
+    def reward(self, trajectory: Trajectory) -> object:
         """0 unless `reward=` is given."""
         return 0.0
 
     def models(self) -> dict[str, Role]:
         return {**super().models(), "teacher": self.teacher_role}
 
-    def score_calls(self) -> list[ModelCall]:
+    def model_calls(self) -> list[ModelCall]:
         teacher = ModelCall("teacher_logprobs", "teacher", "infer", ("token_ids",), ("teacher_logprobs",))
         if self.teacher_topk is not None:
             outputs = (*teacher.outputs, "teacher_topk_ids", "teacher_topk_logprobs")
             teacher = replace(teacher, outputs=outputs, topk=self.teacher_topk)
-        return [*super().score_calls(), teacher]
+        return [*super().model_calls(), teacher]
 
     def advantages(self, experience: Experience) -> Tensor:
         local = experience.local
@@ -130,15 +130,13 @@ class Distillation(GRPO):
             self._check_ids(local["teacher_topk_ids"])
             advantages = torch.zeros_like(local.behavior_logprobs)
         else:
-            assert local.teacher_logprobs is not None
-            advantages = local.teacher_logprobs - local.behavior_logprobs
+            advantages = local["teacher_logprobs"] - local.behavior_logprobs
         if self.reward_coef:
             advantages = advantages + self.reward_coef * super().advantages(experience)[experience.local_rows, None]
         return advantages
 
-    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:
-        assert experience.teacher_logprobs is not None
-        divergence = kl(outputs.logprobs.detach(), experience.teacher_logprobs, estimator="k1")
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+        divergence = kl(outputs.logprobs.detach(), experience["teacher_logprobs"], estimator="k1")
         result = {**super().loss(experience, outputs), "kl_teacher_nats": divergence}
         if self.teacher_topk is None:
             return result
@@ -153,15 +151,11 @@ class Distillation(GRPO):
         }
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Checks a teacher's likeliest ids; one behind a server cannot be limited to the policy's.
-
-        Raises:
-            ValueError: if the policy does not have one of them.
-        """
+        """Raises ValueError if the policy lacks a teacher's top-k id: a server does not limit them to the policy's."""
         num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max()) if ids.numel() else 0
         if largest >= num_ids:
             raise ValueError(
-                f"The teacher's {self.teacher_topk} likeliest tokens include id {largest}, but the policy's vocabulary "
+                f"The teacher's top {self.teacher_topk} tokens include id {largest}, but the policy's vocabulary "
                 f"has {num_ids}. Use a teacher with the policy's tokenizer, or lower teacher_topk; a teacher loaded by "
                 "path is limited to the policy's tokens."
             )

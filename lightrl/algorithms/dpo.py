@@ -40,7 +40,7 @@ class DPO(SupervisedModule):
     """
 
     batch_type = PairBatch
-    log_room = "dpo"
+    log_prefix = "dpo"
     preference_loss: PreferenceLoss = "sigmoid"
 
     policy: PreTrainedModel
@@ -55,8 +55,7 @@ class DPO(SupervisedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
-        if kl_coef <= 0:
-            raise ValueError(f"kl_coef must be above 0 (0.1 is usual), got {kl_coef}.")
+        preference_loss(torch.zeros(1), kl_coef=kl_coef)  # it refuses the setting before anything is loaded
         self.reference_role = self.policy_role if reference is None else Role.of(reference)
         self.check_role("reference", self.reference_role)
         lora = self.policy_role.lora
@@ -116,5 +115,5 @@ class IPO(DPO):
     Source: https://arxiv.org/abs/2310.12036.
     """
 
-    log_room = "ipo"
+    log_prefix = "ipo"
     preference_loss: PreferenceLoss = "ipo"

@@ -116,8 +116,8 @@ class GRPO(RLModule):
     def models(self) -> dict[str, Role]:
         return {**super().models(), **({} if self.reference_kl is None else self.reference_kl.models())}
 
-    def score_calls(self) -> list[ModelCall]:
-        return [*super().score_calls(), *([] if self.reference_kl is None else [self.reference_kl.score_call()])]
+    def model_calls(self) -> list[ModelCall]:
+        return [*super().model_calls(), *([] if self.reference_kl is None else [self.reference_kl.score_call()])]
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
         """The rewards with the penalty on overlong completions, then `reward_shaping`, [B]."""
@@ -138,16 +138,12 @@ class GRPO(RLModule):
         mean, std = self.advantage_mean, self.advantage_std
         return group_advantages(rewards, group_ids, mean=mean, std=std, leave_one_out=self.leave_one_out)
 
-    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:
-        assert experience.advantages is not None
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
         center = self.center(experience, outputs)
         ratio = self.ratio(outputs.logprobs, center, experience.loss_mask)
         loss = self.policy_loss(ratio, experience, outputs)
         gradient_weights = self.gradient_weights(ratio, experience, outputs)
-        metrics = {
-            "ratio": ratio.detach(),
-            "clipped_fraction": self.is_clipped(ratio, experience, outputs),
-        }
+        metrics = {"ratio": ratio.detach(), "clipped_fraction": self.is_clipped(ratio, experience, outputs)}
         if self.importance_weights is not None:
             weights = self.importance_weights(center, experience.behavior_logprobs, experience.loss_mask)
             loss, gradient_weights = loss * weights, gradient_weights * weights
@@ -155,8 +151,7 @@ class GRPO(RLModule):
             metrics["importance_dropped_fraction"] = (weights == 0).float()
             metrics["kl_update_nats"] = kl(center, outputs.logprobs.detach())  # KL(proximal ‖ policy), by k3
             for estimator in ("k1", "k2", "k3"):  # KL(behavior ‖ proximal): the behavior policy sampled the tokens
-                difference = kl(experience.behavior_logprobs, center, estimator=estimator)
-                metrics[f"kl_proximal_{estimator}_nats"] = difference
+                metrics[f"kl_proximal_{estimator}_nats"] = kl(experience.behavior_logprobs, center, estimator)
         if self.reference_kl is not None and not self.kl_in_reward:
             divergence = self.reference_kl.per_token(outputs.logprobs, experience.reference_logprobs)
             loss = loss + self.kl_coef * divergence
@@ -173,8 +168,7 @@ class GRPO(RLModule):
             return interpolated_proximal_logprobs(
                 outputs.logprobs, experience.behavior_logprobs, experience.weight_versions, self.weight_version
             )
-        assert experience.proximal_logprobs is not None
-        return experience.proximal_logprobs
+        return experience["proximal_logprobs"]
 
     def ratio(self, logprobs: Tensor, center: Tensor, loss_mask: Tensor) -> Tensor:
         """Policy ÷ center of the clip, [B, T]: of each token, or of the whole trajectory."""
@@ -188,12 +182,10 @@ class GRPO(RLModule):
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """1 where the clip of `policy_loss` acts, 0 elsewhere, [B, T]."""
-        assert experience.advantages is not None
-        return is_clipped(ratio, experience.advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+        return is_clipped(ratio, experience["advantages"], clip_low=self.clip_low, clip_high=self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """The policy gradient's part of the loss, [B, T]."""
-        assert experience.advantages is not None
         return clipped_ratio_loss(
-            ratio, experience.advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
+            ratio, experience["advantages"], clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
         )

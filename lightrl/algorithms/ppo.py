@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,13 +28,16 @@ from lightrl.functional import (
 from lightrl.models import ModelSpec, Role
 from lightrl.models.model_folder import ModelDescription
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True)
 class EarlyStop:
     """Skips the rest of an iteration's updates once the policy has moved too far.
 
-    Far from the policy that the clip is centered on: with `decoupled` the one at the start of the iteration, so that
-    stale tokens stop nothing; else the one that sampled.
+    The distance is to the policy that the clip is centered on: with `decoupled` the one at the start of the iteration,
+    so that stale tokens stop nothing; else the one that sampled.
 
     Args:
         kl_nats: largest KL (k3) from that policy; None for no bound.
@@ -89,6 +92,9 @@ class PPO(GRPO):
     """
 
     advantage_keys = ("advantages", "returns")
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel
 
     def __init__(
         self,
@@ -146,28 +152,23 @@ class PPO(GRPO):
         value_loss(one, one, one, value_clip=value_clip, huber_delta=huber_delta)
 
     def models(self) -> dict[str, Role]:
-        models = super().models()
-        if not self.shares_body:
-            models["critic"] = self.critic_role
-        return models
+        return super().models() | ({} if self.shares_body else {"critic": self.critic_role})
 
     def configure_model(self) -> None:
         super().configure_model()
-        models: Any = self
         if self._moving_kl is not None:
-            self._moving_kl.check_models(models.reference, models.policy)
+            self._moving_kl.check_models(self.reference, self.policy)
         if self.shares_body and self.value_head is None:
-            policy: Any = self.policy
-            weight = policy.get_output_embeddings().weight
+            weight = self.policy.get_output_embeddings().weight
             home = "cpu" if weight.is_meta else weight.device  # its weights come from no checkpoint
             # No bias, as in Hugging Face's scalar heads: head and body can be exported as such a model.
             self.value_head = torch.nn.Linear(weight.shape[1], 1, bias=False, device=home, dtype=weight.dtype)
             torch.nn.init.zeros_(self.value_head.weight)
 
-    def score_calls(self) -> list[ModelCall]:
+    def model_calls(self) -> list[ModelCall]:
         role = "policy" if self.shares_body else "critic"
         outputs = ("values", "bootstrap_values") if self.bootstrap_truncated else ("values",)
-        return [*super().score_calls(), ModelCall("values", role, "infer", ("token_ids",), outputs)]
+        return [*super().model_calls(), ModelCall("values", role, "infer", ("token_ids",), outputs)]
 
     def train_calls(self) -> list[ModelCall]:
         calls = super().train_calls()
@@ -178,8 +179,7 @@ class PPO(GRPO):
 
     def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
         """The policy's body while a critic's head on it warms up."""
-        models: Any = self
-        return models.policy.parameters() if self.is_warming_up and self.shares_body else ()
+        return self.policy.parameters() if self.is_warming_up and self.shares_body else ()
 
     def saved_roles(self) -> list[str]:
         return [*super().saved_roles(), *(["reference"] if self._moving_kl is not None else [])]
@@ -235,15 +235,14 @@ class PPO(GRPO):
         if self.is_attached:
             self.log(name, value)
 
-    def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Any]:
+    def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Tensor]:
         old = experience["values"]
-        returns = experience["returns"]
-        loss = value_loss(values, returns, old, value_clip=self.value_clip, huber_delta=self.huber_delta)
+        loss = value_loss(values, experience["returns"], old, value_clip=self.value_clip, huber_delta=self.huber_delta)
         moved = (values - old).detach().abs()
-        metrics = {"value": values.detach(), "max_move": moved}
-        if self.value_clip is not None:
-            metrics["clipped_fraction"] = (moved > self.value_clip).float()
-        return {"loss": loss, **metrics}
+        metrics = {"loss": loss, "value": values.detach(), "max_move": moved}
+        return (
+            metrics if self.value_clip is None else {**metrics, "clipped_fraction": (moved > self.value_clip).float()}
+        )
 
     @property
     def is_warming_up(self) -> bool:
@@ -251,20 +250,16 @@ class PPO(GRPO):
         return self.is_attached and self.weight_version < self.critic_warmup_iterations
 
     def is_update_the_last(self, metrics: dict[str, float]) -> bool:
-        if self.is_warming_up:
-            return False
-        return self.early_stop is not None and self.early_stop(metrics)
+        return not self.is_warming_up and self.early_stop is not None and self.early_stop(metrics)
 
     def on_policy_updated(self, weight_version: int) -> None:
-        models: Any = self
         if self._moving_kl is not None:
-            self._moving_kl.move(models.reference, models.policy)
+            self._moving_kl.move(self.reference, self.policy)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self.shares_body:
-            models: Any = self
-            critic = ModelDescription.of_critic(models.policy, self.policy_role)
+            critic = ModelDescription.of_critic(self.policy, self.policy_role)
             checkpoint["models"].update({} if critic is None else {"critic": dict(vars(critic))})
         normalizer = None if self.normalizer is None else self.normalizer.state_dict()
         checkpoint["ppo"] = {"kl_coef": self.kl_coef, "value_normalizer": normalizer}

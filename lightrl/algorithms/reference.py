@@ -41,11 +41,7 @@ class ReferenceKL:
         check_choice((*get_args(KLEstimator), None), estimator=self.estimator)
 
     def check(self, policy: Role, *, in_reward: bool) -> None:
-        """Checks the term against the policy and its use.
-
-        Raises:
-            ValueError: if there is nothing to compare with, or the term would have no effect.
-        """
+        """Raises ValueError if there is nothing to compare the policy with, or the term would have no effect."""
         if self.model is None and policy.lora is None:
             raise ValueError(
                 "reference needs a model: the policy has no LoRA adapters to turn off. Set reference.model, usually to "
@@ -121,11 +117,7 @@ class AdaptiveKL(ReferenceKL):
             )
 
     def check_models(self, reference: torch.nn.Module, policy: torch.nn.Module) -> None:
-        """Checks that a moving reference has the policy's parameters.
-
-        Raises:
-            ValueError: with the first name that differs.
-        """
+        """Raises ValueError if a moving reference differs from the policy in the name or shape of a parameter."""
         left, right = (
             {name: tuple(value.shape) for name, value in model.named_parameters()} for model in (reference, policy)
         )

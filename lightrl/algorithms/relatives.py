@@ -134,14 +134,8 @@ class CISPO(GRPO):
         return ratio.detach().clamp(1 - self.clip_low, 1 + self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        assert experience.advantages is not None
-        return cispo_loss(
-            outputs.logprobs,
-            self.center(experience, outputs),
-            experience.advantages,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-        )
+        center, advantages = self.center(experience, outputs), experience["advantages"]
+        return cispo_loss(outputs.logprobs, center, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
 
 
 class SAPO(GRPO):
@@ -166,22 +160,11 @@ class SAPO(GRPO):
         super().__init__(
             policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, loss_reduction=loss_reduction, **kwargs
         )
-        if not min(temperature_positive, temperature_negative) > 0:
-            raise ValueError(
-                "temperature_positive and temperature_negative must be above 0, got "
-                f"{temperature_positive} and {temperature_negative}."
-            )
-        self.temperature_positive = temperature_positive
-        self.temperature_negative = temperature_negative
+        self.temperatures = {"temperature_positive": temperature_positive, "temperature_negative": temperature_negative}
+        sapo_loss(torch.ones(1), torch.ones(1), **self.temperatures)  # it refuses settings before anything is loaded
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        assert experience.advantages is not None
-        return sapo_loss(
-            ratio,
-            experience.advantages,
-            temperature_positive=self.temperature_positive,
-            temperature_negative=self.temperature_negative,
-        )
+        return sapo_loss(ratio, experience["advantages"], **self.temperatures)
 
 
 class LitePPO(GRPO):
@@ -270,16 +253,15 @@ class M2PO(GRPO):
         self.second_moment_threshold = second_moment_threshold
         self.needs_proximal_logprobs = True
 
-    def score_calls(self) -> list[ModelCall]:
-        calls = super().score_calls()
+    def model_calls(self) -> list[ModelCall]:
+        calls = super().model_calls()
         if not any("proximal_logprobs" in call.outputs for call in calls):  # even with one update: the mask reads them
             calls.insert(0, ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",)))
         return calls
 
     def advantages(self, experience: Experience) -> Tensor:
-        assert experience.proximal_logprobs is not None
         is_inside = second_moment_mask(
-            experience.proximal_logprobs,
+            experience["proximal_logprobs"],
             experience.behavior_logprobs,
             experience.loss_mask,
             threshold=self.second_moment_threshold,
@@ -321,17 +303,19 @@ class OAPL(GRPO):
             loss_reduction=loss_reduction,
             **kwargs,
         )
-        if not 0 < beta < math.inf:
-            raise ValueError(f"beta must be above 0 (0.25 for rewards of 0 and 1), got {beta}.")
         self.beta = beta
+        optimal_advantages(torch.ones(1), torch.ones(1), beta)  # it refuses the setting before anything is loaded
 
     def advantages(self, experience: Experience) -> Tensor:
         return optimal_advantages(self.shaped_rewards(experience), experience.group_ids, self.beta)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        assert experience.advantages is not None
         return regression_loss(
-            outputs.logprobs, experience.behavior_logprobs, experience.advantages, experience.loss_mask, beta=self.beta
+            outputs.logprobs,
+            experience.behavior_logprobs,
+            experience["advantages"],
+            experience.loss_mask,
+            beta=self.beta,
         )
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
@@ -350,12 +334,10 @@ class TOPR(GRPO):
         )
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        assert experience.advantages is not None
-        return -self.gradient_weights(ratio, experience, outputs) * experience.advantages * outputs.logprobs
+        return -self.gradient_weights(ratio, experience, outputs) * experience["advantages"] * outputs.logprobs
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        assert experience.advantages is not None
-        return tapered_weights(outputs.logprobs, experience.behavior_logprobs, experience.advantages)
+        return tapered_weights(outputs.logprobs, experience.behavior_logprobs, experience["advantages"])
 
 
 class DPPO(GRPO):
@@ -372,17 +354,15 @@ class DPPO(GRPO):
         super().__init__(
             policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, ratio_level="token", decoupled=False, **kwargs
         )
-        if not max_nats > 0:
-            raise ValueError(f"max_nats must be above 0 (0.05 is usual), got {max_nats}.")
         self.max_nats = max_nats
+        one = torch.ones(1)
+        leaves_trust_region(one, one, one, max_nats=max_nats)  # it refuses the setting before anything is loaded
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        assert experience.advantages is not None
         loss = super().policy_loss(ratio, experience, outputs)
         return loss.where(self.is_clipped(ratio, experience, outputs) == 0, 0.0)
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        assert experience.advantages is not None
         return leaves_trust_region(
-            outputs.logprobs, experience.behavior_logprobs, experience.advantages, max_nats=self.max_nats
+            outputs.logprobs, experience.behavior_logprobs, experience["advantages"], max_nats=self.max_nats
         ).to(ratio.dtype)

@@ -36,7 +36,7 @@ class RewardModel(SupervisedModule):
 
     trained_role = "reward_model"
     batch_type = PairBatch
-    log_room = "reward_model"
+    log_prefix = "reward_model"
 
     reward_model: PreTrainedModel
 

@@ -21,14 +21,14 @@ from lightrl.strategies import head_is_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ARGMAX_LOGITS = 2**24  # logits in memory at once when finding the likeliest tokens
+_ARGMAX_LOGITS = 2**24  # logits in memory at once when finding the most likely tokens
 
 
 class SFT(SupervisedModule):
     """Maximizes the logprob of each completion token, with AdamW, linear warm-up and decay.
 
     Trains on the batches of SFTDataModule. Logs `sft/loss_nats` per step; `val/loss_nats` and
-    `val/token_accuracy_fraction` (how often the likeliest token is the right one), each averaged over tokens.
+    `val/token_accuracy_fraction` (how often the most likely token is the right one), each averaged over tokens.
     """
 
     batch_type = ChatBatch
@@ -43,7 +43,7 @@ class SFT(SupervisedModule):
     @functools.cached_property
     def _head_is_plain(self) -> bool:
         with torch.no_grad():
-            return bool(self.run_inside(head_is_plain, self.policy))
+            return self.run_inside(head_is_plain, self.policy)
 
     def training_step(self, batch: ChatBatch, batch_idx: int) -> Tensor:
         means, number = self.means(self._losses, batch)
@@ -51,21 +51,19 @@ class SFT(SupervisedModule):
         return self.accumulated(means["loss_nats"], number, batch_idx)
 
     def measure(self, batch: ChatBatch) -> dict[str, Tensor]:
-        """The loss of each loss token, [N], and whether the likeliest token is the right one."""
+        """The loss of each loss token, [N], and whether the most likely token is the right one."""
         assert self._head_is_plain is not None  # computed first, since it runs the model
-        measured: dict[str, Tensor] = self.run_inside(self._measure, batch)
-        return measured
+        return self.run_inside(self._measure, batch)
 
     def _losses(self, batch: ChatBatch) -> dict[str, Tensor]:
         assert self._head_is_plain is not None
-        losses: Tensor = self.run_inside(lambda: -self._logprobs(*self._predictions(batch)))
-        return {"loss_nats": losses}
+        return {"loss_nats": self.run_inside(lambda: -self._logprobs(*self._predictions(batch)))}
 
     def _measure(self, batch: ChatBatch) -> dict[str, Tensor]:
         predictions, token_ids = self._predictions(batch)
         return {
             "loss_nats": -self._logprobs(predictions, token_ids),
-            "token_accuracy_fraction": (self._likeliest(predictions) == token_ids).float(),
+            "token_accuracy_fraction": (self._most_likely_ids(predictions) == token_ids).float(),
         }
 
     def _predictions(self, batch: ChatBatch) -> tuple[Tensor, Tensor]:
@@ -85,7 +83,7 @@ class SFT(SupervisedModule):
         head = self.policy.get_output_embeddings()
         return hidden_logprobs(predictions, head.weight, head.bias, token_ids, entropy_gradient=False)[0]
 
-    def _likeliest(self, predictions: Tensor) -> Tensor:
+    def _most_likely_ids(self, predictions: Tensor) -> Tensor:
         if not self._head_is_plain:
             return predictions.argmax(-1)
         head = self.policy.get_output_embeddings()

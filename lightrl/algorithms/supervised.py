@@ -7,9 +7,10 @@ each measures its share of the rows, so that the update is that of one process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import lightning as L
 import torch
@@ -24,7 +25,8 @@ from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
@@ -48,7 +50,7 @@ class SupervisedModule(L.LightningModule):
     # The batches that `measure` takes.
     batch_type: type[Any] = object
     # The first part of the names that are logged per step.
-    log_room: str = "train"
+    log_prefix: str = "train"
 
     def __init__(
         self,
@@ -72,7 +74,6 @@ class SupervisedModule(L.LightningModule):
         self.warmup_steps = warmup_steps
         self.lr_decay = lr_decay
         self.parallel_models: dict[str, ParallelModel] = {}  # role → model; HuggingFaceExport needs them on ranks
-        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._num_accumulated = 0  # tokens or pairs in the gradients accumulated so far
 
     def check_role(self, name: str, role: Role) -> None:
@@ -91,12 +92,10 @@ class SupervisedModule(L.LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__} must define measure.")
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's; loaded once."""
-        if self._tokenizer is None:
-            self._tokenizer = self.policy_role.spec.load_tokenizer()
-        return self._tokenizer
+        return self.policy_role.spec.load_tokenizer()
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -104,18 +103,15 @@ class SupervisedModule(L.LightningModule):
         return context_tokens(self.policy_role.spec.load_config())
 
     def setup(self, stage: str) -> None:
-        """
-        Raises:
-            ValueError: if the strategy cannot train this module.
-        """
+        """Raises ValueError if the strategy cannot train this module."""
         strategy = self.trainer.strategy
         check_strategy(strategy)
         if isinstance(strategy, Parallel3DStrategy):
             raise ValueError(f"Parallel3DStrategy trains RLModules only, got {type(self).__name__}. Use FSDP2Strategy.")
 
-    def run_inside(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)`, which returns tensors, run where the trained model's parameters can be read."""
-        return run_inside(getattr(self, self.trained_role), function, *args)
+    def run_inside(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Calls a function, which returns tensors, where the trained model's parameters can be read."""
+        return run_inside(getattr(self, self.trained_role), function, *args, **kwargs)
 
     def on_fit_start(self) -> None:
         if ranks_of(self.trainer.strategy).size > 1:
@@ -164,7 +160,7 @@ class SupervisedModule(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         means, number = self.means(self.measure, batch)
-        self._log_means(self.log_room, {name: value.detach() for name, value in means.items()}, on_step=True)
+        self._log_means(self.log_prefix, {name: value.detach() for name, value in means.items()}, on_step=True)
         return self.accumulated(means["loss"], number, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -180,11 +176,7 @@ class SupervisedModule(L.LightningModule):
         self._log_means(stage, means | of_set, on_step=False, batch_size=number)
 
     def means(self, measure: Callable[[Any], dict[str, Tensor]], batch: Any) -> tuple[dict[str, Tensor], int]:
-        """Means to log and minimize, and their count. Averaged over ranks they are those of the batch.
-
-        Raises:
-            TypeError: if the batch belongs to another module.
-        """
+        """Means to log and minimize, and their count. Averaged over ranks they are those of the batch."""
         if not isinstance(batch, self.batch_type):
             made_by = _MADE_BY.get(self.batch_type, "a data module that makes these")
             raise TypeError(
@@ -220,10 +212,10 @@ class SupervisedModule(L.LightningModule):
                 parameter.grad.mul_(before / self._num_accumulated)
         return loss * (num_batches * number / self._num_accumulated)
 
-    def _log_means(self, room: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
+    def _log_means(self, prefix: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
         # Lightning weights each batch's mean by batch_size, so an epoch's mean is over trajectories or pairs.
         self.log_dict(
-            {f"{room}/{name}": value for name, value in means.items()},
+            {f"{prefix}/{name}": value for name, value in means.items()},
             on_step=on_step,
             on_epoch=not on_step,
             prog_bar=True,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DynamicSampling(RLCallback):
-    """Drops judged groups by rules and rolls out new prompts for them, so that every iteration has its P groups.
+    """Drops groups by rules and rolls out new prompts for them, so that every iteration has its P groups.
 
     `on_trajectory_dropped` gets each dropped trajectory with the reason: `filtered_zero_variance`, `filtered_too_hard`,
     `filtered_too_easy`, `filtered_too_long`, `filtered_<word of the rule>`, `incomplete`, `oversampled`. On-policy the
@@ -46,7 +46,7 @@ class DynamicSampling(RLCallback):
         min_success, max_success: drop a group whose share of correct trajectories is outside, 0 to 1. A trajectory is
             correct by its metric `accuracy`, or without one by a reward of at least 1.
         max_group_tokens: drop a group in which the policy wrote a trajectory longer than this; None for no limit.
-        rule: a function of a judged Group, or its dotted path; a word (the reason) or True drops the group, None or
+        rule: a function of a Group, or its dotted path; a word (the reason) or True drops the group, None or
             False keeps it. It runs on the rollouts' event loop, so it must be quick.
         incomplete_groups: what happens to a group that lost a trajectory (its reward raised, for example): `train` on
             the others, `redraw` it with new seeds, three times at most, or `drop` it.
@@ -93,7 +93,7 @@ class DynamicSampling(RLCallback):
         if not pl_module.has_rollout_reward:
             raise ValueError(
                 "DynamicSampling.drop_zero_variance drops every group if a reward model is the whole reward, because "
-                "it judges after the groups are chosen. Set reward= beside reward_model=, or drop_zero_variance to "
+                "it runs after the groups are chosen. Set reward= beside reward_model=, or drop_zero_variance to "
                 "false."
             )
 

@@ -19,7 +19,7 @@ from lightrl.models.model_folder import (
     replaced_folder,
     save_model,
 )
-from lightrl.strategies import LogprobSettings, Ranks, SplitsModels, parallel_model, ranks_of, whole
+from lightrl.strategies import FSDP2Strategy, LogprobSettings, Ranks, parallel_model, ranks_of, whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -136,7 +136,7 @@ class HuggingFaceExport(RLCallback):
             trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
             gathered = ((name, whole(value)) for name, value in trained)
             return {name: value.cpu() for name, value in gathered if keeps}
-        if not isinstance(trainer.strategy, SplitsModels):
+        if not isinstance(trainer.strategy, FSDP2Strategy):
             return None
         parallel = module.parallel_models.get(role)
         if parallel is None:

@@ -91,27 +91,18 @@ class LearningCurve(RLCallback):
 
     Args:
         constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
-        constant_label: its name in the legend.
-        title: of the image; the module's class name if None.
         held_out: the validation metric to draw; SFT's is `val/token_accuracy_fraction`.
-        held_out_label: its name in the legend; DPO and RewardModel count pairs.
     """
 
     def __init__(
         self,
         constant_baseline: float | None = None,
-        constant_label: str = "best constant answer",
-        title: str | None = None,
         *,
         held_out: str = HELD_OUT_ACCURACY,
-        held_out_label: str = "held-out prompts",
     ) -> None:
         check_bounds(0, 1, constant_baseline=constant_baseline)
         self.constant_baseline = constant_baseline
-        self.constant_label = constant_label
-        self.title = title
         self.held_out = held_out
-        self.held_out_label = held_out_label
         self._curves = {name: Points() for name in (REWARD, SAMPLED_ACCURACY, HELD_OUT_ACCURACY, HELD_OUT_REWARD)}
         self._run_folder: Path | None = None
 
@@ -147,6 +138,14 @@ class LearningCurve(RLCallback):
         for name, curve in state_dict["curves"].items():
             self._curves[name].load_state_dict(curve)
 
+    def _held_out_label(self, trainer: L.Trainer) -> str:
+        """What the held-out metric counts: prompts, pairs, or the metric's own name."""
+        rows = f"held-out {getattr(trainer.datamodule, 'row_name', 'prompt')}s"
+        if self.held_out == HELD_OUT_ACCURACY:
+            return rows
+        metric = self.held_out.removeprefix("val/").removesuffix("_fraction").replace("_", " ")
+        return f"{metric} of {rows}"
+
     def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         run_folder, self._run_folder = self._run_folder, None
         if run_folder is None or not trainer.is_global_zero or cast("RLTrainer", trainer).fast_dev_run:
@@ -160,10 +159,9 @@ class LearningCurve(RLCallback):
                 draw_learning_curve(
                     curves,
                     run_folder / "learning_curve.png",
-                    title=self.title or type(module).__name__,
+                    title=type(module).__name__,
                     constant_baseline=self.constant_baseline,
-                    constant_label=self.constant_label,
-                    held_out_label=self.held_out_label,
+                    held_out_label=self._held_out_label(trainer),
                 )
                 log_image(trainer.loggers, run_folder / "learning_curve.png", trainer.global_step)
             except ImportError as error:
@@ -193,7 +191,6 @@ def draw_learning_curve(
     *,
     title: str,
     constant_baseline: float | None = None,
-    constant_label: str = "best constant answer",
     held_out_label: str = "held-out prompts",
 ) -> None:
     """Accuracy over iterations as PNG, with the reward above it if that differs, or the reward alone.
@@ -227,7 +224,7 @@ def draw_learning_curve(
         if held_out:
             _plot_held_out(panel, held_out, f"{held_out_label} ({{:.1%}} at the end)")
         if constant_baseline is not None:
-            label = f"{constant_label} ({constant_baseline:.0%})"
+            label = f"best constant answer ({constant_baseline:.0%})"
             panel.axhline(constant_baseline, color="black", lw=1.0, ls=(0, (5, 4)), label=label, zorder=1)
         panel.set_ylim(-0.02, 1.02)
         panel.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])

@@ -99,7 +99,7 @@ class Probe:
         result: dict[str, Any] = {"metrics": {}, "problem": None, "rounding": None}
         if ranks.is_main and not trainer.rollout.is_recorded:
             try:
-                result["metrics"] = self._judge(trainer, module, scores)
+                result["metrics"] = self._compare(trainer, module, scores)
             except LightRLError as error:
                 result["problem"] = str(error)
             result["rounding"] = vars(self._rounding) if self._rounding is not None else None
@@ -140,7 +140,7 @@ class Probe:
         vocab_size = module.policy_config.get_text_config().vocab_size
         return probe_sequences(vocab_size, num=self.num, num_tokens=min(PROBE_TOKENS, longest))
 
-    def _judge(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
+    def _compare(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]] | None) -> dict[str, float]:
         """Rank 0's part of `compare`."""
         engine: object = trainer.rollout.engine
         checks = dict(engine.verified_by()) if isinstance(engine, HasReplicas) else {}

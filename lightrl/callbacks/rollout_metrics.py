@@ -79,7 +79,7 @@ class RolloutMetrics(RLCallback):
 
     Args:
         zero_variance_patience: iterations in a row without any reward variance before the warning.
-        metrics: of yours, by the name to log: `update` gets the iteration's judged groups, `compute` gives a number.
+        metrics: of yours, by the name to log: `update` gets the iteration's groups, `compute` gives a number.
             Each is reset after every iteration.
     """
 
@@ -233,7 +233,7 @@ class MeansSince:
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """The metrics of one iteration's rewards, by name; every trajectory is judged.
+    """The metrics of one iteration's rewards, by name; every trajectory has one.
 
     Raises:
         ValueError: if there is no trajectory.
@@ -319,7 +319,7 @@ def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
 
 
 def _reward(trajectory: Trajectory) -> float:
-    assert trajectory.reward is not None, "the rollout gives judged trajectories only"
+    assert trajectory.reward is not None, "the rollout gives trajectories with rewards only"
     return trajectory.reward
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.printable import count_text
 from lightrl.checks.status_files import STATUS_FILE
-from lightrl.engines import SGLangEngine
+from lightrl.engines import ServerEngine
 from lightrl.strategies.atomic_write import write_whole
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class StatusFile(RLCallback):
             return
         self._written_at = time.monotonic()
         engine = getattr(trainer, "engine", None)
-        fleet = engine.fleet.in_state() if isinstance(engine, SGLangEngine) else []
+        fleet = engine.fleet.in_state() if isinstance(engine, ServerEngine) else []
         servers = [dataclasses.asdict(server.status()) for server in fleet]
         now = {"at": time.time(), "iteration": trainer.global_step, "max_steps": trainer.max_steps, "servers": servers}
         now["weight_version"] = getattr(engine, "weight_version", None)

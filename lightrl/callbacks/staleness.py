@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MIN_BIAS = 0.01  # a smaller bias of resampled groups gives no warning
-MIN_GROUPS = 100  # drawn until then
+MIN_GROUPS = 100  # fewer groups give no warning
 
 ESS, KL, GRAD_NORM = "policy/ess_fraction", "policy/kl_behavior_nats", "policy/grad_norm"
 LOW_ESS_FRACTION = 0.15
@@ -95,7 +95,9 @@ class StalenessControl(RLCallback):
 
     Groups are trained on in the order of the prompt stream, none is thrown away, and where the next one is slow the
     trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
-    docs/async.md.
+    docs/async.md. If a hook sets `RolloutSettings.redraw_stragglers`, the policy learns from short trajectories too
+    often: `staleness/resampled_fraction`, of all groups since the start, bounds the Kolmogorov-Smirnov distance between
+    sampled and trained durations, and is close to it. Above 1 % a warning says so.
 
     It warns where a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), the policy has
     left what it learns from (`policy/kl_behavior_nats`) or takes larger steps (`policy/step_k3_nats`, see lag_probe.py)
@@ -104,12 +106,7 @@ class StalenessControl(RLCallback):
     Args:
         max_staleness: η, in versions.
         max_concurrent: most groups in flight; None for no limit but the staleness.
-        redraw_stragglers: instead of waiting for a group that would exceed the bound, start it again with new seeds.
-            Faster when a few completions are very long, but then the policy learns from short ones too often:
-            `staleness/redrawn_fraction`, of all groups drawn since the start, bounds the Kolmogorov-Smirnov distance
-            between sampled and trained durations, and is close to it. Above 1 % a warning says so.
         rollout_timeout_s: the run ends if a batch is waited for and no trajectory finishes for this long.
-        loop_timeout_s: the run ends if a workflow or an async reward blocks the rollouts' event loop for this long.
     """
 
     def __init__(
@@ -117,18 +114,14 @@ class StalenessControl(RLCallback):
         max_staleness: int = 0,
         *,
         max_concurrent: int | None = None,
-        redraw_stragglers: bool = False,
         rollout_timeout_s: float = 1800.0,
-        loop_timeout_s: float = 60.0,
     ) -> None:
         check_bounds(0, max_staleness=max_staleness)
         check_bounds(1, max_concurrent=max_concurrent)
-        check_positive(rollout_timeout_s=rollout_timeout_s, loop_timeout_s=loop_timeout_s)
+        check_positive(rollout_timeout_s=rollout_timeout_s)
         self.max_staleness = max_staleness
         self.max_concurrent = max_concurrent
-        self.redraw_stragglers = redraw_stragglers
         self.rollout_timeout_s = rollout_timeout_s
-        self.loop_timeout_s = loop_timeout_s
         self._lag = LagWatch()
         self._num_taken = 0  # groups, in this process
         self._has_warned = False
@@ -138,25 +131,23 @@ class StalenessControl(RLCallback):
             settings,
             max_staleness=self.max_staleness,
             max_concurrent=self.max_concurrent,
-            redraw_stragglers=self.redraw_stragglers,
             rollout_timeout_s=self.rollout_timeout_s,
-            loop_timeout_s=self.loop_timeout_s,
         )
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        """Measures the bias of redrawing."""
-        if not self.redraw_stragglers or trainer.rollout.is_recorded:
+        """Measures the bias of resampling."""
+        if trainer.rollout.is_recorded or not trainer.rollout.settings.redraw_stragglers:
             return
         self._num_taken += len(groups)
-        num_redrawn = trainer.rollout.progress()["redrawn_groups"]
-        num_drawn = self._num_taken + num_redrawn
-        fraction = num_redrawn / num_drawn
-        module.log("staleness/redrawn_fraction", fraction, on_step=True, on_epoch=False)
-        if fraction > MIN_BIAS and num_drawn >= MIN_GROUPS and not self._has_warned and trainer.is_global_zero:
+        num_resampled = trainer.rollout.progress()["redrawn_groups"]
+        num_groups = self._num_taken + num_resampled
+        fraction = num_resampled / num_groups
+        module.log("staleness/resampled_fraction", fraction, on_step=True, on_epoch=False)
+        if fraction > MIN_BIAS and num_groups >= MIN_GROUPS and not self._has_warned and trainer.is_global_zero:
             self._has_warned = True
             log.warning(
-                "redraw_stragglers=True has thrown away %.1f %% of the groups drawn so far, the slowest ones: the "
-                "policy learns from shorter completions than it samples (staleness/redrawn_fraction). To wait for them "
+                "redraw_stragglers=True has dropped %.1f %% of the groups sampled so far, the slowest ones: the policy "
+                "learns from shorter completions than it samples (staleness/resampled_fraction). To wait for them "
                 "instead, set redraw_stragglers to False and increase max_staleness.",
                 100 * fraction,
             )

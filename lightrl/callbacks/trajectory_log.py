@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import logging
@@ -25,7 +24,7 @@ from lightrl.checks.printable import escape_unprintable
 from lightrl.dataflow import follows_from_trajectories
 from lightrl.experience import Experience
 from lightrl.strategies import ranks_of
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Trajectory, encode_json
 
 if TYPE_CHECKING:
     import lightning as L
@@ -147,9 +146,8 @@ class TrajectoryLog(RLCallback):
         if ranks.size == 1:
             experience = experience.select(list(range(num)))
         else:  # all ranks compute on the same rows, whose tokens are on some
-            encoded = [item.to_json() for item in trajectories[:num]] if ranks.is_main else None
-            records = ranks.broadcast_json(encoded)
-            experience = Experience.from_trajectories([Trajectory.from_json(record) for record in records])
+            texts = ranks.broadcast_json([item.to_text() for item in trajectories[:num]] if ranks.is_main else None)
+            experience = Experience.from_trajectories([Trajectory.from_text(text) for text in texts])
         rows: list[list[float]] = [[]] * num
         if holders.is_here:
             order, parts = experience.microbatch_rows(module.microbatch_tokens)
@@ -166,14 +164,12 @@ class TrajectoryLog(RLCallback):
         unfinished = path.with_suffix(".jsonl.tmp")
         content = b""
         try:
-            lines = [json.dumps(record, default=_fields, ensure_ascii=False) for record in records]
-            # A lone surrogate, which UTF-8 cannot hold, becomes \udxxx, as JSON calls it: it is read back as it was.
-            content = ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace")
+            content = b"".join(encode_json(record) + b"\n" for record in records)
             self._folder.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(content)
             unfinished.replace(path)
             self._write_tokens([record["trajectory"] for record in records], tokenizer)
-        except (OSError, TypeError) as error:
+        except (OSError, TypeError, ValueError) as error:
             self._folder = None
             with contextlib.suppress(OSError):
                 unfinished.unlink()  # half of it, on a disk that may be full
@@ -346,18 +342,6 @@ def format_table(
         right = pad(shorten(completion, completion_width, keep_start=0.5), completion_width)
         lines.append(f"{left}  {right}  {reward:>6}  {advantage:>9}")
     return "\n".join(lines)
-
-
-def _fields(value: object) -> Any:
-    # Not Trajectory.to_json: it copies every list first, which takes four times as long as the writing.
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if dataclasses.is_dataclass(value):
-        return vars(value)
-    raise TypeError(
-        f"a prompt field or metric holds {value!r} of type {type(value).__name__}, expected what JSON can hold; "
-        "convert it in the data module or the reward function"
-    )
 
 
 def _mean_advantages(experience: Experience, num: int) -> list[float | None]:

@@ -15,7 +15,7 @@ from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.callbacks.probe import PROBE_SEQUENCES, Probe
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines import SGLangEngine
+from lightrl.engines import ServerEngine
 from lightrl.errors import WeightSyncError, WeightSyncUndone
 from lightrl.models import ParallelModel
 from lightrl.models.lora import Part
@@ -40,10 +40,10 @@ BUCKET_BYTES = 2**28  # size of the parts in which parameters travel
 # device, otherwise in host memory. Without a colocated engine nothing happens.
 
 
-def colocated_engine(trainer: RLTrainer) -> SGLangEngine | None:
+def colocated_engine(trainer: RLTrainer) -> ServerEngine | None:
     """The engine, if it is in use and on the trainer's devices; every rank has the settings, rank 0 the processes."""
     engine: object = trainer.engine
-    if trainer.rollout.is_recorded or not isinstance(engine, SGLangEngine) or engine.placement == "separate":
+    if trainer.rollout.is_recorded or not isinstance(engine, ServerEngine) or engine.placement == "separate":
         return None
     return engine
 
@@ -136,7 +136,7 @@ class WeightSync(RLCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         engine = getattr(trainer, "engine", None)
-        if isinstance(engine, SGLangEngine):
+        if isinstance(engine, ServerEngine):
             engine.should_verify = self.verify
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -235,7 +235,7 @@ class RankShares:
             return model.full_parameters(bucket_bytes)
         engine: object = trainer.rollout.engine
         needs_base: bool | None = None
-        if isinstance(engine, SGLangEngine) and engine.adapters == "served":
+        if isinstance(engine, ServerEngine) and engine.adapters == "served":
             needs_base = engine.needs_base()
         needs_base = holders.broadcast_json(needs_base)  # None: the adapters are merged
         if needs_base is None:
@@ -277,7 +277,7 @@ def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> I
             yield bucket
             continue
         records = _gather_records({"problem": None, "files": []}, folder, holders)
-        yield Bucket(bucket.tensors, is_last=True, written=files_of(records))
+        yield Bucket(bucket.tensors, is_last=True, files=files_of(records))
 
 
 def _gather_records(record: dict[str, object], folder: SharedFolder, holders: Ranks) -> list[dict[str, object]]:
@@ -292,7 +292,7 @@ def _gather_records(record: dict[str, object], folder: SharedFolder, holders: Ra
 
 def _shared_folder(engine: object, holders: Ranks) -> SharedFolder | None:
     """Rank 0's folder if every rank sees it and can write there; else None, which is logged."""
-    folder = engine.shared_folder() if isinstance(engine, SGLangEngine) else None
+    folder = engine.shared_folder() if isinstance(engine, ServerEngine) else None
     fields = holders.broadcast_json(None if folder is None else vars(folder))
     if fields is None:
         return None

@@ -7,7 +7,6 @@ classes by their short name, a user's by a dotted path that starts in the workin
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import sys
 from argparse import ArgumentError
@@ -43,7 +42,7 @@ from lightrl.launch import Launch
 from lightrl.loops.resume import SECRETS, by_path
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
-from lightrl.trajectory import Group
+from lightrl.trajectory import Group, encode_json
 
 log = logging.getLogger(__name__)
 
@@ -312,10 +311,9 @@ class _PredictionFile(L.Callback):
         if not groups or not trainer.is_global_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        mode = "a" if self.has_written else "w"
-        with self.path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
+        with self.path.open("ab" if self.has_written else "wb") as file:
             for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-                file.write(json.dumps(trajectory.to_json(), ensure_ascii=False) + "\n")
+                file.write(encode_json(trajectory) + b"\n")
         self.has_written = True
 
 

@@ -2,7 +2,7 @@
 
 jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead walks the merged layers
 along the classes that they configure until it finds the setting at fault. It runs only after the parser has refused, or
-to judge empty sections; if it finds nothing, the parser's message stands.
+for empty sections; if it finds nothing, the parser's message stands.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _REMOVED = {
     "SGLangEngine.receivers": "Set the variable LIGHTRL_RECEIVER_ADDRS.",
     "SGLangEngine.weights_dtype": "Weights are sent in the servers' dtype; set server_args.dtype.",
     "SGLangEngine.interrupt": "Remove it: servers continue the requests that a sync interrupts.",
+    "SGLangEngine.token": "Set the variable LIGHTRL_SERVER_TOKEN.",
     "SGLangEngine.verify_sync": "Set WeightSync.verify.",
     "SGLangEngine.max_connections": "Remove it: a server gets at most 4,096 requests at once.",
     "SGLangEngine.probe_interval_s": "It follows from timeouts.request_s.",
@@ -47,6 +48,20 @@ _REMOVED = {
     "timeouts.connect_s": "Set request_s.",
     "timeouts.hang_s": "Set request_s; a server that answers nothing for half as long is lost.",
     "timeouts.server_wait_s": "Set startup_s.",
+    "PromptDataModule.name": "Set train: {source: ..., name: ...}, and the same in validation and test.",
+    "PromptDataModule.train_split": "Set train: {source: ..., split: ...}.",
+    "PromptDataModule.validation_split": "Set validation: {source: ..., split: ...}.",
+    "PromptDataModule.test_split": "Set test: {source: ..., split: ...}.",
+    "PromptDataModule.columns": "Set train: {source: ..., columns: {...}}, and the same in validation and test.",
+    "PromptDataModule.max_train_prompts": "Set train: {source: ..., max_rows: ...}.",
+    "PromptDataModule.max_validation_prompts": "Set validation: {source: ..., max_rows: ...}.",
+    "PromptDataModule.streaming": "Set train: {source: ..., streaming: true}.",
+    "PromptDataModule.shuffle_buffer": "Set train: {source: ..., streaming: true, shuffle_buffer: ...}.",
+    "StalenessControl.redraw_stragglers": "Increase max_staleness; in Python, configure_rollout sets it.",
+    "StalenessControl.loop_timeout_s": "Remove it: an event loop may be blocked for 60 s.",
+    "LearningCurve.title": "Remove it: the image has the name of the module's class.",
+    "LearningCurve.constant_label": "Remove it: the line is called best constant answer.",
+    "LearningCurve.held_out_label": "Remove it: the name follows from held_out and the data module.",
     "WeightSync.bucket_mib": "Remove it: buckets have 256 MiB.",
     "WeightSync.probe": "Set verify.",
     "WeightSync.probe_tokens": "Remove it: the probe has 2 sequences of 32 tokens.",
@@ -132,10 +147,15 @@ class _Walk:
     def __init__(self, written: Written) -> None:
         self._from = written.origin
 
-    def group(self, settings: Mapping[str, Any], keys: Keys, prefix: str, owner: str) -> None:
-        """Settings by name, of one class or of the command itself."""
+    def group(self, settings: Mapping[str, Any], keys: Keys, prefix: str, owner: str, kind: type | None = None) -> None:
+        """Settings by name, of the class `kind` or of the command itself."""
         for name in settings:
             if name not in keys:
+                bases = [owner.rpartition(".")[2]] if kind is None else [base.__name__ for base in kind.__mro__]
+                removed = next((_REMOVED[key] for base in bases if (key := f"{base}.{name}") in _REMOVED), None)
+                if removed is not None:
+                    path = f"{prefix}{name}"
+                    raise UsageError(f"{path} is no longer a setting{self._from(path)}. {removed}")
                 raise UsageError(self._unknown(name, settings, keys, prefix, owner))
         for name, value in settings.items():
             path = f"{prefix}{name}"
@@ -185,10 +205,10 @@ class _Walk:
         owner = _name(kind)
         arguments = settings.get("init_args") or {}
         if "init_args" in settings and isinstance(arguments, Mapping):
-            self.group(arguments, keys, f"{path}.init_args.", owner)
+            self.group(arguments, keys, f"{path}.init_args.", owner, kind)
         # Beside class_path stand only its own keys; arguments given as flags, --model.lr 1e-3, need no init_args.
         direct = {key: value for key, value in settings.items() if key not in _CLASS_KEYS}
-        self.group(direct, keys, f"{path}.", owner)
+        self.group(direct, keys, f"{path}.", owner, kind)
         present = {**arguments, **direct, **(settings.get("dict_kwargs") or {})}
         inner = f"{path}.init_args." if "class_path" in settings else f"{path}."
         missing = [f"{inner}{name}" for name in keys.required[num_given:] if name not in present]
@@ -213,8 +233,6 @@ class _Walk:
         path = f"{prefix}{name}"
         if owner == "lightrl.ModelSpec" and name in Keys.of_class(Role):
             return f"{path} is a setting of lightrl.Role{self._from(path)}, whose `model:` is the lightrl.ModelSpec."
-        if instead := _REMOVED.get(f"{owner.rpartition('.')[2]}.{name}"):
-            return f"{path} is no longer a setting{self._from(path)}. {instead}"
         names = keys.names()
         close = [f"{prefix}{match}" for match in difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)]
         if not close:

@@ -15,7 +15,7 @@ COMMANDS = {
     "fit": "train a policy: rollouts, updates, weight syncs and validation, as configured",
     "validate": "evaluate a policy on the validation prompts and print the metrics",
     "test": "evaluate a policy on the test prompts and print the metrics",
-    "predict": "write the policy's judged trajectories on the test prompts to a file",
+    "predict": "write the policy's trajectories on the test prompts, with rewards, to a file",
     "export": "turn a checkpoint into a Hugging Face folder",
     "plan": "show what an iteration of a config computes and takes: models, calls, memory, batch sizes",
     "convert": "turn a configuration of AReaL into ours, and list what has no counterpart",

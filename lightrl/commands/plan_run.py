@@ -272,7 +272,7 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tupl
 
 def _num_scores(module: RLModule) -> int:
     """The most bytes: advantages that are one number per trajectory take none per token."""
-    outputs = {key for call in module.score_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
+    outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64
     return sum(listed.get(key, 1) for key in outputs) + len(module.advantage_keys)

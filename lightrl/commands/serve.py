@@ -27,18 +27,18 @@ from lightrl.commands.config_layers import UsageError, Written
 from lightrl.commands.console import reported
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
-from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
-from lightrl.engines.sglang.processes.command import usable_token
-from lightrl.engines.sglang.processes.keeper import end_all, keep, start_all
-from lightrl.engines.sglang.processes.process import ServerProcess, make_servers, write_model_folder
-from lightrl.engines.sglang.registry import Announcement, ServerEntry
-from lightrl.engines.sglang.sync.receivers import Receivers
+from lightrl.engines.servers.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
+from lightrl.engines.servers.processes.keeper import end_all, keep, start_all
+from lightrl.engines.servers.processes.process import ServerProcess, make_servers, usable_token, write_model_folder
+from lightrl.engines.servers.registry import Announcement, ServerEntry
+from lightrl.engines.servers.sync.receivers import Receivers
+from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 
 log = logging.getLogger(__name__)
 
-_FROM_ENGINE = ("servers", "tp", "sglang_python", "server_args", "token")
+_FROM_ENGINE = ("servers", "tp", "sglang_python", "server_args")
 _SERVER_ARG = "--server_args."
 _LOOPBACK, _ANY = ("127.0.0.1", "localhost", "::1"), ("", "0.0.0.0", "::")
 _EPILOG = """\
@@ -103,8 +103,8 @@ def serve(
     with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-serve-"), ignore_cleanup_errors=True) as scratch:
         logs = log_folder or Path(tempfile.mkdtemp(prefix=own_prefix("lightrl-logs-", kept_s=LOGS_KEPT_S)))
         processes = make_servers(
-            served_folder(model, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None, seed=seed,
-            port=port or 0, args={**({} if model.path else {"load_format": "dummy"}), **(server_args or {})},
+            SGLangProcess, served_folder(model, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None,
+            seed=seed, port=port or 0, args={**({} if model.path else {"load_format": "dummy"}), **(server_args or {})},
             log_folder=logs, host=host, python=sglang_python, token=token, startup_timeout_s=startup_timeout_s,
         )  # fmt: skip
         log.info("Starting %s; logs in %s.", count_text(servers, "server"), logs)
@@ -234,7 +234,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
     parser.add_argument("--token_file", type=Path, help="holds the token; else LIGHTRL_SERVER_TOKEN, or a random one")
     parser.add_function_arguments(serve, skip={"model", "until", "write", "token"})
-    token = settings.pop("token", None)
+    token = None
     parser.set_defaults(settings)
     if any(arg.partition("=")[0] == "--token" for arg in rest):
         raise UsageError(

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 _Key = TypeVar("_Key")
 _T = TypeVar("_T")
-_abandoned: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
+AnyFuture = asyncio.Future[Any]
+_abandoned: weakref.WeakSet[AnyFuture] = weakref.WeakSet()
 
 
-def abandon(futures: Iterable[asyncio.Future[Any]]) -> None:
+def abandon(futures: Iterable[AnyFuture]) -> None:
     """Cancels these futures, each once, so that it can clean up, and ignores their outcomes."""
     for future in futures:
         if future.done():
@@ -24,15 +25,15 @@ def abandon(futures: Iterable[asyncio.Future[Any]]) -> None:
             future.add_done_callback(_ignore)
 
 
-def _ignore(future: asyncio.Future[Any]) -> None:
+def _ignore(future: AnyFuture) -> None:
     _ = future.cancelled() or future.exception()
 
 
-def _put(done: asyncio.Queue[_Key], key: _Key, future: asyncio.Future[Any]) -> None:
+def _put(done: asyncio.Queue[_Key], key: _Key, future: AnyFuture) -> None:
     done.put_nowait(key)
 
 
-def is_abandoned(future: asyncio.Future[Any] | None) -> bool:
+def is_abandoned(future: AnyFuture | None) -> bool:
     """Whether this task or future was abandoned, so that its cancellation is not its own."""
     return future in _abandoned
 
@@ -60,9 +61,7 @@ async def each_when_done(
         abandon(futures.values())
 
 
-async def wait_or_abandon(
-    task: asyncio.Future[Any], *others: asyncio.Future[Any], within_s: float | None = None
-) -> None:
+async def wait_or_abandon(task: AnyFuture, *others: AnyFuture, within_s: float | None = None) -> None:
     """Waits for a task or the first of `others`; abandons a task that is not done then."""
     try:
         await asyncio.wait({task, *others}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,18 +1,23 @@
-"""Channel: pickled messages between the event loops of this process and one that it started and trusts as itself."""
+"""Channel: messages, pickled ones or bytes, between the event loops of this process and one that it started."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
 import socket
+import struct
 from typing import Any
 
-_LENGTH_BYTES = 8
+_HEADER = struct.Struct("<?q")  # whether the message is pickled, its length in bytes
+_NUMBERS = struct.Struct("<qq")
 _BUFFER_BYTES = 1 << 20
 
 
 class Channel:
-    """One end; messages arrive in the order in which they were sent. Belongs to the event loop that opened it."""
+    """One end; messages arrive in the order in which they were sent. Belongs to the event loop that opened it.
+
+    Sending never waits: what the other process does not read stays in memory here; after its end it is ignored.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -24,22 +29,25 @@ class Channel:
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER_BYTES))
 
     def send(self, *message: Any) -> None:
-        """Never waits: what the other process does not read stays in memory here; after its end it is ignored."""
-        self.send_pickled(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        """Sends a tuple as a pickle: the other process trusts this one."""
+        self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), is_pickled=True)
 
-    def send_pickled(self, data: bytes) -> None:
-        """A tuple that is pickled already."""
+    def send_bytes(self, key: int, number: int, data: bytes) -> None:
+        """Sends the tuple of these three without a pickle."""
+        self._write(_NUMBERS.pack(key, number) + data, is_pickled=False)
+
+    def _write(self, data: bytes, *, is_pickled: bool) -> None:
         if not self._writer.is_closing():
-            self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+            self._writer.write(_HEADER.pack(is_pickled, len(data)) + data)
 
     async def receive(self) -> tuple[Any, ...] | None:
         """The next message; None once the other process has closed its end, or has ended."""
         try:
-            length = await self._reader.readexactly(_LENGTH_BYTES)
-            data = await self._reader.readexactly(int.from_bytes(length, "little"))
+            is_pickled, length = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            data = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return None
-        return tuple(pickle.loads(data))
+        return tuple(pickle.loads(data)) if is_pickled else (*_NUMBERS.unpack_from(data), data[_NUMBERS.size :])
 
     def close(self) -> None:
         self._writer.close()

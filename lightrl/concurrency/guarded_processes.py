@@ -36,7 +36,7 @@ class GuardedProcesses:
         """Starts a command, in place of the one that had this name and has ended.
 
         Args:
-            environment: beside that of this process.
+            environment: variables to add to this process's.
             secret_files: variable → the file that holds its value.
             log_file: its output is appended there; None leaves it where this process's goes.
             grace_s: from SIGTERM to SIGKILL, if `ask_to_end` never comes.

@@ -67,7 +67,7 @@ async def outcome_in_thread(
 
 
 def end_if_forked(process: int) -> None:
-    """Ends a copy of `process` that a fork in user code made: it would go on with the run beside the original."""
+    """Ends a copy of `process` that a fork in user code made: it would continue the run, as the original does."""
     if os.getpid() != process:
         os._exit(0)
 

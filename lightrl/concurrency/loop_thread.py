@@ -21,6 +21,7 @@ from lightrl.errors import RolloutError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+Work = Coroutine[Any, Any, _T]
 
 _LAST_TASKS_S = 5.0  # for the tasks that are left when the loop ends; one may ignore its cancellation
 WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
@@ -67,7 +68,7 @@ class LoopThread(threading.Thread):
                     _ = task.done() and not task.cancelled() and task.exception()  # has been reported
         self.loop.close()
 
-    def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    def call(self, coroutine: Work[_T]) -> _T:
         """The result of a coroutine that takes milliseconds; RolloutError if the loop is closed or blocked."""
         future = self._submit(coroutine)
         for _ in range(math.ceil(self.loop_timeout_s / WAIT_S)):
@@ -81,7 +82,7 @@ class LoopThread(threading.Thread):
 
     def wait_for(
         self,
-        coroutine: Coroutine[Any, Any, _T],
+        coroutine: Work[_T],
         *,
         on_answer: Callable[[], None],
         on_wait: Callable[[], None],
@@ -124,7 +125,7 @@ class LoopThread(threading.Thread):
         finally:
             future.cancel()
 
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
+    def close(self, last: Callable[[], Work[None]], timeout_s: float) -> None:
         """Runs the coroutine of `last`, then ends the loop and the thread. May be called twice."""
         if self._closing is None and self.is_alive():
             self._closing = self._submit(last())
@@ -133,7 +134,7 @@ class LoopThread(threading.Thread):
         if self.is_alive():
             log.warning("Rollout tasks did not end within %.1f s after cancellation; abandoning them.", timeout_s)
 
-    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+    def _submit(self, coroutine: Work[_T]) -> concurrent.futures.Future[_T]:
         if self._closing is not None or not self.is_alive():
             coroutine.close()
             raise self._ended_error()
@@ -153,13 +154,12 @@ class LoopThread(threading.Thread):
         where = f"It is at {here.filename}:{here.lineno}, in {here.name}. " if here is not None else ""
         return RolloutError(
             f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}. {where}A workflow, "
-            "environment or async reward blocks it: use await there, or move the work to a thread; or increase "
-            "StalenessControl.loop_timeout_s."
+            "environment or async reward blocks it: use await there, or move the work to a thread."
         )
 
 
 async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancels tasks that outlived their owners, so that their `finally` runs and those who wait for them are told."""
+    """Cancels tasks that outlived their owners, so that their `finally` runs and those who wait for them continue."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks, timeout=_LAST_TASKS_S)

@@ -8,7 +8,7 @@ Reading order:
     stream.py        prompts by position, and the loaders that Lightning iterates over
     loader.py        where a trainer's prompts come from; a user's own DataLoader as a stream
     prompts.py       PromptDataModule: what an RLModule trains and validates on
-    curriculum.py    which prompts are worth a rollout, judged by past success
+    curriculum.py    which prompts are worth a rollout, by past success
     completions.py   prompts with completions from the data: SFTDataModule, PreferenceDataModule
     trajectories.py  TrajectoryDataModule: recorded trajectories, from files
 

@@ -10,7 +10,7 @@ import difflib
 import itertools
 import logging
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,21 +20,21 @@ from lightrl.data.rows import LocatedRow, Made, Row, without_errors
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
 from lightrl.models.images import ImageReader, data_url, refusal
-from lightrl.trajectory import Prompt, chat_as_text, plain_text
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, chat_as_text, plain_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-Messages = list[dict[str, Any]]
+Messages = list[JsonObject]
 
 ROLES = ("user", "system", "assistant", "tool", "developer")  # a chat template may know others
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def read_messages(value: Any, role: str, *, column: str, where: str) -> Messages:
+def read_messages(value: object, role: str, *, column: str, where: str) -> Messages:
     """The messages in a column: chat messages or one of them as they are; of text or parts, a message of this role."""
     if isinstance(value, str | int | float):
         return [{"role": role, "content": str(value)}]
@@ -78,13 +78,13 @@ def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
     turns = [message["role"] == "assistant" for message in chat]
     if not turns or not turns[0] or (True, True) in itertools.pairwise(turns):
         raise ValueError(
-            f"{where} must go on after the prompt with one assistant message, not with two in a row, got {chat!r:.200}."
+            f"{where} must continue the prompt with one assistant message, not with two in a row, got {chat!r:.200}."
         )
     return chat
 
 
 def row_messages(
-    row: Row, prompt: Any, *, prompt_column: str, prompt_template: str, system_prompt: str | None, where: str
+    row: Row, prompt: object, *, prompt_column: str, prompt_template: str, system_prompt: str | None, where: str
 ) -> Messages:
     """The opening messages of a row's chat: the system prompt, if any, then the user's turn.
 
@@ -118,13 +118,14 @@ def row_messages(
     return messages
 
 
-def _checked_message(message: Any, where: str) -> dict[str, Any]:
+def _checked_message(message: object, where: str) -> JsonObject:
     if not isinstance(message, dict):
         raise ValueError(f"{where} must be {{'role': ..., 'content': ...}}, got {message!r:.100}.")
     if "from" in message and "role" not in message:  # ShareGPT
         if message["from"] not in _SHAREGPT:
-            known = ", ".join(_SHAREGPT)
-            raise ValueError(f"{where} must be from one of {known}, got {message!r:.100}. Convert it to a role.")
+            raise ValueError(
+                f"{where} must be from one of {', '.join(_SHAREGPT)}, got {message!r:.100}. Convert it to a role."
+            )
         message = {"role": _SHAREGPT[message["from"]], "content": message.get("value")}
     role, content = message.get("role"), message.get("content")
     near = [] if role in ROLES else difflib.get_close_matches(str(role), ROLES, n=1)
@@ -158,7 +159,7 @@ def check_template(prompt_template: str) -> None:
         raise ValueError(f"prompt_template={prompt_template!r} {problem}. Use {{prompt}}, or a column by its name.")
 
 
-def take_images(messages: Messages, images: Sequence[Any], *, folder: Path) -> tuple[Messages, tuple[str, ...]]:
+def take_images(messages: Messages, images: Sequence[object], *, folder: Path) -> tuple[Messages, tuple[str, ...]]:
     """Moves images out of messages: bare image parts, and the images as paths or data: URLs, in order.
 
     Args:
@@ -236,7 +237,7 @@ class ChatRenderer:
         self.template = ChatTemplate(tokenizer)
         self.template.check_generation_prompt()
 
-    def _text(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
+    def _text(self, messages: Messages, arguments: JsonMapping) -> str:
         if self.template.chat_template is not None:
             return self._render(messages, arguments)
         reader = self.image_reader
@@ -252,12 +253,15 @@ class ChatRenderer:
         encoded = [list(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
         return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
 
-    def rendered(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> list[Made]:
-        """The prompts with token ids: None for one dropped for its length, ValueError for a bad one, by its `where`."""
+    def rendered(self, prompts: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
+        """The prompts with token ids: None for one dropped for its length, ValueError for a bad one, by its `where`.
+
+        What is no prompt stays as it is.
+        """
         texts: dict[int, str] = {}
         failed: dict[int, ValueError] = {}
         for index, prompt in enumerate(prompts):
-            if prompt.token_ids is None and prompt.messages is not None:
+            if isinstance(prompt, Prompt) and prompt.token_ids is None and prompt.messages is not None:
                 try:
                     texts[index] = self._text(prompt.messages, self.template.row_arguments(prompt))
                 except ValueError as error:
@@ -265,6 +269,9 @@ class ChatRenderer:
         ids = dict(zip(texts, self._ids(list(texts.values())), strict=True))
         made: list[Made] = []
         for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, Prompt):
+                made.append(prompt)
+                continue
             try:
                 if index in failed:
                     raise failed[index]
@@ -304,9 +311,9 @@ class ChatRenderer:
         return replace(prompt, token_ids=self.image_reader.expanded(prompt.token_ids, len(prompt.images), where=where))
 
     def completion_ids(
-        self, messages: Messages | None, completion: Messages, arguments: Mapping[str, Any] | None = None
+        self, messages: Messages | None, completion: Messages, arguments: JsonMapping | None = None
     ) -> tuple[list[int], list[bool]]:
-        """The tokens after a prompt, and which of them the policy writes: its turns, each with its end token.
+        """The tokens after a prompt, and which of them the policy generates: its turns, each with its end token.
 
         Args:
             messages: of the prompt; None for a prompt given as token ids.
@@ -317,10 +324,10 @@ class ChatRenderer:
         if end is None:
             raise ValueError("The tokenizer has no end token, which ends every completion. Set its eos_token.")
         arguments, is_plain = arguments or {}, self.template.chat_template is None or messages is None
-        chat: list[Mapping[str, Any]] = list(messages or [])
+        chat: list[JsonMapping] = list(messages or [])
         before = "" if is_plain else self._render(chat, arguments)
         token_ids: list[int] = []
-        is_written: list[bool] = []
+        is_generated: list[bool] = []
         for is_turn, group in itertools.groupby(completion, lambda message: message["role"] == "assistant"):
             following = list(group)
             if is_turn and is_plain:
@@ -338,12 +345,12 @@ class ChatRenderer:
                 added = self.template.encode_after(token_ids[-1], text[len(before) :])
                 before = "" if is_plain else text
             token_ids += added
-            is_written += [is_turn] * len(added)
-        return token_ids, is_written
+            is_generated += [is_turn] * len(added)
+        return token_ids, is_generated
 
     def _turn(
-        self, messages: Sequence[Mapping[str, Any]], before: str, turn: Mapping[str, Any], arguments: Mapping[str, Any]
-    ) -> tuple[list[Mapping[str, Any]], str, list[int]]:
+        self, messages: Sequence[JsonMapping], before: str, turn: JsonMapping, arguments: JsonMapping
+    ) -> tuple[list[JsonMapping], str, list[int]]:
         """The chat with a turn of the policy, its text up to the turn's end token, and the turn's tokens."""
         for form in (form for opening in ("", opened(before)) for form in with_turn(messages, opening, turn)):
             text = self._render(form, arguments, is_whole=True)
@@ -361,9 +368,7 @@ class ChatRenderer:
         end_text = self.template.decode([token_ids[last]])
         return form, text[: text.rindex(end_text) + len(end_text)], token_ids[: last + 1]
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, is_whole: bool = False
-    ) -> str:
+    def _render(self, messages: Sequence[JsonMapping], arguments: JsonMapping, *, is_whole: bool = False) -> str:
         def failed(error: BaseException) -> ValueError:
             return ValueError(
                 f"The chat template raised {error!r} on {messages!r:.200}. Fix the messages or the template."
@@ -375,11 +380,11 @@ class ChatRenderer:
 
 def render_prompts(prompts: Sequence[Prompt], renderer: ChatRenderer, where: Callable[[int], str]) -> list[Prompt]:
     """The prompts with token ids, less those that are too short or too long; raises ValueError for a bad one."""
-    kept = [prompt for prompt in without_errors(renderer.rendered(prompts, where)) if prompt is not None]
+    rendered = [prompt for prompt in without_errors(renderer.rendered(prompts, where)) if prompt is not None]
     limits = [f"fewer than {renderer.min_tokens}"] if renderer.min_tokens is not None else []
     limits += [f"more than {renderer.max_tokens}"] if renderer.overflow == "drop" else []
-    report_dropped(len(prompts) - len(kept), len(prompts), " or ".join(limits), "prompts")
-    return kept
+    report_dropped(len(prompts) - len(rendered), len(prompts), " or ".join(limits), "prompts")
+    return rendered
 
 
 def prompt_maker(
@@ -394,12 +399,7 @@ def prompt_maker(
                 made.append(prompt_of(located))
             except ValueError as error:
                 made.append(error)
-        prompts = {place: item for place, item in enumerate(made) if isinstance(item, Prompt)}
-        places = list(prompts)
-        rendered = renderer.rendered(list(prompts.values()), lambda index: rows[places[index]].where)
-        for place, item in zip(places, rendered, strict=True):
-            made[place] = item
-        return made
+        return renderer.rendered(made, lambda index: rows[index].where)
 
     return make
 

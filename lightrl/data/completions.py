@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,19 +27,19 @@ from lightrl.data.chat import (
     report_dropped,
     shared_prompt,
 )
-from lightrl.data.mixture import DataSource, Source, epoch_order
+from lightrl.data.mixture import Source, epoch_order
 from lightrl.data.prompts import PromptDataModule, Split, smallest
 from lightrl.data.rows import Made, Row, require_column, without_errors
 from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.streamed import ROWS_AT_ONCE
 from lightrl.experience import Experience
 from lightrl.models import CONTEXT
-from lightrl.trajectory import Prompt, content_text
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, content_text
 
 Item = TypeVar("Item")
 
 BATCHES = 16  # in a window: sorted by length, it loses most padding and keeps most randomness
-READ_TIMEOUT_S = 1800.0  # of a window
+READ_TIMEOUT_S = 1800.0  # for reading one window
 _KEPT = 4  # starts of windows
 _MAX_DROPPED = 100_000  # rows in a row
 
@@ -51,11 +50,11 @@ class CompletedPrompt(NamedTuple):
     prompt_id: str
     prompt_ids: list[int]
     completion_ids: list[list[int]]
-    is_written: list[list[bool]]  # False for a token that the policy reads: messages between two of its turns
+    is_generated: list[list[bool]]  # False for a token that the policy reads: messages between two of its turns
 
     @property
     def num_tokens(self) -> int:
-        """Of the longest trajectory."""
+        """Tokens of the longest trajectory."""
         return len(self.prompt_ids) + max(map(len, self.completion_ids))
 
 
@@ -67,14 +66,14 @@ def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
 def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids [R, T], 0 on the padding; loss mask [R, T], True on the turns; lengths [R]: a row per completion."""
     triples = [
-        (row.prompt_ids, *parts) for row in rows for parts in zip(row.completion_ids, row.is_written, strict=True)
+        (row.prompt_ids, *parts) for row in rows for parts in zip(row.completion_ids, row.is_generated, strict=True)
     ]
     lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion, _ in triples])
     token_ids = torch.zeros(len(triples), int(lengths.max()), dtype=torch.int64)
     loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
-    for row, (prompt, completion, is_written) in enumerate(triples):
+    for row, (prompt, completion, is_generated) in enumerate(triples):
         token_ids[row, : lengths[row]] = torch.tensor(prompt + completion)
-        loss_mask[row, len(prompt) : lengths[row]] = torch.tensor(is_written)
+        loss_mask[row, len(prompt) : lengths[row]] = torch.tensor(is_generated)
     return token_ids, loss_mask, lengths
 
 
@@ -100,7 +99,7 @@ class Windows:
     ) -> None:
         self.batch_size, self.seed = batch_size, seed
         self._read, self._sorts = read, sorts
-        self._starts: dict[int, int] = {0: 0}  # of the last windows, the position of their first row
+        self._starts: dict[int, int] = {0: 0}  # last windows → position of their first row
         self._present: tuple[int, list[list[CompletedPrompt]]] = (-1, [])  # a window's number and batches
         self._next: tuple[int, Future[list[list[CompletedPrompt]]]] | None = None
 
@@ -120,10 +119,10 @@ class Windows:
         """Whether the thread that reads ahead is done; waits for it at most this long."""
         return self._next is None or bool(wait([self._next[1]], timeout_s).done)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"starts": sorted(self._starts.items())}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: JsonMapping) -> None:
         """Saves reading what comes before; without it the batches are the same."""
         self._starts = dict(state["starts"])
 
@@ -133,15 +132,15 @@ class Windows:
         return min(self._starts.values())
 
     def _begin(self, window: int) -> None:
-        if not self.wait(READ_TIMEOUT_S):  # of another window: its rows would be counted twice
+        if not self.wait(READ_TIMEOUT_S):  # two threads would count the rows of a window twice
             raise TimeoutError(f"Reading ahead has not ended within {READ_TIMEOUT_S:g} s. The data's disk may hang.")
         self._next = (window, submit(lambda: self._batches(window), name="lightrl-data"))
 
     def _batches(self, window: int) -> list[list[CompletedPrompt]]:
         if window < min(self._starts):
             self._starts = {0: 0}
-        for known in range(max(number for number in self._starts if number <= window), window):
-            self._rows(known)
+        for earlier_window in range(max(number for number in self._starts if number <= window), window):
+            self._rows(earlier_window)
         rows = self._rows(window)
         if not self._sorts:
             return cut(rows, self.batch_size)
@@ -185,7 +184,7 @@ class CompletionDataModule(PromptDataModule):
     """
 
     row_name = "row"  # in error messages
-    completion_columns: dict[str, str]  # by the names of their settings
+    completion_columns: dict[str, str]  # name of a setting → column
     sorts_by_length = False  # batches are made of rows of similar length, if they are shuffled
 
     def __init__(
@@ -200,10 +199,10 @@ class CompletionDataModule(PromptDataModule):
         super().__init__(train, validation, test, **kwargs)
         check_bounds(2, max_tokens=max_tokens)  # a prompt and its end token
         self.max_tokens = max_tokens
-        # Of the splits that are set up; without train rows that are made when they are read.
+        # Split → its rows, once it is set up; no train rows if these are made when they are read.
         self.completed: dict[Split, list[CompletedPrompt]] = {}
         self._windows: Windows | None = None
-        self._restored: Mapping[str, Any] = {}  # from a checkpoint
+        self._restored: JsonMapping = {}  # from a checkpoint
 
     def completions(self, prompt: Prompt) -> list[Messages]:
         """The messages of a prompt's completions."""
@@ -212,14 +211,14 @@ class CompletionDataModule(PromptDataModule):
         return [completion_after(prompt.messages or [], chat, f"{where}: {column!r}") for column, chat in chats]
 
     def _chats(self, row: Row, where: str) -> dict[str, Messages]:
-        """By column the messages of a row's completions."""
+        """The messages of a row's completions, by column."""
         chats = {}
         for setting, column in self.completion_columns.items():
             value = require_column(row, column, setting, where=where)
             chats[column] = read_messages(value, "assistant", column=column, where=where)
         return chats
 
-    def _prompt_value(self, row: Row, where: str) -> Any:
+    def _prompt_value(self, row: Row, where: str) -> object:
         chats, given = self._chats(row, where), None
         is_apart = list(chats) != [self.prompt_column]
         if is_apart and not all(map(is_whole_chat, chats.values())):
@@ -326,14 +325,14 @@ class CompletionDataModule(PromptDataModule):
             -(-num // size), lambda epoch, index: self.collate(batches_of(epoch)[index]), trainer=self.trainer
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """From where rows that are made when they are read are read on; else empty."""
+    def state_dict(self) -> JsonObject:
+        """The position from which rows that are made when read continue; else empty."""
         if self._windows is None:
             return {}
         stream = self.prompt_stream.state_dict(self._windows.first_position)
         return {"windows": self._windows.state_dict(), "stream": stream}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: JsonObject) -> None:
         self._restored = state_dict
 
     def teardown(self, stage: str) -> None:
@@ -361,11 +360,11 @@ class CompletionDataModule(PromptDataModule):
 
 
 class ChatBatch(NamedTuple):
-    """What one step of SFT learns from."""
+    """Chats that one step of SFT learns from."""
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
-    set_name: str | None = None  # of the validation set, if there are several
+    set_name: str | None = None  # names the validation set, if there are several
 
     @property
     def num_measured(self) -> int:
@@ -404,9 +403,9 @@ class SFTDataModule(CompletionDataModule):
 
     def __init__(
         self,
-        train: str | Path | DataSource | list[DataSource] | None = None,
-        validation: str | Path | DataSource | list[DataSource] | None = None,
-        test: str | Path | DataSource | list[DataSource] | None = None,
+        train: Source | None = None,
+        validation: Source | None = None,
+        test: Source | None = None,
         *,
         batch_size: int,
         answer_pattern_remove: str | None = None,
@@ -449,7 +448,7 @@ class PairBatch(NamedTuple):
     token_ids: Tensor  # int64 [2B, T], 0 on the padding
     loss_mask: Tensor  # bool [2B, T], True on the completion and its end token
     lengths: Tensor  # int64 [2B], tokens of each trajectory, prompt included
-    set_name: str | None = None  # of the validation set, if there are several
+    set_name: str | None = None  # names the validation set, if there are several
 
     @property
     def num_measured(self) -> int:
@@ -500,9 +499,9 @@ class PreferenceDataModule(CompletionDataModule):
 
     def __init__(
         self,
-        train: str | None,
-        validation: str | None = None,
-        test: str | None = None,
+        train: Source | None = None,
+        validation: Source | None = None,
+        test: Source | None = None,
         *,
         batch_size: int,
         chosen_column: str = "chosen",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from lightrl.checks.bounds import check_bounds
+from lightrl.trajectory import JsonMapping, JsonObject
 
 
 class SuccessRateCurriculum:
@@ -58,9 +56,9 @@ class SuccessRateCurriculum:
         else:
             self._num_solved[prompt_id] = self._num_solved.get(prompt_id, 0) + 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"rates": dict(self._rates), "num_solved": dict(self._num_solved)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: JsonMapping) -> None:
         self._rates = dict(state["rates"])
         self._num_solved = dict(state["num_solved"])

@@ -1,4 +1,4 @@
-"""Where a trainer's prompts come from: the data module's stream, or a user's own loaders and batches.
+"""Prompts of a trainer: the data module's stream, or a user's own loaders and batches.
 
 A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether to
 shuffle, its batch size is the number of prompts per iteration. The loader itself is never iterated. An iterable dataset
@@ -95,7 +95,7 @@ def wrap_train_loader(
 
 
 def _streamed(
-    loader: DataLoader[Any], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None
+    loader: DataLoader[object], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None
 ) -> PromptStream:
     if loader.batch_size is None:
         raise ValueError(_NO_BATCH_SIZE)
@@ -107,13 +107,13 @@ def _streamed(
     def prompt_of(located: LocatedRow) -> Prompt:
         return prompt_from(located.row, located.prompt_id.removeprefix("train-"), "train")
 
-    split = SplitRows("train", [DataSource(rows.name)], [rows], columns={})
+    split = SplitRows("train", [DataSource(rows.name)], [rows])
     make = prompt_maker(ChatRenderer(tokenizer, max_tokens=max_prompt_tokens), prompt_of)
     prompts = RowPrompts(split, make, seed=0, shuffle=False)
     return PromptStream(prompts, batch_size=loader.batch_size, shuffle=False)
 
 
-def _checked(loader: object) -> DataLoader[Any]:
+def _checked(loader: object) -> DataLoader[object]:
     if not isinstance(loader, DataLoader):
         raise ValueError(
             f"The train loader must be a torch DataLoader over a map-style dataset, got a {type(loader).__name__}. "
@@ -122,8 +122,8 @@ def _checked(loader: object) -> DataLoader[Any]:
     dataset = loader.dataset
     if not isinstance(dataset, Sized):
         raise ValueError(
-            f"The loader's dataset, a {type(dataset).__name__}, must have __len__ beside __getitem__: prompts are read "
-            "by position, and resuming relies on that. Add it, or use an iterable dataset."
+            f"The loader's dataset, a {type(dataset).__name__}, must have __len__ and __getitem__: prompts are read by "
+            "position, and resuming relies on that. Add __len__, or use an iterable dataset."
         )
     if loader.batch_size is None:
         raise ValueError(_NO_BATCH_SIZE)

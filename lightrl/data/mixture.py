@@ -17,29 +17,34 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from lightrl.checks.bounds import check_bounds, check_effect
+from lightrl.trajectory import JsonObject
 
 _CYCLE = 1000  # shares are kept to a thousandth
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where rows come from.
+    """A source of rows.
 
     Args:
         source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name or a local dataset folder, or the
             dotted path of a function that makes rows: it takes `split` and `arguments` and returns an iterable of
             dicts.
         weight: this source's share among several; only the ratios matter.
-        name: configuration of a hub dataset; None uses the data module's.
-        split: of a hub dataset or a function; None uses the data module's.
-        columns: new column names → the source's own, such as `{question: problem}`.
+        name: configuration of a hub dataset, such as `main`.
+        split: of a hub dataset or a function; None is `train` for training and `test` otherwise.
+        columns: new column names → the source's own, such as `{question: problem, answer: solution}`.
         arguments: of a function.
+        max_rows: use only the first rows; None uses all.
         label: identifies the source in prompt ids; None uses its index.
-        streaming: read it in order while it is used; None uses the data module's.
+        streaming: read the rows in order while they are used.
+        shuffle_buffer: streamed rows that are shuffled with one another; the order of the shards is shuffled too.
     """
 
     source: str
@@ -47,19 +52,25 @@ class DataSource:
     name: str | None = None
     split: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: JsonObject = field(default_factory=dict)
+    max_rows: int | None = None
     label: str | None = None
-    streaming: bool | None = None
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
 
     def __post_init__(self) -> None:
+        check_bounds(1, max_rows=self.max_rows, shuffle_buffer=self.shuffle_buffer)
+        if not self.streaming:
+            check_effect("without streaming", shuffle_buffer=(self.shuffle_buffer, 10_000))
         if not 0 < self.weight < float("inf"):
             raise ValueError(
                 f"The weight of {self.source!r} must be above 0 and finite, got {self.weight}. Remove unused sources."
             )
 
 
-# With a Path in it, jsonargparse takes the name of a data file for a value; else it would read the file as settings.
-Source: TypeAlias = "str | Path | DataSource | list[DataSource]"
+# For the command line: with DataSource first a mapping is one, not text; with Path a file's name is a value, not the
+# settings in that file.
+Source: TypeAlias = DataSource | list[DataSource] | str | Path
 
 
 def sources_of(source: Source | None) -> list[DataSource]:
@@ -105,8 +116,8 @@ class MixtureOrder:
         # the k-th of n turns of a source stands at (k + 1/2)/n of the cycle
         turns = sorted(((k + 0.5) / num, source) for source, num in enumerate(shares) for k in range(num))
         self._cycle = [source for _, source in turns]
-        self._places = [
-            [place for place, turn in enumerate(self._cycle) if turn == source] for source in range(len(sizes))
+        self._turns = [
+            [turn for turn, other in enumerate(self._cycle) if other == source] for source in range(len(sizes))
         ]
         self._order = lru_cache(maxsize=3 * len(sizes))(self._epoch_of_source)
 
@@ -116,14 +127,14 @@ class MixtureOrder:
         return sum(size or 0 for size in self.sizes[:source]) + row
 
     def source(self, position: int) -> int:
-        """Whose turn it is."""
+        """The source whose turn it is."""
         return self._cycle[position % len(self._cycle)]
 
     def num_before(self, source: int, position: int) -> int:
         """How many turns this source has had before a position."""
-        cycle, place = divmod(position, len(self._cycle))
-        places = self._places[source]
-        return cycle * len(places) + bisect_left(places, place)
+        cycle, turn = divmod(position, len(self._cycle))
+        turns = self._turns[source]
+        return cycle * len(turns) + bisect_left(turns, turn)
 
     def row(self, source: int, turn: int) -> int:
         """The row of this source in one of its turns."""
@@ -133,7 +144,7 @@ class MixtureOrder:
         return int(self._order(source, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
-        """What determines the order, besides the rows."""
+        """Describe all that determines the order, besides the rows."""
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
         shares = ", ".join(
             f"{size or 'unknown'} rows of weight {weight:g}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 
-from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
 from lightrl.data.chat import (
     ChatRenderer,
@@ -22,7 +22,7 @@ from lightrl.data.chat import (
     row_messages,
     take_images,
 )
-from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
+from lightrl.data.mixture import DataSource, MixtureOrder, Source, sources_of
 from lightrl.data.rows import LocatedRow, Made, Row, check_source, json_able, read_rows, require_column, without_errors
 from lightrl.data.stream import (
     EpochLoader,
@@ -36,7 +36,7 @@ from lightrl.data.stream import (
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
 from lightrl.models.chat_template import set_chat_template
 from lightrl.models.images import ImageReader
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import JsonObject, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPTS_AT_START = 10_000  # of more train prompts, each is made when it is read
-_CHECKED_AT_START = 1_000  # of these; of streamed ones ROWS_AT_ONCE
+MAX_PROMPTS_AT_START = 10_000  # with more train prompts, each is made when it is read
+_CHECKED_AT_START = 1_000  # train prompts; ROWS_AT_ONCE if they are streamed
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
@@ -72,20 +72,17 @@ class PromptDataModule(L.LightningDataModule):
     its turn comes, so that the start takes seconds and the rows stay on the disk. A bad row then ends the run with its
     name, and a filtered or too long one is skipped, which `rollout/skipped_prompts` counts.
 
-    With `streaming`, rows are read in order while they are used: hub datasets are not downloaded, a file's name may be
-    a pattern, and how many rows there are need not be known. Then the Trainer needs `max_steps`, or
+    With `DataSource.streaming`, rows are read in order while they are used: hub datasets are not downloaded, a file's
+    name may be a pattern, and how many rows there are need not be known. Then the Trainer needs `max_steps`, or
     `limit_train_batches` as the iterations of an epoch. Validation and test rows are still read at the start.
 
     Args:
-        train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name such as `openai/gsm8k`, or the dotted
-            path of a function that makes rows; a DataSource, or a list of them, mixed by weight. None only for a
-            subclass with its own `make_prompts`, or if nothing is trained.
+        train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
+            makes rows; a DataSource, such as `{source: openai/gsm8k, name: main}`, or a list of them, mixed by weight.
+            None only for a subclass with its own `make_prompts`, or if nothing is trained.
         validation: the same for validation; None for no validation.
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
-        name: configuration of the hub dataset, such as `main`.
-        train_split, validation_split, test_split: splits of the hub dataset; a file is one split.
-        columns: new column names → the data's own, such as `{question: problem, answer: solution}`.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
         prompt_column: holds the prompt's text, or a list of chat messages. Any column may be a dotted path, such as
             `reward_model.ground_truth`.
@@ -102,25 +99,17 @@ class PromptDataModule(L.LightningDataModule):
         max_prompt_tokens: the longest prompt allowed; None uses what the model's context leaves.
         min_prompt_tokens: the shortest prompt allowed; shorter ones are dropped and counted.
         prompt_overflow: what to do with a longer prompt: `error` before training, or `drop` it, which is logged.
-        max_train_prompts, max_validation_prompts: use only the first rows of each source; the latter also limits test.
         shuffle: reorder the train prompts in each epoch, by (seed, epoch).
-        streaming: read the rows in order while they are used; a DataSource has its own.
-        shuffle_buffer: streamed rows that are shuffled with one another; the order of the shards is shuffled too.
         seed: of the order; None uses that of `seed_everything`, or 0.
     """
 
     def __init__(
         self,
-        train: str | Path | DataSource | list[DataSource] | None = None,
-        validation: str | Path | DataSource | list[DataSource] | None = None,
-        test: str | Path | DataSource | list[DataSource] | None = None,
+        train: Source | None = None,
+        validation: Source | None = None,
+        test: Source | None = None,
         *,
         batch_size: int,
-        name: str | None = None,
-        train_split: str = "train",
-        validation_split: str = "test",
-        test_split: str = "test",
-        columns: dict[str, str] | None = None,
         row_filter: str | Callable[[Row], bool] | None = None,
         prompt_column: str = "question",
         image_column: str | None = None,
@@ -128,16 +117,12 @@ class PromptDataModule(L.LightningDataModule):
         system_prompt: str | None = None,
         prompt_template: str = "{prompt}",
         chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: JsonObject | None = None,
         validation_batch_size: int = 64,
         max_prompt_tokens: int | None = None,
         min_prompt_tokens: int | None = None,
         prompt_overflow: Literal["error", "drop"] = "error",
-        max_train_prompts: int | None = None,
-        max_validation_prompts: int | None = None,
         shuffle: bool = True,
-        streaming: bool = False,
-        shuffle_buffer: int = 10_000,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -147,16 +132,16 @@ class PromptDataModule(L.LightningDataModule):
             validation_batch_size=validation_batch_size,
             max_prompt_tokens=max_prompt_tokens,
             min_prompt_tokens=min_prompt_tokens,
-            max_train_prompts=max_train_prompts,
-            max_validation_prompts=max_validation_prompts,
-            shuffle_buffer=shuffle_buffer,
         )
         check_choice(("error", "drop"), prompt_overflow=prompt_overflow)
         check_template(prompt_template)
         self.sources = _by_split(sources_of(train), sources_of(validation), sources_of(test))
-        self.dataset_splits = _by_split(train_split, validation_split, test_split)
-        self.max_prompts = _by_split(max_train_prompts, max_validation_prompts, max_validation_prompts)
-        self.name, self.columns, self.row_filter = name, columns or {}, row_filter
+        for split, sources in self.sources.items():
+            if split != "train" or len(sources) == 1:
+                for source in sources:
+                    reason = f"on {split} data {source.source!r}: only several train sources are mixed by weight"
+                    check_effect(reason, weight=(source.weight, 1.0))
+        self.row_filter = row_filter
         self.batch_size, self.validation_batch_size = batch_size, validation_batch_size
         self.prompt_column, self.image_column, self.answer_column = prompt_column, image_column, answer_column
         self.system_prompt, self.prompt_template = system_prompt, prompt_template
@@ -164,12 +149,11 @@ class PromptDataModule(L.LightningDataModule):
         self.max_prompt_tokens, self.min_prompt_tokens = max_prompt_tokens, min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle, self.seed = shuffle, seed
-        self.streaming, self.shuffle_buffer = streaming, shuffle_buffer
-        self.prompts: dict[Split, list[Prompt] | RowPrompts] = {}  # of the splits that are set up
+        self.prompts: dict[Split, list[Prompt] | RowPrompts] = {}  # only splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, SplitRows] = {}
-        self._kept: dict[Split, list[LocatedRow]] = {}  # what became prompts of `make_prompts`, without columns
+        self._located: dict[Split, list[LocatedRow]] = {}  # rows of the prompts of `make_prompts`, without columns
 
     def attach(
         self,
@@ -193,13 +177,13 @@ class PromptDataModule(L.LightningDataModule):
         """
         rows = self._open(split).read_whole()
         keep = self._filter()
-        kept = [located for located in map(rows.located, rows.places()) if keep(located)]
+        filtered_rows = [located for located in map(rows.located, rows.keys()) if keep(located)]
         num_rows = rows.num_rows or 0
-        if len(kept) < num_rows:
+        if len(filtered_rows) < num_rows:
             names = ", ".join(repr(source.source) for source in rows.sources)
-            logger.warning("row_filter dropped %d of %d rows of %s.", num_rows - len(kept), num_rows, names)
-        self._kept[split] = [located._replace(row={}) for located in kept]
-        return [self._prompt(located) for located in kept]
+            logger.warning("row_filter dropped %d of %d rows of %s.", num_rows - len(filtered_rows), num_rows, names)
+        self._located[split] = [located._replace(row={}) for located in filtered_rows]
+        return [self._prompt(located) for located in filtered_rows]
 
     def _prompt(self, located: LocatedRow) -> Prompt:
         """The prompt of a row, with messages."""
@@ -219,7 +203,7 @@ class PromptDataModule(L.LightningDataModule):
             messages, images, row = self._with_images(messages, row, located.source, where)
         return Prompt(id=located.prompt_id, messages=messages, fields=row, images=images)
 
-    def _prompt_value(self, row: Row, where: str) -> Any:
+    def _prompt_value(self, row: Row, where: str) -> object:
         """The text or the messages of a row's prompt."""
         return require_column(row, self.prompt_column, "prompt_column", where=where)
 
@@ -227,7 +211,7 @@ class PromptDataModule(L.LightningDataModule):
         self, messages: Messages, row: Row, source: DataSource, where: str
     ) -> tuple[Messages, tuple[str, ...], Row]:
         """Messages, images, and the row without its images, which the reward finds in the prompt's `images`."""
-        in_column: Any = []
+        in_column: object = []
         if self.image_column is not None:
             in_column = require_column(row, self.image_column, "image_column", where=where)
             row = {key: value for key, value in row.items() if key != self.image_column}
@@ -245,28 +229,29 @@ class PromptDataModule(L.LightningDataModule):
         """The rows of a split; none if it has no source."""
         if split not in self._rows:
             parts = [self._open_source(split, number) for number in range(len(self.sources[split]))]
-            self._rows[split] = SplitRows(split, self.sources[split], parts, self.columns)
+            self._rows[split] = SplitRows(split, self.sources[split], parts)
         return self._rows[split]
 
     def _open_source(self, split: Split, number: int) -> Sequence[Row] | StreamedRows:
-        source, max_rows = self.sources[split][number], self.max_prompts[split]
+        source = self.sources[split][number]
         check_source(source)
-        name, of_split = source.name or self.name, source.split or self.dataset_splits[split]
-        if not (self.streaming if source.streaming is None else source.streaming):
-            return read_rows(source.source, name=name, split=of_split, max_rows=max_rows, arguments=source.arguments)
+        arguments: dict[str, Any] = {"name": source.name, "arguments": source.arguments}
+        arguments["split"] = source.split or ("train" if split == "train" else "test")
+        if not source.streaming:
+            return read_rows(source.source, max_rows=source.max_rows, **arguments)
         return StreamedRows(
             source.source,
-            open_stream(source.source, name=name, split=of_split, arguments=source.arguments),
+            open_stream(source.source, **arguments),
             seed=f"{self.order_seed}/{number}",
             shuffle=self.shuffle,
-            buffer_rows=self.shuffle_buffer,
-            max_rows=max_rows,
+            buffer_rows=source.shuffle_buffer,
+            max_rows=source.max_rows,
             row_of=_row_of,
         )
 
     @property
     def order_seed(self) -> int:
-        """Of the order of train prompts."""
+        """Seed of the order of train prompts."""
         return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
 
     def _filter(self) -> Callable[[LocatedRow], bool]:
@@ -369,13 +354,13 @@ class PromptDataModule(L.LightningDataModule):
         return prompt_batches(prompts, self.validation_batch_size, self.set_names(split))
 
     def set_names(self, split: Split) -> dict[str, str]:
-        """By prompt id the label of its source; empty unless `make_prompts` read several."""
+        """The label of each prompt's source, by prompt id; empty unless `make_prompts` read several."""
         rows = self._rows.get(split)
         if split == "test" and not rows:
             return self.set_names("validation")
         if rows is None or len(rows.sources) < 2:
             return {}
-        return {located.prompt_id: str(located.source.label) for located in self._kept.get(split, [])}
+        return {located.prompt_id: str(located.source.label) for located in self._located.get(split, [])}
 
     def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and image reader, from `attach` or from the trainer's module."""
@@ -400,8 +385,6 @@ class PromptDataModule(L.LightningDataModule):
         if split == "test" and not prompts:
             split = "validation"
             prompts = self.make_prompts(split)
-        if len(self.sources[split]) < 2:
-            prompts = prompts[: self.max_prompts[split]]
         return render_prompts(prompts, renderer, lambda index: self._where(split, index))
 
     def _is_on_reading(self) -> bool:
@@ -421,9 +404,9 @@ class PromptDataModule(L.LightningDataModule):
         return type(self).make_prompts is PromptDataModule.make_prompts
 
     def _where(self, split: Split, index: int) -> str:
-        kept = self._kept.get(split, [])
-        if index < len(kept):
-            return kept[index].where
+        located = self._located.get(split, [])
+        if index < len(located):
+            return located[index].where
         return f"Row {index + 1} of the {split} prompts"
 
 
@@ -439,23 +422,23 @@ def _check_first(prompts: RowPrompts) -> None:
     )
 
 
-def warn_of_repeats(prompts: Mapping[Split, Any]) -> None:
+def warn_of_repeats(prompts: Mapping[Split, object]) -> None:
     """Logs train prompts that repeat, and validation prompts that are train prompts; those made at the start."""
     splits = [prompts["train"], prompts["validation"]]
     train, validation = (split if isinstance(split, list) else [] for split in splits)
-    seen = {(tuple(prompt.token_ids or []), prompt.images) for prompt in train}
-    if len(seen) < len(train):
-        logger.warning("%d of %d train prompts repeat another one.", len(train) - len(seen), len(train))
-    known = sum((tuple(prompt.token_ids or []), prompt.images) in seen for prompt in validation)
-    if known:
+    contents = {(tuple(prompt.token_ids or []), prompt.images) for prompt in train}
+    if len(contents) < len(train):
+        logger.warning("%d of %d train prompts repeat another one.", len(train) - len(contents), len(train))
+    num_shared = sum((tuple(prompt.token_ids or []), prompt.images) in contents for prompt in validation)
+    if num_shared:
         logger.warning(
             "%d of %d validation prompts are train prompts too: they do not show how the policy does on new ones.",
-            known,
+            num_shared,
             len(validation),
         )
 
 
-def _row_of(item: Any, where: str) -> Row:
+def _row_of(item: object, where: str) -> Row:
     if not isinstance(item, Mapping):
         raise ValueError(f"{where} must be a dict of columns, got a {type(item).__name__}.")
     return json_able(dict(item))

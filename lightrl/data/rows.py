@@ -24,6 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
 
+from lightrl.trajectory import JsonMapping, JsonObject
+
 if TYPE_CHECKING:
     from lightrl.data.mixture import DataSource
     from lightrl.trajectory import Prompt
@@ -31,14 +33,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Row: TypeAlias = dict[str, Any]
+Row: TypeAlias = JsonObject
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _POINTER = b"version https://git-lfs.github.com/"
-_LONGEST_FIELD = 2**31 - 1  # of a CSV file; the module's own limit is 128 KiB
+_LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the module's own limit is 128 KiB
 _LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
 _PROGRESS_S = 5.0  # between two messages while a large file is scanned
 _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
@@ -72,8 +74,8 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        places = range(self._num_rows)[index]
-        return [self._read(place) for place in places] if isinstance(places, range) else self._read(places)
+        chosen = range(self._num_rows)[index]
+        return [self._read(row) for row in chosen] if isinstance(chosen, range) else self._read(chosen)
 
 
 def read_rows(
@@ -82,7 +84,7 @@ def read_rows(
     name: str | None = None,
     split: str = "train",
     max_rows: int | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: JsonMapping | None = None,
 ) -> Sequence[Row]:
     """The first rows of a dataset, each a dict of JSON-able columns, by index.
 
@@ -126,14 +128,14 @@ def check_source(source: DataSource) -> None:
             raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
 
 
-def column_of(row: Row, column: str) -> Any:
+def column_of(row: Row, column: str) -> object:
     """The row's value in a column, or at a dotted path such as `reward_model.ground_truth`; KeyError if missing."""
     name, _, rest = column.partition(".")
     is_path = column not in row and rest and isinstance(row.get(name), dict)
     return column_of(row[name], rest) if is_path else row[column]
 
 
-def require_column(row: Row, column: str, setting: str, *, where: str) -> Any:
+def require_column(row: Row, column: str, setting: str, *, where: str) -> object:
     """The row's value in a column, or at a dotted path; raises ValueError if it is missing, None or blank.
 
     Args:
@@ -156,16 +158,16 @@ def require_column(row: Row, column: str, setting: str, *, where: str) -> Any:
 
 def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
     """The row with columns renamed, given new name → old name or dotted path; ValueError if an old one is missing."""
-    kept = {key: value for key, value in row.items() if key not in columns.values()}
+    result = {key: value for key, value in row.items() if key not in columns.values()}
     for new, old in columns.items():
         try:
-            kept[new] = column_of(row, old)
+            result[new] = column_of(row, old)
         except KeyError as error:
             raise ValueError(
                 f"{where} has no column {old!r} for columns={{{new!r}: {old!r}}} (its columns: "
                 f"{', '.join(map(repr, row))})."
             ) from error
-    return kept
+    return result
 
 
 def without_errors(made: Iterable[T | ValueError]) -> list[T]:
@@ -193,7 +195,7 @@ def function_of_rows(source: str) -> Callable[..., Any] | None:
 
 
 def _made_by(
-    function: Callable[..., Any], source: str, split: str, max_rows: int | None, arguments: Mapping[str, Any]
+    function: Callable[..., Any], source: str, split: str, max_rows: int | None, arguments: JsonMapping
 ) -> list[Row]:
     try:
         rows = list(islice(function(split=split, **arguments), max_rows))
@@ -232,7 +234,7 @@ def _mapped_rows(dataset: Any, max_rows: int | None) -> Rows:
 def load_dataset(
     source: str, name: str | None, split: str, *, data_files: str | None = None, streaming: bool = False
 ) -> Any:
-    """As `datasets.load_dataset`, with a ValueError that names the source, or the file, which cannot be loaded."""
+    """Call `datasets.load_dataset`; raises ValueError, which names the source or file, if it cannot be loaded."""
     import datasets
 
     try:
@@ -262,8 +264,8 @@ def without_padding(value: Any, *, is_listed: bool = False) -> Any:
         return [without_padding(item, is_listed=True) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: item for key, item in value.items() if item is not None or not is_listed}
-    return {key: without_padding(item, is_listed=is_listed) for key, item in kept.items()}
+    items = ((key, item) for key, item in value.items() if item is not None or not is_listed)
+    return {key: without_padding(item, is_listed=is_listed) for key, item in items}
 
 
 def _looks_local(source: str) -> bool:

@@ -20,16 +20,16 @@ from lightrl.checks.bounds import check_bounds
 from lightrl.data.mixture import DataSource, MixtureOrder
 from lightrl.data.rows import LocatedRow, Made, Row, renamed, without_errors
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRow, StreamedRows
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt
 
 if TYPE_CHECKING:
     import lightning as L
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-Place: TypeAlias = "tuple[int, int | StreamedRow]"  # number of a source; index of its row, or the row if it is streamed
+RowKey: TypeAlias = "tuple[int, int | StreamedRow]"  # number of a source; index of its row, or its streamed row
 
-_FINGERPRINT_PROMPTS = 256  # of those that are made when they are read
+_FINGERPRINT_PROMPTS = 256  # are compared, if prompts are made when they are read
 _MAX_MADE = 4096  # prompts made ahead of need
 _NOT_MADE = "not made"
 
@@ -40,8 +40,7 @@ class SplitRows:
 
     split: str  # its name begins the prompts' ids
     sources: Sequence[DataSource]
-    parts: Sequence[Sequence[Row] | StreamedRows]  # of each source its rows, by index or streamed
-    columns: Mapping[str, str]  # new column names → the data's own, for all sources
+    parts: Sequence[Sequence[Row] | StreamedRows]  # the rows of each source, by index or streamed
 
     @property
     def sizes(self) -> list[int | None]:
@@ -55,23 +54,23 @@ class SplitRows:
         return sum(sizes) if len(sizes) == len(self.parts) else None
 
     def read_whole(self) -> SplitRows:
-        """These, with streamed rows read, all of them."""
+        """Read streamed rows to their end: all rows then have an index."""
         read = [
             [part.row(item) for item in part.one_pass()] if isinstance(part, StreamedRows) else part
             for part in self.parts
         ]
         return replace(self, parts=read)
 
-    def places(self) -> Iterator[Place]:
-        """The place of every row, in the order of the data."""
+    def keys(self) -> Iterator[RowKey]:
+        """The key of every row, in the order of the data."""
         return itertools.chain.from_iterable(
             zip(itertools.repeat(n), part.one_pass() if isinstance(part, StreamedRows) else range(len(part)))
             for n, part in enumerate(self.parts)
         )
 
-    def located(self, place: Place) -> LocatedRow:
-        """The row there; raises ValueError if it cannot be read."""
-        number, item = place
+    def located(self, key: RowKey) -> LocatedRow:
+        """The row with this key; raises ValueError if it cannot be read."""
+        number, item = key
         source, part = self.sources[number], self.parts[number]
         if isinstance(part, StreamedRows):
             assert isinstance(item, StreamedRow)
@@ -79,8 +78,8 @@ class SplitRows:
         else:
             assert isinstance(item, int)
             row, where, name = part[item], f"Row {item + 1} of {source.source!r}", str(item)
-        if columns := {**self.columns, **source.columns}:
-            row = renamed(row, columns, where=where)
+        if source.columns:
+            row = renamed(row, source.columns, where=where)
         prefix = self.split if len(self.sources) == 1 else f"{self.split}-{source.label}"
         return LocatedRow(row, source, where, f"{prefix}-{name}")
 
@@ -92,40 +91,40 @@ class RowPrompts:
     rows: SplitRows
     # the rendered prompts of some rows: None for one that a filter or its length drops, ValueError for a bad one
     make: Callable[[Sequence[LocatedRow]], list[Made]]
-    seed: int  # of the order
+    seed: int  # fixes the order
     shuffle: bool
 
     @functools.cached_property
     def order(self) -> MixtureOrder:
-        """Whose turn it is."""
+        """The source and row at each position."""
         weights = [source.weight for source in self.rows.sources]
         return MixtureOrder(self.rows.sizes, weights, seed=self.seed, shuffle=self.shuffle)
 
     def many(self, positions: Iterable[int]) -> list[Made]:
         """The prompts at some positions, which is faster than one by one."""
-        return self._made(positions, lambda position: self.rows.located(self._place(position)))
+        return self._made(positions, lambda position: self.rows.located(self._key_at(position)))
 
     def one_pass(self, step: int = 1) -> Iterator[list[Made]]:
         """The prompts of all rows, or of every `step`-th, in the order of the data, some at a time."""
-        places = itertools.islice(self.rows.places(), 0, None, step)
-        while block := list(itertools.islice(places, ROWS_AT_ONCE)):
+        keys = itertools.islice(self.rows.keys(), 0, None, step)
+        while block := list(itertools.islice(keys, ROWS_AT_ONCE)):
             yield self._made(block, self.rows.located)
 
     def first(self, num: int) -> list[Made]:
         """The prompts of the first rows."""
-        return self._made(itertools.islice(self.rows.places(), num), self.rows.located)
+        return self._made(itertools.islice(self.rows.keys(), num), self.rows.located)
 
-    def state_dict(self, position: int) -> dict[str, Any] | None:
-        """By source from where the prompts from this position on can be read again; None if no source is streamed."""
+    def state_dict(self, position: int) -> JsonObject | None:
+        """The mark from which each source gives prompts from this position on; None if no source is streamed."""
         streamed = ((n, part) for n, part in enumerate(self.rows.parts) if isinstance(part, StreamedRows))
         return {str(n): part.state_dict(self.order.num_before(n, position)) for n, part in streamed} or None
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: JsonMapping) -> None:
         for number, part in enumerate(self.rows.parts):
             if isinstance(part, StreamedRows) and str(number) in state:
                 part.load_state_dict(state[str(number)])
 
-    def _place(self, position: int) -> Place:
+    def _key_at(self, position: int) -> RowKey:
         number = self.order.source(position)
         turn, part = self.order.num_before(number, position), self.rows.parts[number]
         return number, part[turn] if isinstance(part, StreamedRows) else self.order.row(number, turn)
@@ -174,7 +173,7 @@ class PromptStream:
             raise ValueError(
                 f"batch_size={batch_size} exceeds the {self.num_prompts} train prompts. Lower batch_size or add data."
             )
-        # Those of rows that are not read yet are unique by construction.
+        # Rows that are not read yet have unique ids by construction.
         ids = [] if isinstance(prompts, RowPrompts) else [prompt.id for prompt in prompts if prompt is not None]
         if len(set(ids)) < len(ids):
             raise ValueError(
@@ -259,11 +258,11 @@ class PromptStream:
             prompts = without_errors(self.prompts.first(num_prompts))
         return PromptStream(prompts, batch_size=self.batch_size, seed=self.seed, shuffle=False)
 
-    def state_dict(self, position: int) -> dict[str, Any] | None:
-        """From where streamed sources give the prompts from this position on; None if nothing is streamed."""
+    def state_dict(self, position: int) -> JsonObject | None:
+        """The marks of streamed sources for the prompts from this position on; None without such sources."""
         return self.prompts.state_dict(position) if isinstance(self.prompts, RowPrompts) else None
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: JsonMapping) -> None:
         """Saves reading what comes before; a stream without it gives the same prompts."""
         if isinstance(self.prompts, RowPrompts):
             self.prompts.load_state_dict(state)
@@ -304,11 +303,11 @@ class EpochLoader(Generic[T]):
         for position in range(first, first + num):  # Lightning stops at the end of its epoch
             yield self.batch_at(*divmod(position, per_epoch))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Empty; that it exists tells Lightning that this loader can resume mid-epoch."""
+    def state_dict(self) -> JsonObject:
+        """Empty; Lightning resumes mid-epoch only with a loader that has this method."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: JsonObject) -> None:
         """Nothing to restore."""
 
 
@@ -350,7 +349,7 @@ class PromptBatch(list[Prompt]):
         super().__init__(prompts)
         self.set_name = set_name
 
-    def to(self, *args: Any, **kwargs: Any) -> PromptBatch:
+    def to(self, *args: object, **kwargs: object) -> PromptBatch:
         return self
 
 

@@ -12,7 +12,7 @@ import copy
 import functools
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from lightrl.data.rows import (
     refuse_pointer,
     without_padding,
 )
+from lightrl.trajectory import JsonMapping, JsonObject
 
 OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
 
@@ -37,18 +38,18 @@ _MAX_MARKS = 10_000
 
 
 class Mark(NamedTuple):
-    """Where a block begins."""
+    """The start of a block."""
 
-    number: int = 0  # of its first row, over all passes
+    number: int = 0  # first row, counted over all passes
     epoch: int = 0  # the pass
     num_read: int = 0  # rows of the pass before this block
     turn: int = 0  # shards of the pass before this one
     row: int = 0  # rows of the shard before this block
-    state: Any = None  # `state_dict` of the shard there; None: its first rows are skipped
+    state: object = None  # `state_dict` of the shard there; None: its first rows are skipped
 
 
 class StreamedRow(NamedTuple):
-    item: Any  # as the source has it
+    item: object  # unchanged from the source
     shard: int
     place: int  # in the shard, from 0
 
@@ -75,13 +76,13 @@ class StreamedRows:
         shuffle: bool,
         buffer_rows: int,
         max_rows: int | None = None,
-        row_of: Callable[[Any, str], Any] = lambda item, where: item,
+        row_of: Callable[[object, str], Any] = lambda item, where: item,
     ) -> None:
         self.name, self.shards = name, shards
         self.seed, self.shuffle = seed, shuffle
         self.block_rows = buffer_rows if shuffle else min(buffer_rows, ROWS_AT_ONCE)
         self.max_rows, self._row_of = max_rows, row_of
-        self._marks = [Mark()]  # of the blocks that were read, and of the next one
+        self._marks = [Mark()]  # blocks that were read, and the next one
         self._blocks: dict[int, list[StreamedRow]] = {}  # the last ones, by number, in the order of training
         self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # at the last mark
         self._lock = threading.Lock()
@@ -125,12 +126,12 @@ class StreamedRows:
             if following.epoch:
                 return
 
-    def state_dict(self, number: int) -> dict[str, Any]:
-        """From where this row can be read again; earlier ones are no longer needed. Does not wait for the source."""
+    def state_dict(self, number: int) -> JsonObject:
+        """The mark from which this row can be read again; earlier ones are not needed. Does not wait for the source."""
         marks = self._marks
         return marks[max(0, bisect_right(marks, number, key=lambda item: item.number) - 1)]._asdict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: JsonMapping) -> None:
         with self._lock:
             self._go_to(Mark(**state))
 
@@ -195,13 +196,13 @@ class StreamedRows:
                     yield StreamedRow(item, number, place), turn, shard
                     place += 1
             except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-                if isinstance(self.shards[number], partial):  # of a text file, which names its own lines
+                if isinstance(self.shards[number], partial):  # a text file names its own lines
                     raise
                 where = self.where(StreamedRow(None, number, place))
                 raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
 
 
-def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping[str, Any]) -> list[OpenShard]:
+def open_stream(source: str, *, name: str | None, split: str, arguments: JsonMapping) -> list[OpenShard]:
     """The shards of a source that is read in order; raises ValueError if the source does not exist or cannot be opened.
 
     Args:

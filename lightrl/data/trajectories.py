@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 
@@ -20,7 +19,7 @@ class TrajectoryDataModule(L.LightningDataModule):
 
     From the same weights, with the same module, seed and callbacks, it repeats bit for bit the run that wrote the files
     with `TrajectoryLog(every_n_iterations=1)`; with another loss it shows what that makes of the same trajectories.
-    Rewards come from the files, and so do the outputs of a judge, teacher or reward model outside the trainer
+    Rewards come from the files, and so do the outputs of an LLM judge, teacher or reward model outside the trainer
     (`call_outputs`; if missing, they are requested again). Iteration k of the run uses iteration k of the files and
     starts over after the last; a run that resumes from iteration k continues with the k-th.
 
@@ -36,7 +35,7 @@ class TrajectoryDataModule(L.LightningDataModule):
         self.path = Path(path)
         self.batch_size = batch_size
         self.max_iterations = max_iterations
-        self.recorded_groups: list[list[Group]] = []  # by iteration; filled by `setup("fit")`
+        self.recorded_groups: list[list[Group]] = []  # an item per iteration; `setup("fit")` fills it
 
     def setup(self, stage: str) -> None:
         """Reads the files; raises ValueError if the stage is not fit, or a line is no trajectory with a reward."""
@@ -79,7 +78,7 @@ def read_iterations(path: Path) -> Iterator[list[Group]]:
             yield _groups([trajectory for _, trajectory in iteration])
 
 
-def _record(line: bytes, file: Path, number: int) -> tuple[Any, Trajectory]:
+def _record(line: bytes, file: Path, number: int) -> tuple[object, Trajectory]:
     try:
         record = json.loads(line)
         trajectory = Trajectory.from_json(record.get("trajectory", record))

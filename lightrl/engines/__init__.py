@@ -6,7 +6,8 @@ Reading order:
     placing.py      which devices an engine gets next to the trainer
     fake_engine.py  deterministic, slow or broken on request, for tests
     local/          LocalEngine, for a laptop: decodes in this process
-    sglang/         SGLangEngine, for a fleet: SGLang servers over HTTP
+    servers/        the shared part of engines of servers: fleet, requests, weight syncs
+    sglang/         SGLangEngine: SGLang servers
 
 May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Knows no workflow. To add
 an engine: implement RolloutEngine and those abilities that it has (docs/serve-with-sglang.md lists them), and run
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from lightrl.engines.fake_engine import FakeEngine
     from lightrl.engines.local.local_engine import LocalEngine
     from lightrl.engines.placing import choose_devices
+    from lightrl.engines.servers.engine import ServerEngine
+    from lightrl.engines.servers.timeouts import Timeouts
     from lightrl.engines.sglang.engine import SGLangEngine
-    from lightrl.engines.sglang.timeouts import Timeouts
 
 # Loaded on first use: a server for tests that answers by rule starts without torch.
 _HOMES = {
@@ -32,10 +34,12 @@ _HOMES = {
     "LocalEngine": "local.local_engine",
     "RolloutEngine": "engine",
     "SGLangEngine": "sglang.engine",
-    "Timeouts": "sglang.timeouts",
+    "ServerEngine": "servers.engine",
+    "Timeouts": "servers.timeouts",
     "choose_devices": "placing",
 }
 
-__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "Timeouts", "choose_devices"]
+__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "ServerEngine", "Timeouts"]
+__all__ += ["choose_devices"]
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

@@ -1,7 +1,7 @@
 """Optional abilities of an engine, beyond RolloutEngine; each is a small protocol.
 
 The framework checks `isinstance(engine, ScoresTokens)` before it uses an ability; an engine works without any. What
-only SGLangEngine can do, such as sharing the trainer's devices, is asked of that class.
+only engines of servers can do, such as sharing the trainer's devices, is asked of that class.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from lightrl import loaded_on_first_use
 from lightrl.engines.engine import Completion
-from lightrl.trajectory import Sampling
 
 Verification = Literal["digests", "replicas", "version"]
 if not TYPE_CHECKING:
@@ -19,26 +18,7 @@ if not TYPE_CHECKING:
 
 @runtime_checkable
 class ContinuesCompletions(Protocol):
-    """Continues completions that this engine or another has started."""
-
-    weight_version: int
-
-    async def generate(
-        self,
-        token_ids: list[int],
-        sampling: Sampling,
-        *,
-        session: str,
-        n: int = 1,
-        images: tuple[str, ...] = (),
-        written: Completion | None = None,
-    ) -> list[Completion]:
-        """Generates as RolloutEngine's does; with n = 1 the completion begins with the tokens that are `written`.
-
-        They keep their logprobs and versions, and count for `sampling.max_new_tokens`. The others are sampled as
-        if nothing had come between.
-        """
-        ...
+    """Continues completions that this engine or another has started, which `generate` gets as `started`."""
 
     async def unfinished(self) -> dict[int, Completion]:
         """Seed of a sampling → what is generated of its running completion; the finish reason is `abort`.

@@ -40,10 +40,8 @@ class Completion:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Completion:
-        fields = state.items()
-        arrays: dict[str, Any] = {
-            name: TokenArray.of_text(value[1], value[0]) for name, value in fields if isinstance(value, list)
-        }
+        lists = {name: value for name, value in state.items() if isinstance(value, list)}
+        arrays: dict[str, Any] = {name: TokenArray.of_text(text, code) for name, (code, text) in lists.items()}
         return cls(**{**state, **arrays})
 
 
@@ -63,18 +61,29 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        n: int = 1,
+        images: tuple[str, ...] = (),
+        started: Completion | None = None,
     ) -> list[Completion]:
-        """`n` completions of one prompt; requests are admitted in the order of the calls.
-
-        `images` are the prompt's images, whose image tokens are in `token_ids`; the argument is passed only if there
-        are some, so an engine for text may omit the parameter.
+        """Generates `n` completions of one prompt; requests are admitted in the order of the calls.
 
         With n > 1, completion i has a seed of its own, derived from (sampling.seed, i). On cancellation the request
-        leaves the engine at the next token boundary. `session` names the conversation, for prefix caches.
+        leaves the engine at the next token boundary. An engine may omit the parameters `images` and `started`: they are
+        passed only if there are images, and to an engine that continues completions.
+
+        Args:
+            session: the conversation's name, for prefix caches.
+            images: of the prompt; `token_ids` has their image tokens.
+            started: the start of the only completion. Its tokens keep their logprobs and versions, and count for
+                `sampling.max_new_tokens`; the others are sampled as if nothing had come between.
 
         Raises:
-            ValueError: if the prompt is empty, has an id outside the vocabulary, or leaves no room in the context.
+            ValueError: if the prompt is empty, has an id outside the vocabulary, or exceeds the context.
             EngineError: if the engine fails or is closed.
         """
         ...
@@ -106,7 +115,7 @@ class RolloutEngine(Protocol):
         async def generate(index: int, sampling: Sampling) -> Completion:
             request: dict[str, Any] = {"images": images} if images else {}
             if started is not None and started[index] is not None:
-                request["written"] = started[index]
+                request["started"] = started[index]
             (completion,) = await self.generate(token_ids, sampling, session=f"{session}/{index}", **request)
             return completion
 

@@ -48,14 +48,14 @@ class _Draft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    supports: list[bytes] = field(default_factory=list)  # the codes of the tokens', while draws are truncated
+    supports: list[bytes] = field(default_factory=list)  # codes of the tokens' supports, if sampling is truncated
 
     @classmethod
-    def of(cls, written: Completion | None, sampling: Sampling) -> _Draft:
+    def of(cls, started: Completion | None, sampling: Sampling) -> _Draft:
         draft = cls(sampling.is_truncated)
-        if written is not None:
-            draft.token_ids, draft.logprobs = list(written.token_ids), list(written.logprobs)
-            draft.weight_versions, draft.supports = list(written.weight_versions), [bytes(written.supports or ())]
+        if started is not None:
+            draft.token_ids, draft.logprobs = list(started.token_ids), list(started.logprobs)
+            draft.weight_versions, draft.supports = list(started.weight_versions), [bytes(started.supports or ())]
         return draft
 
     def completion(self, finish_reason: FinishReason) -> Completion:
@@ -110,7 +110,7 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         self.logprob_error_nats = logprob_error_nats
         self.requests: list[FakeRequest] = []  # all so far
         self.loaded_versions: list[int] = []  # all so far
-        self.num_running = 0  # completions being written
+        self.num_running = 0  # completions in progress
         self._drafts: dict[int, _Draft] = {}  # seed → draft of these
         self._vocab_size = 0
         self._max_context: int | None = None
@@ -142,9 +142,9 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         session: str,
         n: int = 1,
         images: tuple[str, ...] = (),
-        written: Completion | None = None,
+        started: Completion | None = None,
     ) -> list[Completion]:
-        """`n` completions, written concurrently; ignores images."""
+        """Generates `n` completions at once; ignores images."""
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         number = len(self.requests)
         self.requests.append(FakeRequest(number, list(token_ids), sampling, session, n, self.weight_version))
@@ -156,8 +156,8 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         if number in self.hang_requests:
             await self._sleep(math.inf)
         await self._sleep(_seconds(self.delay_s, token_ids, sampling))
-        writing = (self._write(token_ids, sampling, sample, written) for sample in range(n))
-        return list(await asyncio.gather(*writing))
+        completions = (self._complete(token_ids, sampling, sample, started) for sample in range(n))
+        return list(await asyncio.gather(*completions))
 
     async def unfinished(self) -> dict[int, Completion]:
         return {seed: draft.completion("abort") for seed, draft in self._drafts.items()}
@@ -203,12 +203,12 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
             self._is_closed = True
         self._wake_sleepers()
 
-    async def _write(
-        self, prompt: list[int], sampling: Sampling, sample: int, written: Completion | None = None
+    async def _complete(
+        self, prompt: list[int], sampling: Sampling, sample: int, started: Completion | None
     ) -> Completion:
         seconds = _seconds(self.seconds_per_token, prompt, sampling)
         script = None if self.script is None else self.script(prompt, sampling, sample)
-        draft = _Draft.of(written, sampling)
+        draft = _Draft.of(started, sampling)
         if sample == 0:
             self._drafts[sampling.seed] = draft
         finish_reason: FinishReason = "length"
@@ -243,13 +243,13 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         return draft.completion(finish_reason)
 
     def _choices(self, sampling: Sampling, banned: set[int]) -> Sequence[int]:
-        """The tokens of a draw, all equally likely."""
+        """The tokens that may be sampled, all equally likely."""
         vocabulary = range(self._vocab_size)
-        every = [token for token in vocabulary if token not in banned] if banned else vocabulary
+        allowed = [token for token in vocabulary if token not in banned] if banned else vocabulary
         if not sampling.is_truncated:
-            return every
-        kept = every[: sampling.max_support]
-        return kept[: math.ceil(sampling.top_p * len(kept))]
+            return allowed
+        top_k = allowed[: sampling.max_support]
+        return top_k[: math.ceil(sampling.top_p * len(top_k))]
 
     def _hashed(self, prompt: list[int], sampling: Sampling, sample: int, position: int, choices: Sequence[int]) -> int:
         """One of the choices; the greedy one depends on the prompt instead of the seed."""

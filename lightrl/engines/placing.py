@@ -9,11 +9,11 @@ import torch
 from lightrl.checks.printable import count_text
 from lightrl.engines.engine import RolloutEngine
 from lightrl.engines.local.local_engine import LocalEngine
-from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.servers.engine import ServerEngine
 
 
 def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device]) -> str:
-    """Tells the engine the devices of the trainer's ranks on this machine; returns a sentence on what it will use.
+    """Gives the engine the devices of the trainer's ranks on this machine; returns a sentence on what it will use.
 
     Raises:
         ValueError: if there are too few GPUs for its servers, or it has the trainer's without being colocated.
@@ -21,7 +21,7 @@ def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device
     if isinstance(engine, LocalEngine):
         engine.trainer_devices = trainer_devices
         return f"on {engine.choose_device()}"
-    if not isinstance(engine, SGLangEngine):
+    if not isinstance(engine, ServerEngine):
         return ""
     engine.trainer_devices = trainer_devices
     if not engine.num_servers:

@@ -12,12 +12,12 @@ Reading order:
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  copies to a device that the host does not wait for
     rows.py         trajectories as rows of tensors, checked; packing.py  of unequal length, without their padding
-    supports.py     what a truncated draw chose from: its code, and the softmax over it
+    supports.py     the tokens that truncated sampling chose from: their code, and the softmax over them
 
 May import: errors, checks, trajectory.
 
 To add an equation: a pure function in the file of its kind, shapes checked on entry, `Source:` in its docstring, and
-beside it in tests/functional/ a value worked by hand and an independent slow implementation.
+in tests/functional/ a value worked by hand and an independent slow implementation.
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages

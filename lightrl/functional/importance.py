@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_choice, check_same_shape
-from lightrl.functional.kl import kl
+from lightrl.functional.kl import MAX_LOG_RATIO, kl
 from lightrl.functional.reduction import neutralize
-
-# A ratio is the exponential of a difference of logprobs. The difference is clamped to ±20 (a ratio of 4.9e8 or 2.1e-9,
-# with zero gradient), so that values that far out stay finite; all others are untouched.
-
-_MAX_LOG_RATIO = 20.0
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
@@ -52,7 +47,8 @@ def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tenso
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    """The ratio; a log-ratio beyond ±20 counts as ±20, a ratio of 4.9e8 or 2.1e-9, and has no gradient."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def trajectory_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
@@ -74,7 +70,7 @@ class ImportanceWeights:
     """Proximal ÷ behavior policy: what a token's loss is multiplied by because another policy sampled it.
 
     The factor of the decoupled loss, and of truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
-    between engine and trainer; IcePop is "mask" with a floor too. A bound applies to the weight itself, or to an
+    between engine and trainer; IcePop is "mask" with both bounds. A bound applies to the weight itself, or to an
     estimate of KL(behavior ‖ proximal): with r the ratio, k1 is -log r, k2 is (log r)²/2, k3 is r - 1 - log r.
 
     Source: decoupled PPO, https://arxiv.org/abs/2110.00641, and AReaL, https://arxiv.org/abs/2505.24298; truncated
@@ -117,8 +113,8 @@ class ImportanceWeights:
             raise ValueError(
                 f"floor of importance weights must be from {lowest} to cap={highest} (0.5 is usual), got {self.floor}."
             )
-        judges_otherwise = self.metric != "ratio" or self.aggregation is not None
-        if judges_otherwise and (self.mode == "clamp" or not self._has_bound):
+        bounds_an_estimate = self.metric != "ratio" or self.aggregation is not None
+        if bounds_an_estimate and (self.mode == "clamp" or not self._has_bound):
             raise ValueError(
                 f"metric={self.metric!r} and aggregation={self.aggregation!r} of importance weights select what the "
                 "bounds mask: they need cap or floor, and mode='mask'."

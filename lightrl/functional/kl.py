@@ -17,7 +17,7 @@ from lightrl.checks.bounds import check_choice, check_same_shape
 KLEstimator = Literal["k1", "k2", "k3"]
 
 # exp of more than this is of no use as a number and soon overflows; ordinary log-ratios are below 1.
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 
 # Far below any weight that matters, and far above where a float becomes 0.
 _MIN_COEF = 1e-30
@@ -51,7 +51,7 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
         return difference.square() / 2
     if estimator == "k3":
         # expm1 keeps the digits that exp(-d) - 1 + d loses when the policies are close.
-        return (-difference).clamp(max=_MAX_LOG_RATIO).expm1() + difference
+        return (-difference).clamp(max=MAX_LOG_RATIO).expm1() + difference
     raise ValueError(f"estimator must be k1, k2 or k3, got {estimator!r}.")
 
 
@@ -112,7 +112,7 @@ def topk_divergence(
     Source: GKD, https://arxiv.org/abs/2306.13649, section 2 and equation 1.
 
     Args:
-        logprobs: [..., K] of the policy being trained, for the teacher's K likeliest tokens; carries the gradient.
+        logprobs: [..., K] of the policy being trained, for the teacher's top-k tokens; carries the gradient.
         teacher_logprobs: [..., K] of the teacher, for the same tokens, all different.
         divergence: "reverse_kl", "forward_kl" or "jsd".
         jsd_beta: the teacher's share of the mixture, between 0 and 1; only for "jsd".
@@ -137,11 +137,7 @@ def rest_mass(logprobs: Tensor) -> Tensor:
 
 
 def check_divergence(divergence: str, jsd_beta: float) -> None:
-    """Checks the settings of `topk_divergence`.
-
-    Raises:
-        ValueError: if the divergence is unknown or `jsd_beta` is not between 0 and 1.
-    """
+    """Raises ValueError if the divergence is unknown or `jsd_beta` is not between 0 and 1."""
     check_choice(get_args(Divergence), divergence=divergence)
     if not 0 < jsd_beta < 1:
         raise ValueError(f"jsd_beta must be above 0 and below 1, got {jsd_beta}; the limits are the two KLs.")

@@ -105,7 +105,7 @@ def token_logprobs(
     if supports is None or not len(supports.limited):
         logprobs, entropy = read(slice(None))
     else:
-        _check_drawn(token_ids, 2)
+        _check_one_token_each(token_ids, 2)
         scores = predictions[supports.limited[supports.rows], supports.ids]
         scores = scores.float() if scores.dtype.itemsize < 4 else scores
         logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
@@ -117,8 +117,7 @@ def token_logprobs(
 def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the hidden states that predict the tokens of the mask: (rows [N], columns [N]), in row order.
 
-    Args:
-        loss_mask: bool [B, T]; position 0 does not count, since nothing predicts it.
+    Position 0 of the mask, bool [B, T], does not count, since nothing predicts it.
     """
     rows, columns = on_host(loss_mask)[:, 1:].nonzero(as_tuple=True)
     return to_device(rows, loss_mask.device), to_device(columns, loss_mask.device)
@@ -166,12 +165,9 @@ def hidden_logprobs(
         weight: [V, H] of the output head.
         bias: [V], or None.
         token_ids: int64 [N], of `predicted_token_ids`; or [N, J], several at each position.
-        temperature: divides the logits; more than 0.
+        temperature, masked_ids, masked_rows, supports: as in `token_logprobs`, for these N positions.
         chunk_tokens: positions in a chunk; None chooses by vocabulary and device, one chunk if the logits are few.
         entropy_gradient: False returns the entropy detached, which saves memory.
-        masked_ids: int64 [K], ids that could not be sampled at some positions.
-        masked_rows: bool [N], True at the positions that could not predict one of `masked_ids`.
-        supports: of these positions; None if each could predict any token of the vocabulary.
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have gradients of zeros.
@@ -195,7 +191,7 @@ def hidden_logprobs(
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
             return read(slice(None))
-        _check_drawn(token_ids, 1)
+        _check_one_token_each(token_ids, 1)
         limited = hidden[supports.limited] if len(supports.others) else hidden
         scores = support_scores(limited, weight, bias, supports, chunk_tokens=chunk_tokens)
         logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
@@ -214,7 +210,7 @@ def hidden_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """The `num` likeliest tokens at each position, int64 [N, num], likeliest first: the same ones at any temperature.
+    """Return the top `num` tokens at each position, int64 [N, num], the most likely first; the same at any temperature.
 
     Args:
         hidden, weight, bias, chunk_tokens, masked_ids, masked_rows: as in `hidden_logprobs`.
@@ -242,8 +238,8 @@ def token_topk(
     """`hidden_topk` from the model's logits [B, T, V]: int64 [B, T, num], aligned; 0 at position 0."""
     mask = _checked(1.0, masked_ids, None if masked_rows is None else masked_rows[:, 1:].reshape(-1))
     predictions = logits[:, :-1]
-    likeliest = _largest(predictions.flatten(0, 1), num, num_ids, mask)
-    return torch.nn.functional.pad(likeliest.view(*predictions.shape[:2], num), (0, 0, 1, 0))
+    topk = _largest(predictions.flatten(0, 1), num, num_ids, mask)
+    return torch.nn.functional.pad(topk.view(*predictions.shape[:2], num), (0, 0, 1, 0))
 
 
 def _largest(logits: Tensor, num: int, num_ids: int | None, mask: _Mask | None) -> Tensor:
@@ -306,9 +302,9 @@ def _checked(
     return masked_ids, masked_rows
 
 
-def _check_drawn(token_ids: Tensor, dim: int) -> None:
+def _check_one_token_each(token_ids: Tensor, dim: int) -> None:
     if token_ids.dim() != dim:
-        raise ValueError("Only the drawn tokens have logprobs within their supports: token_ids must have one for each.")
+        raise ValueError("Only sampled tokens have logprobs within their supports: token_ids needs one per position.")
 
 
 def _masked(values: Tensor, mask: _Mask, number: float) -> Tensor:
@@ -428,19 +424,19 @@ class _HeadLogprobs(torch.autograd.Function):
         for chunk in _chunks(hidden.shape[0], chunk_tokens):
             logits = linear(hidden[chunk], weight, bias)
             parts.append(read(logits, token_ids[chunk], temperature, _mask_of(mask, chunk)))
-        logprobs, *kept = (torch.cat(values) for values in zip(*parts, strict=True))
-        entropy = kept[0]
+        logprobs, *saved = (torch.cat(values) for values in zip(*parts, strict=True))
+        entropy = saved[0]
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(hidden, weight, bias, token_ids, *kept)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, *saved)
         ctx.temperature, ctx.mask, ctx.chunk_tokens = temperature, mask, chunk_tokens
         return logprobs, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token_ids, *kept = ctx.saved_tensors
+        hidden, weight, bias, token_ids, *saved = ctx.saved_tensors
         _, gradient_of = _passes(hidden.device.type)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed in float32 at least: a bfloat16 sum of hundreds of chunks would lose most of the small ones.
@@ -448,7 +444,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if ctx.needs_input_grad[2] else None
         for chunk in _chunks(hidden.shape[0], ctx.chunk_tokens):
-            rows = (None if value is None else value[chunk] for value in (grad_logprobs, grad_entropy, *kept))
+            rows = (None if value is None else value[chunk] for value in (grad_logprobs, grad_entropy, *saved))
             logits = linear(hidden[chunk], weight, bias)
             gradient = gradient_of(logits, token_ids[chunk], ctx.temperature, _mask_of(ctx.mask, chunk), *rows)
             if grad_bias is not None:
@@ -529,8 +525,8 @@ def _fused_gradient(
         slope = slope + grad_entropy[:, None] * (entropy[:, None] + log_probabilities)
     gradient = -log_probabilities.exp() * slope
     if grad_logprobs is not None and token_ids.dim() == 1:
-        is_drawn = torch.arange(logits.shape[1], device=logits.device) == token_ids[:, None]
-        gradient = gradient + torch.where(is_drawn, grad_logprobs[:, None], 0.0)
+        is_token = torch.arange(logits.shape[1], device=logits.device) == token_ids[:, None]
+        gradient = gradient + torch.where(is_token, grad_logprobs[:, None], 0.0)
     elif grad_logprobs is not None:
         gradient = gradient.scatter_add(1, token_ids, grad_logprobs)
     gradient = gradient / temperature

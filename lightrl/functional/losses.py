@@ -43,13 +43,8 @@ def clipped_policy_loss(
     Returns:
         The loss of each token, [B, T]; lower is better.
     """
-    return clipped_ratio_loss(
-        policy_ratio(logprobs, proximal_logprobs),
-        advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
+    ratio = policy_ratio(logprobs, proximal_logprobs)
+    return clipped_ratio_loss(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def clipped_ratio_loss(
@@ -276,9 +271,6 @@ def preference_loss(margin: Tensor, *, kl_coef: float = 0.1, kind: PreferenceLos
         margin: [B] of `preference_margin`; carries the gradient.
         kl_coef: β (DPO) or τ (IPO) of the papers: the larger, the closer the policy stays to the reference.
         kind: which loss.
-
-    Raises:
-        ValueError: if `kl_coef` is not above 0, or the kind is unknown.
     """
     if kl_coef <= 0:
         raise ValueError(f"kl_coef must be above 0 (0.1 is usual), got {kl_coef}.")

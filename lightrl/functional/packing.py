@@ -8,8 +8,8 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     │ b   · │  │ e       · · │             └──────┴────┴──────┴──┘   at each trajectory
     └───────┘  └─────────────┘
 
-In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row attention is
-told where trajectories start (strategies/packed_attention.py).
+In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row attention gets
+the starts of the trajectories (strategies/packed_attention.py).
 """
 
 from __future__ import annotations
@@ -54,9 +54,6 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
     Returns:
         Row indices of each rectangle, shortest rectangle first, rows in ascending order within one. Every row is in
         exactly one.
-
-    Raises:
-        ValueError: if a length or the overhead is negative.
     """
     if overhead_tokens < 0 or min(lengths, default=0) < 0:
         raise ValueError(
@@ -101,16 +98,16 @@ def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
         alike[-1].append(index)
         left -= sizes[index]
     best: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (what is left of a part, its number), ascending
+    spaces: list[tuple[int, int]] = []  # (what is left of a part, its number), ascending
     for index in order:
-        place = bisect.bisect_left(rooms, (sizes[index], 0))
-        if place == len(rooms):
+        place = bisect.bisect_left(spaces, (sizes[index], 0))
+        if place == len(spaces):
             best.append([])
-            room, part = max_size, len(best) - 1
+            space, part = max_size, len(best) - 1
         else:
-            room, part = rooms.pop(place)
+            space, part = spaces.pop(place)
         best[part].append(index)
-        bisect.insort(rooms, (room - sizes[index], part))
+        bisect.insort(spaces, (space - sizes[index], part))
     return alike if len(alike) <= len(best) else best
 
 
@@ -142,9 +139,7 @@ def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:
     rows = torch.arange(len(lengths)).repeat_interleave(sizes)
     columns = torch.arange(len(rows)) - starts[rows]
     starts, rows, columns = (to_device(value, token_ids.device) for value in (starts, rows, columns))
-    return Packed(
-        token_ids=token_ids[rows, columns][None], position_ids=columns[None], rows=rows, columns=columns, starts=starts
-    )
+    return Packed(token_ids[rows, columns][None], columns[None], rows, columns, starts)
 
 
 def unpack(values: Tensor, packed: Packed, shape: Sequence[int]) -> Tensor:
@@ -157,9 +152,6 @@ def unpack(values: Tensor, packed: Packed, shape: Sequence[int]) -> Tensor:
 
     Returns:
         [B, T], or [B, T, ...].
-
-    Raises:
-        ValueError: if there is not one value for each packed token.
     """
     if values.shape[:1] != packed.rows.shape:
         raise ValueError(

@@ -37,9 +37,6 @@ def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     Args:
         loss_mask: bool, [B, T] (or [B], with tensors [B]).
         tensors: of the mask's shape, or with further dimensions after it.
-
-    Raises:
-        ValueError: if a tensor differs from the mask in shape.
     """
     dims = loss_mask.dim()
     neutral = []

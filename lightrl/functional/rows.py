@@ -32,11 +32,7 @@ def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any] | None]:
-    """Return the rewards, float32 [B], and for each row those of its tokens, float32, if any row has them.
-
-    Raises:
-        ValueError: if rewards per token are not one for each token.
-    """
+    """Return the rewards, float32 [B], and for each row those of its tokens, float32, if any row has them."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if all(item.rewards is None for item in trajectories):
         return rewards, None

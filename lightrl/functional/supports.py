@@ -1,13 +1,13 @@
-"""Supports: the tokens that could be drawn at a position, under top-p or top-k; as bytes, and in a softmax.
+"""Supports: the tokens that could be sampled at a position, under top-p or top-k; as bytes, and in a softmax.
 
-The logprob of a token drawn from a truncated distribution is that of the softmax over its support. So the support of
-each draw travels with the token, and every model that judges the token renormalizes over it:
+The logprob of a token sampled from a truncated distribution is that of the softmax over its support. So the support of
+each sampled token travels with it, and every model that computes its logprob renormalizes over it:
 
     engine ── bytes ──► Completion ──► Trajectory ──► Experience ── Supports.at ──► logits of M ids ──► softmax
 
-The code of a token is the sorted ids of its support without the drawn one, as gaps in variable-length bytes (LEB128),
-and an end: 0, or 1 if every token of the vocabulary could be drawn. A support of one id takes 1 byte, one of k ids of a
-vocabulary of 150,000 about 2·k. Codes are concatenated like the tokens they belong to.
+The code of a token is the sorted ids of its support without the sampled one, as gaps in variable-length bytes (LEB128)
+and an end: 0, or 1 if every token of the vocabulary could be sampled. A support of one id takes 1 byte, one of k ids of
+a vocabulary of 150,000 about 2·k. Codes are concatenated like the tokens they belong to.
 
 Shapes: T tokens; N positions that predict a token, n of them with a support; M ids of all supports; V vocabulary.
 """
@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.trajectory import TokenArray
 
-EVERY_TOKEN = b"\x01"  # the code of a token that was read, or drawn from the whole vocabulary
+EVERY_TOKEN = b"\x01"  # the code of a token that was read, or sampled from the whole vocabulary
 _BITS = 7  # each byte holds seven bits of a number; the eighth says that more follow
 _MORE_BYTES = [2 ** (_BITS * count) for count in range(1, 5)]  # the least numbers of 2, 3, 4 and 5 bytes
 
@@ -35,25 +35,22 @@ _Ints = np.ndarray[Any, np.dtype[Any]]
 _Pair = tuple[Tensor, Tensor]
 
 
-def encode_supports(rows: _Ints, ids: _Ints, drawn: _Ints, vocabulary: int | None = None) -> list[bytes]:
-    """The code of each of `len(drawn)` tokens.
+def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | None = None) -> list[bytes]:
+    """The code of each of `len(sampled)` tokens.
 
     Args:
         rows: int [M], ascending: the token of each id.
-        ids: int [M], of the supports, ascending within a token; no ids if every token could be drawn.
-        drawn: int [n], the tokens.
+        ids: int [M], of the supports, ascending within a token; no ids if every token could be sampled.
+        sampled: int [n], the tokens.
         vocabulary: V, to recognize supports that are the whole vocabulary; None if it is not known.
-
-    Raises:
-        ValueError: if a drawn token is outside its support.
     """
-    num = len(drawn)
+    num = len(sampled)
     counts = np.bincount(rows, minlength=num)
-    is_drawn = ids == drawn[rows]
-    if int(is_drawn.sum()) != int((counts > 0).sum()):
-        raise ValueError("A drawn token is outside the support that it was drawn from.")
+    is_sampled = ids == sampled[rows]
+    if int(is_sampled.sum()) != int((counts > 0).sum()):
+        raise ValueError("A sampled token is outside the support that it was sampled from.")
     is_every = (counts == 0) | (counts == vocabulary)
-    is_coded = ~(is_drawn | is_every[rows])
+    is_coded = ~(is_sampled | is_every[rows])
     rows, ids = rows[is_coded], ids[is_coded].astype(np.int64)
     gaps = np.diff(ids, prepend=-1) - 1
     is_first = np.diff(rows, prepend=-1) != 0
@@ -80,7 +77,7 @@ def joined_supports(parts: Sequence[tuple[int, Sequence[int] | None]]) -> TokenA
     """The codes of parts of a trajectory, end to end; None if no part has codes.
 
     Args:
-        parts: the tokens of each part and their codes; None if the policy did not write them, or from all tokens.
+        parts: the tokens of each part and their codes; None if the policy did not generate them, or sampled from all.
     """
     if all(codes is None for _, codes in parts):
         return None
@@ -96,7 +93,7 @@ def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:
     """The inverse of `encode_supports`, for codes end to end, uint8.
 
     Returns:
-        For each token whether every token could be drawn, bool [T]; how many others than the drawn one are in its
+        For each token whether every token could be sampled, bool [T]; how many others than the sampled one are in its
         support, int64 [T]; and their ids, int64 [M], end to end.
     """
     if not len(codes):
@@ -125,8 +122,8 @@ class Supports:
     """The supports of those of N positions that have one; n positions with M ids in all."""
 
     limited: Tensor  # int64 [n], ascending: the positions with a support
-    others: Tensor  # int64 [N - n], ascending: those where every token could be drawn
-    ids: Tensor  # int64 [M], end to end; the drawn token is the last of each
+    others: Tensor  # int64 [N - n], ascending: those where every token could be sampled
+    ids: Tensor  # int64 [M], end to end; the sampled token is the last of each
     rows: Tensor  # int64 [M], ascending: which of the n has the id
     counts: Tensor  # int64 [n]
     ends: list[int]  # [n], of the ids of each; on the host, which cuts chunks
@@ -150,12 +147,12 @@ class Supports:
         others = num_others[token]
         counts = others + 1
         ends = counts.cumsum()
-        is_drawn = np.zeros(int(counts.sum()), bool)
-        is_drawn[ends - 1] = True
+        is_sampled = np.zeros(int(counts.sum()), bool)
+        is_sampled[ends - 1] = True
         first = (num_others.cumsum() - num_others)[token] - (others.cumsum() - others)
-        other_ids = np.empty(len(is_drawn), np.int64)
-        other_ids[~is_drawn] = ids[first.repeat(others) + np.arange(int(others.sum()))]
-        other_ids[is_drawn] = on_host(token_ids).numpy()[row, column]
+        other_ids = np.empty(len(is_sampled), np.int64)
+        other_ids[~is_sampled] = ids[first.repeat(others) + np.arange(int(others.sum()))]
+        other_ids[is_sampled] = on_host(token_ids).numpy()[row, column]
 
         def moved(values: _Ints) -> Tensor:
             return to_device(torch.from_numpy(values), token_ids.device)
@@ -176,7 +173,7 @@ class Supports:
             yield slice(start, end), slice(self.ends[start - 1] if start else 0, self.ends[end - 1])
 
     def logprobs(self, scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs of the drawn tokens and entropies, [n] each, of the softmax over each support.
+        """Logprobs of the sampled tokens and entropies, [n] each, of the softmax over each support.
 
         Args:
             scores: [M], logits of the ids. Carries the gradient.

@@ -111,19 +111,12 @@ class RewardShaping:
 
     def __post_init__(self) -> None:
         if self.scaling == 0:
-            raise ValueError(
-                "scaling of reward_shaping must not be 0, which makes every reward 0. 1 leaves them alone."
-            )
+            raise ValueError("scaling of reward_shaping must not be 0, which makes every reward 0. 1 keeps them.")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip of reward_shaping must be above 0 or None, got {self.clip}.")
 
     def __call__(self, rewards: Tensor, loss_mask: Tensor) -> Tensor:
-        """The shaped rewards, [B, T].
-
-        Args:
-            rewards: [B, T].
-            loss_mask: bool [B, T].
-        """
+        """The shaped rewards, [B, T], of rewards [B, T] and a bool mask [B, T]."""
         bias = torch.full_like(rewards[:, 0], self.bias)
         shaped = (rewards + on_last_loss_token(bias, loss_mask)) * self.scaling
         return shaped if self.clip is None else shaped.clamp(-self.clip, self.clip)

@@ -12,19 +12,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lightrl.checks.printable import count_text
 from lightrl.inspect.index import TrajectoryIndex, finite_number
-from lightrl.inspect.run_folder import Run
+from lightrl.inspect.run_folder import Json, Run
 from lightrl.inspect.timeline import Timeline, problems
 
-MAX_POINTS = 600  # of a curve: more than its columns on a screen
+MAX_POINTS = 600  # a curve's points: more than its columns on a screen
 MAX_TOKENS = 100_000  # shown of a trajectory
 _MAX_IMAGE_BYTES = 32 * 2**20
 _KINDS = {b"\x89PNG\r\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
 _STEPS = ("step", "iteration")  # the column that is the horizontal axis; CSVLogger's, LearningCurve's
 _OTHERS = ("epoch", "created_at")
-_FIRST_FILES = 8  # that are indexed before the first page of the table
-_UPDATE_S = 2.0  # between two looks at what the run has written
+_FIRST_FILES = 8  # indexed before the first page of the table
+_UPDATE_S = 2.0  # between two updates of an index
 
 
 class Curves:
@@ -37,7 +38,7 @@ class Curves:
         self._read_bytes = 0
         self._points: dict[str, tuple[list[float], list[float]]] = {}  # metric → iterations, values
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Metric → {"x": iterations, "y": values}; a long curve has the mean of each part."""
         self._read()
         return {name: _shortened(*points) for name, points in sorted(self._points.items())}
@@ -49,7 +50,7 @@ class Curves:
             return
         with path.open(encoding="utf-8", newline="") as file:
             header = file.readline()
-            # CSVLogger writes the whole file anew when a metric is added.
+            # CSVLogger writes the whole file again when a metric is added.
             if path != self._path or header != self._header or path.stat().st_size < self._read_bytes:
                 self._path, self._header, self._points = path, header, {}
                 self._read_bytes = len(header.encode())
@@ -93,7 +94,7 @@ class _OpenRun:
         self.index = TrajectoryIndex(run.folder, cache)
         self.texts = TokenTexts(run.folder)
         self.timeline = Timeline(run.folder)
-        self.lock = threading.Lock()  # of curves, texts and timeline
+        self.lock = threading.Lock()  # guards curves, texts and timeline
 
 
 class Answers:
@@ -104,7 +105,7 @@ class Answers:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """From here on the indices follow the runs, in a thread; the newest trajectories are there at once."""
+        """Follow the runs with the indices, in a thread; the newest trajectories are there at once."""
         for one in self.runs:
             one.index.update(max_files=_FIRST_FILES)
         threading.Thread(target=self._follow, name="lightrl-inspect-index", daemon=True).start()
@@ -153,7 +154,7 @@ class Answers:
             raise LookupError(f"There is no run {number}.")
         return self.runs[number]
 
-    def _summary(self, number: int) -> dict[str, Any]:
+    def _summary(self, number: int) -> Json:
         one = self.runs[number]
         with one.lock:
             iterations, summary = one.timeline.iterations(), one.timeline.summary()
@@ -197,7 +198,7 @@ class TokenTexts:
         self._texts.update(json.loads(line) for line in content[:end].splitlines())
 
 
-def as_shown(record: Mapping[str, Any], texts: TokenTexts) -> dict[str, Any]:
+def as_shown(record: Json, texts: TokenTexts) -> Json:
     """A record of TrajectoryLog as the page reads it: lists with an entry for each token, aligned to the token."""
     trajectory = record["trajectory"]
     token_ids = trajectory["token_ids"][:MAX_TOKENS]
@@ -234,11 +235,11 @@ def as_shown(record: Mapping[str, Any], texts: TokenTexts) -> dict[str, Any]:
     }
 
 
-def image(record: Mapping[str, Any], number: int) -> tuple[str, bytes]:
+def image(record: Json, number: int) -> tuple[str, bytes]:
     """Content type and bytes of an image of the prompt; of a run's machine nothing but images is shown."""
     images = record["trajectory"]["prompt"].get("images") or ()
     if not 0 <= number < len(images):
-        raise LookupError(f"The prompt has {len(images)} images; there is no number {number}.")
+        raise LookupError(f"The prompt has {count_text(len(images), 'image')}; there is no number {number}.")
     source = str(images[number])
     try:
         if source.startswith("data:"):

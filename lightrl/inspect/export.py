@@ -12,9 +12,9 @@ from typing import Any
 from lightrl.inspect.answers import Answers
 from lightrl.inspect.server import PAGE
 
-NUM_TRAJECTORIES = 200  # of each run, as many of each iteration
-NUM_ITERATIONS = 5  # of each run's trace, the last ones
-MAX_BYTES = 64 * 2**20  # of the trajectories of a run
+NUM_TRAJECTORIES = 200  # per run, as many of each iteration
+NUM_ITERATIONS = 5  # per run, the last traced ones
+MAX_BYTES = 64 * 2**20  # all trajectories of a run
 
 
 def export(answers: Answers, path: Path) -> tuple[int, int]:

@@ -20,10 +20,11 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+
+from lightrl.inspect.run_folder import Json
 
 _NUMBERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness")
-_TEXTS = ("prompt", "prompt_text", "excerpt")  # that are searched
+_TEXTS = ("prompt", "prompt_text", "excerpt")  # searched for words
 COLUMNS = (*_NUMBERS, "finish", *_TEXTS)
 _SCHEMA_VERSION = 2
 _CREATE = """
@@ -58,21 +59,24 @@ class TrajectoryIndex:
     def update(self, *, max_files: int | None = None) -> int:
         """Reads files that are new or have changed, the newest first; returns how many are left."""
         with self._updating, closing(self._connect()) as database:
-            known = {name: (size, time, number) for name, size, time, number in database.execute("SELECT * FROM files")}
+            indexed_files = {
+                name: (size, time, number) for name, size, time, number in database.execute("SELECT * FROM files")
+            }
             here = {f"{Path(entry.path).parent.name}/{entry.name}": entry.stat() for entry in _entries(self._folder)}
-            gone = known.keys() - here.keys()
-            changed = [name for name in sorted(here, reverse=True) if known.get(name, (0, 0))[:2] != _stamp(here[name])]
+            changed = [
+                name for name in sorted(here, reverse=True) if indexed_files.get(name, (0, 0))[:2] != _stamp(here[name])
+            ]
             self.num_missing = len(changed)
             with database:
-                for name in gone:
-                    _forget(database, name, known[name][2])
-            next_id = max((number for _, _, number in known.values()), default=0) + 1
+                for name in indexed_files.keys() - here.keys():
+                    _forget(database, name, indexed_files[name][2])
+            next_id = max((number for _, _, number in indexed_files.values()), default=0) + 1
             for start in range(0, min(len(changed), max_files or len(changed)), 64):
                 batch = changed[start : start + 64][:max_files]
                 with database:
                     for name in batch:
-                        if name in known:
-                            _forget(database, name, known[name][2])
+                        if name in indexed_files:
+                            _forget(database, name, indexed_files[name][2])
                         _add(database, self._folder / name, next_id, name, _stamp(here[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
@@ -80,7 +84,7 @@ class TrajectoryIndex:
 
     def page(
         self, query: str = "", sort: str = "iteration", *, descending: bool = True, offset: int = 0, limit: int = 100
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Rows of the table, and how many there are.
 
         Args:
@@ -96,15 +100,15 @@ class TrajectoryIndex:
         tie = "ASC" if sort == "iteration" else direction  # an iteration in its order; else the whole order of an index
         with closing(self._connect()) as database:
             (total,) = database.execute(f"SELECT count(*) FROM rows {where}", values).fetchone()
-            found = database.execute(
+            rows = database.execute(
                 f'SELECT rowid, {_COLUMNS} FROM rows {where} ORDER BY "{sort}" {direction}, rowid {tie} '
                 "LIMIT ? OFFSET ?",
                 [*values, min(limit, 1000), offset],
             )
-            return {"total": total, "rows": _dicts(found), "notes": notes}
+            return {"total": total, "rows": _dicts(rows), "notes": notes}
 
-    def sample(self, num: int) -> list[dict[str, Any]]:
-        """Return at most `num` rows: as many of each iteration, whole groups where there is room for one."""
+    def sample(self, num: int) -> list[Json]:
+        """Return at most `num` rows: as many of each iteration, whole groups where one fits."""
         with closing(self._connect()) as database:
             total, iterations, size = database.execute(
                 "SELECT count(*), count(DISTINCT iteration), max(sample) + 1 FROM rows"
@@ -112,15 +116,15 @@ class TrajectoryIndex:
             each = num if total <= num else max(1, num // iterations)
             each -= each % size if size and each > size else 0
             order = 'PARTITION BY iteration ORDER BY "group" IS NULL, "group", sample'
-            found = database.execute(
+            samples = database.execute(
                 f"SELECT id, {_COLUMNS} FROM (SELECT rowid AS id, *, row_number() OVER ({order}) AS place FROM rows) "
                 "WHERE place <= ? ORDER BY place, iteration",
                 [each],
             )
-            rows = _dicts(found)
+            rows = _dicts(samples)
         return rows if len(rows) <= num else [rows[place * (len(rows) - 1) // (num - 1)] for place in range(num)]
 
-    def line(self, row_id: int) -> dict[str, Any]:
+    def line(self, row_id: int) -> Json:
         """The record of a row as TrajectoryLog wrote it; raises LookupError if there is none, or none any more."""
         with closing(self._connect()) as database:
             row = database.execute(
@@ -129,33 +133,33 @@ class TrajectoryIndex:
             ).fetchone()
         if row is None:
             raise LookupError(
-                f"There is no trajectory {row_id}; the run has replaced its iteration. Load the table anew."
+                f"There is no trajectory {row_id}; the run has replaced its iteration. Load the table again."
             )
         with (self._folder / row[0]).open("rb") as file:
             file.seek(row[1])
-            record: dict[str, Any] = json.loads(file.read(row[2]))
+            record: Json = json.loads(file.read(row[2]))
         return record
 
-    def group_of(self, iteration: int, group: int) -> list[dict[str, Any]]:
+    def group_of(self, iteration: int, group: int) -> list[Json]:
         """The rows of a group in an iteration."""
         page = self.page(f"iteration={iteration} group={group}", "sample", descending=False, limit=1000)
         return list(page["rows"])
 
     def _connect(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._path, timeout=30.0)
-        database.execute("PRAGMA synchronous = OFF")  # it can be built anew
+        database.execute("PRAGMA synchronous = OFF")  # it can be built again
         database.execute("PRAGMA journal_mode = WAL")  # so that the table can be read while it grows
         return database
 
 
-def _dicts(rows: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
+def _dicts(rows: Iterable[Sequence[object]]) -> list[Json]:
     return [dict(zip(("id", *COLUMNS), row, strict=True)) for row in rows]
 
 
-def condition(query: str) -> tuple[str, list[Any], list[str]]:
+def condition(query: str) -> tuple[str, list[object], list[str]]:
     """Return a query as SQL, its values, and notes on words that look like a condition but are searched as text."""
     clauses: list[str] = []
-    values: list[Any] = []
+    values: list[object] = []
     notes: list[str] = []
     for word in query.split():
         name, sign, text = match.groups() if (match := _CONDITION.match(word)) else ("", "", "")
@@ -216,7 +220,7 @@ def _add(database: sqlite3.Connection, path: Path, number: int, name: str, stamp
     database.executemany(f"INSERT INTO rows VALUES ({marks})", _rows(path, number))
 
 
-def _rows(path: Path, number: int) -> Iterator[Sequence[Any]]:
+def _rows(path: Path, number: int) -> Iterator[Sequence[object]]:
     if path.stat().st_size == 0:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -231,16 +235,16 @@ def _rows(path: Path, number: int) -> Iterator[Sequence[Any]]:
             start = end + 1
 
 
-def _storable(value: Any) -> Any:
+def _storable(value: object) -> object:
     """SQLite holds no lone surrogates, which a completion may have."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-def _columns(content: mmap.mmap, start: int, end: int) -> dict[str, Any] | None:
+def _columns(content: mmap.mmap, start: int, end: int) -> Json | None:
     """Read the columns of a trajectory from the beginning of its line, or those of one that was dropped."""
     cut = content.find(b', "trajectory": ', start, end)
     try:
-        record: dict[str, Any] = json.loads(content[start:end] if cut < 0 else content[start:cut] + b"}")
+        record: Json = json.loads(content[start:end] if cut < 0 else content[start:cut] + b"}")
         if cut >= 0:
             return record
         is_drop = record["kind"].startswith("dropped: ")

@@ -1,4 +1,4 @@
-"""Which folders are runs: those with metrics, trajectories, a trace or a status."""
+"""Finds the folders that are runs: those with metrics, trajectories, a trace or a status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 _SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
-_DEPTH = 3  # of runs below a folder that is named: <root>/lightning_logs/version_0
+Json = dict[str, Any]  # an object of a file or of an answer
+_DEPTH = 3  # folders from a named one down to its runs: <root>/lightning_logs/version_0
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,10 @@ class Run:
     folder: Path
     name: str  # short, unlike those of the other runs
 
-    def status(self) -> dict[str, Any]:
-        """What the run does, from its `status.json`; empty without one."""
+    def status(self) -> Json:
+        """State of the run, from its `status.json`; empty without one."""
         try:
-            status: dict[str, Any] = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
+            status: Json = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return status
@@ -41,7 +42,7 @@ class Run:
         return settings
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             if inner or key != "init_args":
@@ -57,13 +58,13 @@ def find_runs(paths: Iterable[Path]) -> list[Run]:
     """The runs in these folders: of each the folder itself or, if it is none, all runs in it, the newest last."""
     folders: list[Path] = []
     for path in paths:
-        found = _runs_in(path.absolute(), _DEPTH)
-        if not found:
+        runs = _runs_in(path.absolute(), _DEPTH)
+        if not runs:
             raise ValueError(
                 f"{path} is not a run and has none in it. Pass a run's folder, such as "
                 "runs/quickstart/lightning_logs/version_0, or its trainer.default_root_dir."
             )
-        folders += [folder for folder in found if folder not in folders]
+        folders += [folder for folder in runs if folder not in folders]
     return [Run(folder, name) for folder, name in zip(folders, _short_names(folders), strict=True)]
 
 
@@ -77,7 +78,7 @@ def _runs_in(folder: Path, depth: int) -> list[Path]:
 
 
 def _short_names(folders: list[Path]) -> list[str]:
-    """The last parts of each path that tell it from the others; without `lightning_logs`."""
+    """The last parts of each path that no other path has; without `lightning_logs`."""
     parts = [[part for part in folder.parts if part != "lightning_logs"] for folder in folders]
     for num in range(2, 30):
         names = ["/".join(one[-num:]) for one in parts]

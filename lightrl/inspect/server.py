@@ -14,7 +14,6 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from lightrl.inspect.answers import Answers
@@ -93,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._say(HTTPStatus.OK, answers.answer(question, values))
 
-    def _say(self, status: HTTPStatus, value: Any) -> None:
+    def _say(self, status: HTTPStatus, value: object) -> None:
         content = json.dumps(value if status == HTTPStatus.OK else {"error": value}).encode()
         self._send(status, "application/json", content)
 
@@ -104,5 +103,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing: the addresses have the token."""

@@ -6,12 +6,11 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from lightrl.inspect.run_folder import Run
+from lightrl.inspect.run_folder import Json, Run
 from lightrl.trace import trace_files
 
-MAX_EVENTS = 20_000  # of an iteration, the longest ones
+MAX_EVENTS = 20_000  # per iteration, the longest ones
 MAX_PROBLEMS = 5_000  # the last ones
 
 _MARK = re.compile(rb'^\{"name":"iteration (\d+)","ph":"i"', re.M)
@@ -27,24 +26,24 @@ class Timeline:
         self._scanned: dict[Path, tuple[int, int]] = {}  # file → inode, and bytes that were searched
 
     def iterations(self) -> list[int]:
-        """Those that were traced."""
+        """List the traced iterations."""
         for path in trace_files(self._folder):
             self._scan(path)
         return sorted({iteration for marks in self._marks.values() for iteration, _ in marks})
 
-    def summary(self) -> dict[str, Any] | None:
-        """What Trace has written at the end of the run."""
+    def summary(self) -> Json | None:
+        """Read what Trace has written at the end of the run."""
         try:
-            summary: dict[str, Any] = json.loads((self._folder / "summary.json").read_text(encoding="utf-8"))
+            summary: Json = json.loads((self._folder / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return summary
 
-    def events(self, iteration: int) -> dict[str, Any]:
+    def events(self, iteration: int) -> Json:
         """Rows by rank and track, and events as [row, name, category, start in ms, duration in ms, args]."""
         self.iterations()
         names: dict[tuple[int, int], str] = {}
-        events: list[dict[str, Any]] = []
+        events: list[Json] = []
         memory: dict[str, float] = {}
         for path, marks in self._marks.items():
             for event in self._lines(path, marks, iteration):
@@ -93,7 +92,7 @@ class Timeline:
                 done += end
         self._scanned[path] = (stat.st_ino, done)
 
-    def _lines(self, path: Path, marks: list[tuple[int, int]], iteration: int) -> Iterator[dict[str, Any]]:
+    def _lines(self, path: Path, marks: list[tuple[int, int]], iteration: int) -> Iterator[Json]:
         for index, (number, start) in enumerate(marks):
             if number != iteration:
                 continue
@@ -104,14 +103,14 @@ class Timeline:
                     yield json.loads(line.rstrip(b","))
 
     def _names(self, path: Path) -> dict[tuple[int, int], str]:
-        """Of the tracks; each is named once, in the iteration that it first occurs in."""
+        """Names of the tracks; each is named once, in the iteration that it first occurs in."""
         with path.open("rb") as file:
             lines = [line for line in file if line.startswith(b'{"name":"thread_name"')]
         named = [json.loads(line.rstrip(b",\n")) for line in lines]
         return {(one["pid"], one["tid"]): one["args"]["name"] for one in named}
 
 
-def problems(run: Run) -> list[dict[str, Any]]:
+def problems(run: Run) -> list[Json]:
     """List lost servers, then warnings, errors and drops of all ranks and the traceback, the newest first."""
     status = run.status()
     stamp = {"at": status.get("at", 0.0), "iteration": status.get("iteration"), "source": "server"}
@@ -120,16 +119,16 @@ def problems(run: Run) -> list[dict[str, Any]]:
         for one in status.get("servers", ())
         if one.get("state") != "routable"
     ]
-    found: list[dict[str, Any]] = []
+    reported: list[Json] = []
     for path in sorted((run.folder / "problems").glob("rank-*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                found.append(json.loads(line))
+                reported.append(json.loads(line))
             except ValueError:
                 continue  # in the making
     traceback = run.folder / "traceback.txt"
     if traceback.exists():
         text = traceback.read_text(encoding="utf-8", errors="replace")
         stamp = {"at": traceback.stat().st_mtime, "rank": 0, "source": "trainer"}
-        found.append({**stamp, "kind": "traceback", "message": text[-8_000:]})
-    return [*lost, *sorted(found, key=lambda one: -one.get("at", 0.0))[:MAX_PROBLEMS]]
+        reported.append({**stamp, "kind": "traceback", "message": text[-8_000:]})
+    return [*lost, *sorted(reported, key=lambda one: -one.get("at", 0.0))[:MAX_PROBLEMS]]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lightrl.checks.printable import end_of_log
 from lightrl.concurrency.guarded_processes import GuardedProcesses
-from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
+from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.launch.launcher import TOKEN_FILE, FollowedLog, Launcher, LaunchState
 from lightrl.launch.plan import Plan, Process
 

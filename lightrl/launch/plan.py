@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from lightrl.checks.disk_errors import check_local
 from lightrl.checks.printable import count_text
-from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES
-from lightrl.engines.sglang.registry import SCHEME
+from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
+from lightrl.engines.servers.registry import SCHEME
 from lightrl.launch.memory import PlannedRun, memory_line, misfits
 from lightrl.launch.settings import Launch, Layout, layout_of
 from lightrl.models import RoleMesh

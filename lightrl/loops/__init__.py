@@ -1,7 +1,7 @@
 """The loop: what happens between two batches of Lightning's fit loop when the module is an RLModule.
 
 Reading order:
-    rollout_stage.py  what a fit or validate opens, checks and closes: judge, engine, rollout
+    rollout_stage.py  what a fit or validate opens, checks and closes: reward worker, engine, rollout
     rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop
     score.py          model calls and advantages on the whole iteration
     run_calls.py      each call as soon as what it needs is there, where its model is

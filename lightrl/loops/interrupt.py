@@ -53,7 +53,7 @@ class InterruptGate:
     def raised_at_once(self, ranks: Ranks) -> Iterator[None]:
         """Inside, where rank 0 may wait for servers, SIGTERM ends the start as Ctrl-C does; Lightning only notes it.
 
-        With several ranks only rank 0 is ended: the others wait for it and hear from it. A second SIGTERM is not
+        With several ranks only rank 0 is ended: the others wait for its message. A second SIGTERM is not
         raised.
         """
         if threading.current_thread() is not threading.main_thread():

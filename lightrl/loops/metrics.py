@@ -55,18 +55,18 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
     """
     masks = {2: loss_mask, 1: loss_mask.any(1)}
     # Dimensions of values without weights, or the id of weights → these, where they count, and their sum.
-    known: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
+    weights_by_key: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
     numbers, sums = [], []
     for name, metric in metrics.items():
         values, given = metric if isinstance(metric, tuple) else (metric, None)
         key, mask = values.dim() if given is None else id(given), masks[values.dim()]
-        if key not in known:
+        if key not in weights_by_key:
             if given is None:
-                known[key] = None, mask, mask.sum(dtype=torch.float32)
+                weights_by_key[key] = None, mask, mask.sum(dtype=torch.float32)
             else:
                 given = torch.where(mask, given.float(), 0.0)
-                known[key] = given, given != 0, given.sum()
-        weights, counts, total = known[key]
+                weights_by_key[key] = given, given != 0, given.sum()
+        weights, counts, total = weights_by_key[key]
         reduction, values = reduction_of(name), values.float()
         if reduction == "max":
             numbers.append(torch.where(counts, values, -torch.inf).amax())
@@ -120,23 +120,14 @@ def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     for row, name in enumerate(names):
         for part in columns[row].unbind():
             if part[1]:
-                whole[name] = joined(name, whole[name], part) if name in whole else part
+                add_parts(whole, {name: part})
     return whole
 
 
-class IterationMetrics:
-    """The metrics of an iteration, from the parts of its minibatches."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, Tensor] = {}
-
-    def add(self, parts: Mapping[str, Tensor]) -> None:
-        """A minibatch's."""
-        for name, part in parts.items():
-            self._parts[name] = joined(name, self._parts[name], part) if name in self._parts else part
-
-    def values(self) -> dict[str, float]:
-        return values_of(self._parts)
+def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Joins these parts of metrics with those in `whole`."""
+    for name, part in parts.items():
+        whole[name] = joined(name, whole[name], part) if name in whole else part
 
 
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:

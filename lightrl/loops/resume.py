@@ -22,13 +22,14 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import SplitsModels, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
+from lightrl.strategies import FSDP2Strategy, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
 from lightrl.strategies.checkpoint import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
 
 SECRETS = ("token", "api_key", "password")  # names of settings that no file of a run keeps
-OptimizerSettings = list[list[dict[str, Any]]]  # optimizers, their groups, and each group's numbers by name
+Settings = dict[str, Any]  # by name or path, or a part of a checkpoint
+OptimizerSettings = list[list[Settings]]  # optimizers, their groups, and each group's numbers by name
 
 
 def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> OptimizerSettings:
@@ -43,7 +44,7 @@ def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> Optimizer
     ]
 
 
-def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> dict[str, Any]:
+def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
     """A fit's settings by path: the command's, or what a module keeps under the names of its constructor's arguments.
 
     Args:
@@ -54,22 +55,22 @@ def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> dict[str, 
         module = trainer.lightning_module
         kinds: Any = type(module).__mro__
         names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
-        kept = {name: value for name, value in vars(module).items() if name in names}
-        settings = {"model": kept, "trainer": {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}}
-    found = by_path({name: value for name, value in settings.items() if name not in ("config", "ckpt_path")})
+        of_module = {name: value for name, value in vars(module).items() if name in names}
+        settings = {"model": of_module, "trainer": {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}}
+    given = by_path({name: value for name, value in settings.items() if name not in ("config", "ckpt_path")})
     numbers = [pair for groups in optimizers[:1] for pair in groups[0].items() if pair[0] != "is_scheduled"]
-    others = by_path({f"optimizer.{name}": value for name, value in numbers if f"model.{name}" not in found})
-    return {name: value for name, value in (others | found).items() if _is_plain(value)}
+    others = by_path({f"optimizer.{name}": value for name, value in numbers if f"model.{name}" not in given})
+    return {name: value for name, value in (others | given).items() if _is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether a checkpoint may hold it, which is read as data."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
-def by_path(value: Any, path: str = "") -> dict[str, Any]:
+def by_path(value: object, path: str = "") -> Settings:
     """Settings such as `model.sampling.temperature`: no secrets, no `init_args`, a class in a list by its name."""
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
@@ -77,13 +78,13 @@ def by_path(value: Any, path: str = "") -> dict[str, Any]:
         value = {str(one.get("class_path", index)).rpartition(".")[2]: one for index, one in enumerate(value)}
     if not isinstance(value, Mapping):
         return {} if path.rpartition(".")[2] in SECRETS else {path: list(value) if isinstance(value, tuple) else value}
-    found: dict[str, Any] = {}
+    settings: Settings = {}
     for name, inner in value.items():
-        found |= by_path(inner, path if name == "init_args" else f"{path}.{name}".lstrip("."))
-    return found
+        settings |= by_path(inner, path if name == "init_args" else f"{path}.{name}".lstrip("."))
+    return settings
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes(before: Settings, now: Settings) -> list[str]:
     """`model.group_size 8 → 4` for each setting that differs; a class on one side alone without its settings."""
     is_whole = all("model.class_path" in settings for settings in (before, now))  # both are a command's
     both = before.keys() & now.keys()
@@ -97,7 +98,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "null" if value is None else f"{value!s:.80}"
 
 
@@ -113,18 +114,18 @@ class Resume:
         self.trainer = trainer
         self.guard = guard
         self.why_no_checkpoint: str | None = None  # what makes a checkpoint wrong at this moment
-        self._rollout_state: dict[str, Any] | None = None  # the last fit's or checkpoint's, for the next rollout
+        self._rollout_state: Settings | None = None  # the last fit's or checkpoint's, for the next rollout
         self._is_restored = False  # the open rollout has taken the state over
         self._optimizers: OptimizerSettings = []  # this fit's
-        self._settings: dict[str, Any] = {}  # path → setting of this fit
-        self._saved: dict[str, Any] = {}  # a checkpoint's `optimizers` and `settings`, until they are compared
+        self._settings: Settings = {}  # path → setting of this fit
+        self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until they are compared
 
     def begin(self) -> None:
         """A stage begins: forgets what an earlier one, which may have failed, left behind."""
         self.why_no_checkpoint = None
         self._is_restored = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Settings:
         """State for a checkpoint; without the rollout's part if nothing was rolled out."""
         state = (self.trainer.rollout.state_dict() if self._is_restored else None) or self._rollout_state
         settings = {"optimizers": self._optimizers, "settings": self._settings} if self._optimizers else {}
@@ -138,7 +139,7 @@ class Resume:
             "torch_rng": torch.get_rng_state(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Settings) -> None:
         self._saved = {name: state_dict[name] for name in ("optimizers", "settings") if name in state_dict}
         self._rollout_state = state_dict.get("rollout")
         if self._rollout_state is None:
@@ -155,10 +156,10 @@ class Resume:
         """Reports which settings of a resumed fit are not the checkpoint's, and gives the optimizers its own."""
         saved, self._saved = self._saved, {}
         self._settings = settings_of(self.trainer, self._optimizers)
-        if found := changes(saved.get("settings", {}), self._settings):
-            is_only_longer = all(change.startswith("trainer.max_") for change in found)
+        if changed := changes(saved.get("settings", {}), self._settings):
+            is_only_longer = all(change.startswith("trainer.max_") for change in changed)
             level = logging.INFO if is_only_longer else logging.WARNING
-            log.log(level, "Changed since the checkpoint: %s.", "; ".join(found))
+            log.log(level, "Changed since the checkpoint: %s.", "; ".join(changed))
         schedules = {id(item.scheduler.optimizer): item for item in self.trainer.lr_scheduler_configs}
         olds_of = saved.get("optimizers", [])
         for optimizer, groups, olds in zip(self.trainer.optimizers, self._optimizers, olds_of, strict=False):
@@ -179,8 +180,8 @@ class Resume:
                     updated["lr"] = new["lr"]
                 elif "lr" in names:
                     log.warning(
-                        "lr=%s has no effect on this resumed run: %s goes on from the checkpoint's %s. To use the new "
-                        "one, start a run from its weights.", new["lr"], type(scheduler).__name__, old["lr"],
+                        "lr=%s has no effect on this resumed run: %s continues from the checkpoint's %s. To use the "
+                        "new one, start a run from its weights.", new["lr"], type(scheduler).__name__, old["lr"],
                     )  # fmt: skip
                 group.update(updated)
             if isinstance(scheduler, LambdaLR):
@@ -227,7 +228,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def restore_model(self) -> None:
         module = self.trainer.lightning_module
-        is_split = isinstance(self.trainer.strategy, SplitsModels)
+        is_split = isinstance(self.trainer.strategy, FSDP2Strategy)
         with contextlib.nullcontext() if is_split else explained_mismatch(module, self._loaded_checkpoint):
             super().restore_model()
 
@@ -238,7 +239,7 @@ class CheckpointConnector(_CheckpointConnector):
 
     def restore_optimizers(self) -> None:
         strategy = self.trainer.strategy
-        if not self._loaded_checkpoint or isinstance(strategy, SplitsModels):
+        if not self._loaded_checkpoint or isinstance(strategy, FSDP2Strategy):
             super().restore_optimizers()
         else:
             load_optimizers(strategy, strategy.load_optimizer_state_dict, self._loaded_checkpoint)
@@ -258,7 +259,7 @@ def check_resume(trainer: RLTrainer) -> None:
     log.info("fast_dev_run: the state of loops, callbacks, module and data module is the same after a checkpoint.")
 
 
-def _first_problem(state: dict[str, Any]) -> str | None:
+def _first_problem(state: Settings) -> str | None:
     """Why a checkpoint would not keep this state; None if it does."""
     leaves, structure = tree_flatten_with_path(state)
     try:
@@ -277,14 +278,14 @@ def _first_problem(state: dict[str, Any]) -> str | None:
     return f"checkpoint{name} differs after it was saved and loaded. Save tensors and plain Python there."
 
 
-def _saved_and_loaded(value: Any) -> Any:
+def _saved_and_loaded(value: object) -> object:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
 
 
-def _can_be_loaded(value: Any) -> bool:
+def _can_be_loaded(value: object) -> bool:
     try:
         _saved_and_loaded(value)
     except Exception:  # noqa: BLE001  # as above; the caller names the value
@@ -292,7 +293,7 @@ def _can_be_loaded(value: Any) -> bool:
     return True
 
 
-def _are_equal(left: Any, right: Any) -> bool:
+def _are_equal(left: object, right: object) -> bool:
     """NaN equals NaN here."""
     if not isinstance(left, torch.Tensor):
         return bool(left == right or (left != left and right != right))

@@ -22,11 +22,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
+from lightrl.checks.printable import count_text
 from lightrl.data import prompts_of
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
 from lightrl.loops.interrupt import InterruptGate
-from lightrl.loops.metrics import IterationMetrics, values_of
+from lightrl.loops.metrics import add_parts, values_of
 from lightrl.loops.resume import Resume
 from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
@@ -53,11 +54,11 @@ _ADVICE = {
 class RewardedGroups(list[Group]):
     """The groups of a batch; Lightning may move it to a device, which leaves it as it is."""
 
-    def to(self, *args: Any, **kwargs: Any) -> RewardedGroups:
+    def to(self, *args: object, **kwargs: object) -> RewardedGroups:
         return self
 
 
-def evaluate(trainer: RLTrainer, batch: Any, on_wait: OnWait) -> RewardedGroups:
+def evaluate(trainer: RLTrainer, batch: object, on_wait: OnWait) -> RewardedGroups:
     """Roll out and reward the prompts of a batch.
 
     Args:
@@ -133,7 +134,7 @@ class RolloutLoop(_AutomaticOptimization):
     def _own_randomness(self, module: RLModule) -> Iterator[None]:
         """Random numbers inside depend on (seed, weight version) alone, and do not change those outside.
 
-        A resumed run cannot repeat what loaders and validation drew from the global state in between.
+        A resumed run cannot repeat what loaders and validation took from the global state in between.
         """
         is_cuda = module.device.type == "cuda"
         # torch.manual_seed formats the stack for each kind of accelerator that is missing.
@@ -176,7 +177,7 @@ class RolloutLoop(_AutomaticOptimization):
             if not rollout.settings.defers_rewards:
                 return self._run_calls(module, experience, trajectories, left_out=set())
             graph = module.data_flow()
-            scored = graph.beside_rewards()
+            scored = graph.before_rewards()
             later = {call.name for call in graph.calls} - scored
             experience = self._run_calls(module, experience, trajectories, left_out=later)
         with self._phase("rewards"):
@@ -199,7 +200,7 @@ class RolloutLoop(_AutomaticOptimization):
             experience = ShardedExperience.from_trajectories(trajectories, has_rewards=has_rewards)
             has_all = range(self.ranks.size)
         longest = int(experience.lengths.max()) if len(experience) else 0
-        self.sizes = f", with {len(experience)} trajectories of at most {longest} tokens"
+        self.sizes = f", with {count_text(len(experience), 'trajectory')} of at most {count_text(longest, 'token')}"
         experience = shard(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
         return with_images(experience, trajectories, module.image_reader, rows=experience.rows_here)
 
@@ -217,20 +218,20 @@ class RolloutLoop(_AutomaticOptimization):
         """
         units = experience.units(module.loss_unit)
         has_reward = [trajectory.reward is not None for trajectory in trajectories]
-        kept = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)
-        if len(kept) == len(experience):
+        rewarded_rows = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)
+        if len(rewarded_rows) == len(experience):
             return experience, trajectories
-        if not kept:
+        if not rewarded_rows:
             raise mark_as_on_all_ranks(ValueError("No trajectory has a reward. Fix the reward function."))
-        for row in sorted(set(range(len(trajectories))) - set(kept)):
+        for row in sorted(set(range(len(trajectories))) - set(rewarded_rows)):
             if has_reward[row]:
                 message = f"the reward of another trajectory of its {module.loss_unit} failed"
                 self.trainer.call_rl_hook("on_trajectory_dropped", "loss_unit", message)
-        rest = [trajectories[row] for row in kept]
-        kept_ids = set(map(id, rest))
+        rest = [trajectories[row] for row in rewarded_rows]
+        rest_ids = set(map(id, rest))
         for group in groups:
-            group.trajectories = [item for item in group.trajectories if id(item) in kept_ids]
-        return experience.select(kept), rest
+            group.trajectories = [item for item in group.trajectories if id(item) in rest_ids]
+        return experience.select(rewarded_rows), rest
 
     @property
     def _minibatch_seed(self) -> int:
@@ -247,7 +248,7 @@ class RolloutLoop(_AutomaticOptimization):
         trainer = self.trainer
         cuts = minibatches(experience, epochs=module.update_epochs, seed=self._minibatch_seed)
         train_calls = module.data_flow().of_kind("train")
-        iteration = IterationMetrics()
+        iteration: dict[str, torch.Tensor] = {}  # parts of its metrics
         imbalances: list[float] = []
         holders = self.ranks.of_role("policy")
         for index, rows in enumerate(cuts):
@@ -259,14 +260,14 @@ class RolloutLoop(_AutomaticOptimization):
             metrics, parts = self._step(module, train_calls, minibatch, batch_idx, is_first=index == 0)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, len(cuts))
-            iteration.add(parts)
+            add_parts(iteration, parts)
             if module.is_update_the_last(metrics):
                 break
         with logging_allowed(module):
             if imbalances:
                 module.log("update/token_imbalance", sum(imbalances) / len(imbalances))
             # A skipped update has no gradient norm: that mean is over the updates that have one.
-            values = iteration.values()
+            values = values_of(iteration)
             module.log_dict({name if "/" in name else f"policy/{name}": value for name, value in values.items()})
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
 
@@ -341,7 +342,7 @@ class RolloutLoop(_AutomaticOptimization):
                 shown = experience.shown
         return experience
 
-    def rewarded_groups(self, batch: Any) -> list[Group]:
+    def rewarded_groups(self, batch: object) -> list[Group]:
         """The groups of a validation, test or predict batch."""
         groups = evaluate(self.trainer, batch, self._waiting())
         self._report_drops()
@@ -373,7 +374,7 @@ class RolloutLoop(_AutomaticOptimization):
         for drop in self.trainer.rollout.drain_drops():
             self.trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
 
-    def out_of_memory(self, error: torch.OutOfMemoryError, module: Any) -> TrainingError:
+    def out_of_memory(self, error: torch.OutOfMemoryError, module: object) -> TrainingError:
         """The error to raise instead: the phase, its sizes, what was estimated, and what to set."""
         tokens = getattr(module, "microbatch_tokens", None)
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"

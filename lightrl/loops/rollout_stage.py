@@ -1,4 +1,4 @@
-"""RolloutStage: what a fit, validate, test or predict of an RLModule opens: models, judge, engine and rollout.
+"""RolloutStage: what a fit, validate, test or predict of an RLModule opens: models, reward worker, engine and rollout.
 
 It checks their settings before a device is touched, logs what follows from them, and closes each in any case.
 """
@@ -34,14 +34,14 @@ from lightrl.checks.printable import count_text
 from lightrl.concurrency.in_thread import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
-from lightrl.engines import LocalEngine, SGLangEngine, choose_devices
+from lightrl.engines import LocalEngine, ServerEngine, choose_devices
 from lightrl.loops.resume import Resume
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.models import ParallelModel
 from lightrl.models.chat_template import with_stop_tokens
 from lightrl.models.lora import AdapterShape
 from lightrl.module import RLModule
-from lightrl.rewards import FailureLog, JudgesGroups, make_judge
+from lightrl.rewards import FailureLog, RewardWorker, make_reward_worker
 from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.rollout.workflow_pool import check_workers
@@ -101,7 +101,7 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
 
 log = logging.getLogger(__name__)
 
-# New objects until Python looks for garbage; with 700, its default, 40 looks an iteration took 14 ms of 340.
+# New objects until Python collects garbage; with 700, its default, 40 collections took 14 ms of an iteration's 340.
 _OBJECTS_A_COLLECTION = 20_000
 
 
@@ -116,7 +116,7 @@ class RolloutStage:
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         self.trainer = trainer
         self.resume = resume
-        self._judge: JudgesGroups | None = None
+        self._reward_worker: RewardWorker | None = None
         self._engine_is_open = False
         self._num_threads = 0  # before the stage, while it is open
         self._precision: Precision | None = None  # before the stage, while it is open
@@ -143,10 +143,10 @@ class RolloutStage:
             check_workers(self.trainer.engine or LocalEngine(), module.workflow_workers)
         check_callbacks(getattr(self.trainer, "callbacks", ()))
 
-    def start_judge(self, module: RLModule) -> None:
+    def start_reward_worker(self, module: RLModule) -> None:
         """Before any model is built, on the main process alone: fails if there is no such reward function."""
-        self._judge = _judge_of(module)
-        self._judge.start()
+        self._reward_worker = _make_reward_worker(module)
+        self._reward_worker.start()
 
     def open(self, module: RLModule) -> None:
         """Once the module has its models and its restored state.
@@ -167,14 +167,16 @@ class RolloutStage:
             trainer.fit_loop.setup_data()
             trainer.open_rollout = RecordedRollout(recorded, run_seed=trainer.run_seed)
             num = sum(len(group.trajectories) for groups in recorded for group in groups)
-            log.info("no engine: %d recorded iterations with %d trajectories", len(recorded), num)
+            log.info(
+                "no engine: %s with %s", count_text(len(recorded), "recorded iteration"), count_text(num, "trajectory")
+            )
         if is_fit:
             self.resume.restore_rollout()
         if recorded is None and trainer.is_global_zero:
             _log_what_runs(trainer, module, trainer.rollout.settings if is_fit else None)
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         if module.device.type == "cpu" and num_parameters < SMALL_MODEL_PARAMETERS:
-            torch.set_num_threads(1)  # OpenMP's others would spin beside the threads of rollout and update
+            torch.set_num_threads(1)  # OpenMP's others would spin next to the threads of rollout and update
         gc.freeze()  # a full collection, every fifth iteration, took 250 ms for what imports have made
         self._gc_threshold = gc.get_threshold()
         gc.set_threshold(_OBJECTS_A_COLLECTION, *self._gc_threshold[1:])
@@ -194,8 +196,8 @@ class RolloutStage:
         steps: list[Callable[[], None]] = []
         if self.trainer.open_rollout is not None:
             steps += [self.resume.keep_rollout, self._close_rollout]
-        if self._judge is not None:
-            steps.append(self._close_judge)
+        if self._reward_worker is not None:
+            steps.append(self._close_reward_worker)
         if self._engine_is_open:
             steps.append(self._close_engine)
         call_all(*steps)
@@ -204,10 +206,10 @@ class RolloutStage:
         self.trainer.rollout.close()
         self.trainer.open_rollout = None
 
-    def _close_judge(self) -> None:
-        assert self._judge is not None
-        self._judge.close()
-        self._judge = None
+    def _close_reward_worker(self) -> None:
+        assert self._reward_worker is not None
+        self._reward_worker.close()
+        self._reward_worker = None
 
     def _close_engine(self) -> None:
         assert self.trainer.engine is not None
@@ -233,7 +235,7 @@ class RolloutStage:
             settings = dataclasses.replace(settings, groups_per_iteration=prompts.batch_size, total_groups=total_groups)
             _check_sizes(module, prompts.batch_size, ranks)
         settings = _configured(trainer, module, settings)
-        if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.beside_rewards():
+        if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.before_rewards():
             settings = dataclasses.replace(settings, defers_rewards=True)
         settings = _of_rank_0(settings, ranks)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
@@ -251,14 +253,14 @@ class RolloutStage:
         prompts: PromptStream | None,
         folder: Path,
     ) -> RolloutController:
-        """Judge, engine and controller; on rank 0 only."""
-        judge = _judge_of(module) if self._judge is None else self._judge
-        self._judge = judge if failures is None else FailureLog(judge, failures)
-        self._judge.start()
+        """Reward worker, engine and controller; on rank 0 only."""
+        worker = _make_reward_worker(module) if self._reward_worker is None else self._reward_worker
+        self._reward_worker = worker if failures is None else FailureLog(worker, failures)
+        self._reward_worker.start()
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
-        if isinstance(engine, SGLangEngine) and engine.adapters == "served":
+        if isinstance(engine, ServerEngine) and engine.adapters == "served":
             policy: Any = module.policy
             engine.expect_adapters(AdapterShape.of(policy), num_versions=settings.max_staleness + 1)
         log.info("devices: %s", devices_text(self.trainer))
@@ -273,7 +275,7 @@ class RolloutStage:
         return RolloutController(
             engine,
             workflow,
-            self._judge,
+            self._reward_worker,
             settings,
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
@@ -282,9 +284,9 @@ class RolloutStage:
         )
 
 
-def _judge_of(module: RLModule) -> JudgesGroups:
+def _make_reward_worker(module: RLModule) -> RewardWorker:
     """Builds what computes the rewards of the module's trajectories, not started."""
-    return make_judge(
+    return make_reward_worker(
         module.reward_source if module.reward_source is not None else module.reward,
         workers=module.reward_workers,
         timeout_s=module.reward_timeout_s,
@@ -321,15 +323,16 @@ def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> N
     num = groups_per_iteration * module.group_size
     if num % module.num_minibatches:
         raise ValueError(
-            f"num_minibatches={module.num_minibatches} does not divide the iteration's {groups_per_iteration} groups × "
-            f"group_size={module.group_size} = {num} trajectories. Change one of the three."
+            f"num_minibatches={module.num_minibatches} does not divide the iteration's "
+            f"{count_text(num, 'trajectory')} "
+            f"({groups_per_iteration} × group_size={module.group_size}). Change one of the three."
         )
     dp_size = max(ranks.of_role(role).dp_size for role in module.trained_roles())
     if num // module.num_minibatches < dp_size:
         raise ValueError(
-            f"A minibatch of {num // module.num_minibatches} trajectories is too small for {dp_size} data-parallel "
-            f"ranks: each needs at least one. Set num_minibatches to at most {max(1, num // dp_size)}, increase the "
-            "batch_size, or use fewer devices."
+            f"A minibatch of {count_text(num // module.num_minibatches, 'trajectory')} is too small for {dp_size} "
+            f"data-parallel ranks: each needs at least one. Set num_minibatches to at most {max(1, num // dp_size)}, "
+            "increase the batch_size, or use fewer devices."
         )
 
 
@@ -340,7 +343,7 @@ def _configured(trainer: RLTrainer, module: RLModule, settings: RolloutSettings)
         TypeError: if a hook returns something else.
     """
     for hook in trainer.rl_hooks("configure_rollout"):
-        changed: Any = hook(settings)
+        changed: object = hook(settings)
         if not isinstance(changed, RolloutSettings):
             raise TypeError(
                 f"configure_rollout must return RolloutSettings, got {type(changed).__name__}. Return the settings it "
@@ -356,7 +359,7 @@ def _of_rank_0(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
     """Rank 0's settings on every rank; other ranks get no filter and no curriculum, which only rank 0 uses."""
     plain = {name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | None)}
     plain = ranks.broadcast_json(plain)
-    others: dict[str, Any] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
+    others: dict[str, None] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
     return dataclasses.replace(settings, **{**plain, **others})
 
 

@@ -1,6 +1,6 @@
 """run_calls: executes the infer calls of a DataFlowGraph, each as soon as its inputs are there.
 
-rank 0    policy's calls ...      judge (thread) ...  ─┐
+rank 0    policy's calls ...   function (thread) ...  ─┐
 rank 1    critic's calls ...                          ─┴─► each result to all ranks when a call needs it, or at the end
 """
 
@@ -10,16 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from lightrl.dataflow import DataFlowGraph, ModelCall, runs_beside
+from lightrl.dataflow import DataFlowGraph, ModelCall, runs_in_thread
 from lightrl.errors import TrainingError
 from lightrl.trace import span
 
-LOOK_S = 1.0  # between two calls of `on_wait`
+WAIT_S = 1.0  # between two calls of `on_wait`
 
 _State = TypeVar("_State")
-_Outputs = Mapping[str, Any]
+_Outputs = Mapping[str, object]
 
 
 def run_calls(
@@ -35,7 +35,7 @@ def run_calls(
 ) -> _State:
     """`start` with the results of all infer calls added.
 
-    The trainer's calls run here, each of those beside them in its own thread. A call that misses its deadline is named
+    The trainer's calls run here, each of the others in its own thread. A call that misses its deadline is named
     in the error and abandoned; its thread is a daemon.
 
     With several ranks each runs its own calls, the trainer's in the graph's order. Results are shared as late as
@@ -49,7 +49,7 @@ def run_calls(
         runs_here: whether this rank runs a call.
         share: gives every rank what it needs of the outputs of the ranks that ran the call; all ranks call it, in the
             same order. None for one rank, which runs the trainer's calls in the order in which they become ready.
-        on_wait: called about once a second while a call beside the trainer's is awaited.
+        on_wait: called about once a second while a call of another thread is awaited.
 
     Raises:
         TrainingError: if a call misses its deadline.
@@ -57,7 +57,7 @@ def run_calls(
     calls = [call for call in graph.of_kind("infer") if call.name not in left_out]
     execution = _Execution(graph, calls, start, run, add, runs_here, on_wait)
     execution.start_ready()
-    own = [call for call in calls if not runs_beside(call)]
+    own = [call for call in calls if not runs_in_thread(call)]
     if share is not None:
         execution.run_with_others(own, share)
         return execution.state
@@ -86,7 +86,7 @@ class _Execution(Generic[_State]):
         self._todo = {call.name for call in self.calls}
         self._partial: set[str] = set()  # outputs that other ranks have a share of
         self._started: set[str] = set()
-        self._running: dict[str, tuple[ModelCall, float]] = {}  # beside, with their deadlines
+        self._running: dict[str, tuple[ModelCall, float]] = {}  # in other threads, with their deadlines
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -97,13 +97,13 @@ class _Execution(Generic[_State]):
     def start_ready(self) -> None:
         with self._changed:
             for call in self.calls:
-                if not runs_beside(call) or not self.runs_here(call) or call.name in self._started:
+                if not runs_in_thread(call) or not self.runs_here(call) or call.name in self._started:
                     continue
                 if self.is_ready(call):
                     self._started.add(call.name)
                     self._running[call.name] = call, time.monotonic() + call.timeout_s
                     name, args = f"lightrl-call-{call.name}", (call, self.state)
-                    threading.Thread(target=self._run_beside, args=args, name=name, daemon=True).start()
+                    threading.Thread(target=self._run_in_thread, args=args, name=name, daemon=True).start()
 
     def run_with_others(self, own: list[ModelCall], share: Callable[[ModelCall, _Outputs], _Outputs]) -> None:
         """Runs the trainer's calls of this rank and shares all results with the other ranks."""
@@ -115,7 +115,7 @@ class _Execution(Generic[_State]):
             shared.add(call.name)
             for name in self.graph.edges[call.name]:
                 share_with_all(self.graph[name])
-            if runs_beside(call) and self.runs_here(call):
+            if runs_in_thread(call) and self.runs_here(call):
                 self.wait_for(lambda: call.name in self.outputs)
             outputs = share(call, self.outputs.get(call.name, {}))
             self._partial.discard(call.name)
@@ -153,7 +153,7 @@ class _Execution(Generic[_State]):
         return next(call for call in calls if self.is_ready(call))
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
-        """Raises the error of a call beside, and TrainingError at the first deadline."""
+        """Raises the error of a call in another thread, and TrainingError at the first deadline."""
         with self._changed:
             self._raise_if_failed()
             while not is_enough():
@@ -165,11 +165,11 @@ class _Execution(Generic[_State]):
                         f"{call.timeout_s:g}; still running: {sorted(self._running)}. Check what it calls, or increase "
                         "its timeout_s."
                     )
-                self._changed.wait(min(left_s, LOOK_S))
+                self._changed.wait(min(left_s, WAIT_S))
                 self._raise_if_failed()
                 self.on_wait()
 
-    def _run_beside(self, call: ModelCall, state: _State) -> None:
+    def _run_in_thread(self, call: ModelCall, state: _State) -> None:
         try:
             with span(call.name, "score"):
                 outputs = self.run(call, state)

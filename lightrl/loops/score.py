@@ -1,4 +1,4 @@
-"""The score phase: the module's score calls and advantages, all on the whole iteration's Experience."""
+"""The score phase: the module's model calls and advantages, all on the whole iteration's Experience."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def asked_once(
 ) -> Mapping[str, Tensor]:
     """The call's outputs, [B] or [B, T, ...]: from its trajectories if TrajectoryLog recorded them, else from `ask()`.
 
-    Asked again, a judge or a server might answer differently, or be gone. Floats are float32, asked or recorded.
+    Asked again, a function or a server might answer differently, or be gone. Floats are float32, asked or recorded.
     Recorded ones have 0 on the padding.
     """
     recorded = [item.call_outputs for item in trajectories]
@@ -45,7 +45,7 @@ def asked_once(
     return {key: value.float() if value.is_floating_point() else value for key, value in ask().items()}
 
 
-def _joined(values: list[Any]) -> Tensor:
+def _joined(values: list[object]) -> Tensor:
     """A tensor of numbers, or of arrays [T, ...] with padding."""
     values = [as_array(value) for value in values]
     if isinstance(values[0], np.ndarray):
@@ -54,7 +54,7 @@ def _joined(values: list[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32 if isinstance(values[0], float) else None)
 
 
-_Outputs = Mapping[str, Any]  # Tensor [B], TokenRows or OnLossTokens
+_Outputs = dict[str, Tensor | TokenRows | OnLossTokens]  # a Tensor is [B]
 
 
 @torch.no_grad()
@@ -63,15 +63,15 @@ def score(
     experience: Experience | ShardedExperience,
     trajectories: Sequence[Trajectory] = (),
     *,
-    forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    forward_context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     left_out: Collection[str] = (),
 ) -> ShardedExperience:
-    """Experience with the outputs of the module's score calls and its advantages, [B, T].
+    """Experience with the outputs of the module's model calls and its advantages, [B, T].
 
     Args:
-        module: has `score_calls`, `advantages` and the models.
+        module: has `model_calls`, `advantages` and the models.
         experience: of the whole iteration, or what `shard` made of it. Each of its ranks infers its share of the rows,
-            for the roles that it holds; functions and servers are called on rank 0 only, because a judge may answer
+            for the roles that it holds; functions and servers are called on rank 0 only, because a function may answer
             differently the second time.
         trajectories: its rows, for calls that read texts; on rank 0.
         forward_context: the precision plugin's, around the models only: half precision would make bfloat16 the default
@@ -91,9 +91,9 @@ def score(
                 return _infer(module, call, current, holders_of(call, ranks))
         if call.url is not None and call.role is not None:
             call = with_server(call, is_scalar=module.models()[call.role].spec.head == "scalar")
-        asked = asked_once(call, rows, lambda: _function_outputs(call, current, rows))
+        outputs = asked_once(call, rows, lambda: _function_outputs(call, current, rows))
         lengths = current.lengths
-        return {key: TokenRows.of_padded(it, lengths) if it.dim() > 1 else it for key, it in asked.items()}
+        return {key: TokenRows.of_padded(it, lengths) if it.dim() > 1 else it for key, it in outputs.items()}
 
     def runs_here(call: ModelCall) -> bool:
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks
@@ -110,7 +110,7 @@ def score(
     )
 
 
-def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> dict[str, Any]:
+def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> _Outputs:
     """One forward over this rank's share of the trajectories: the call's outputs, float32.
 
     `values` are a critic's, per token, and `bootstrap_values` the one of the state after a truncated end, [B]. Any
@@ -140,7 +140,7 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
                 numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long())
                 numbers["teacher_topk_logprobs"].append(output.teacher_topk.float())
         numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # waits after the last only
-    result: dict[str, Any] = {
+    result: _Outputs = {
         name: _per_token(parts, rows, lengths) for name, parts in numbers.items() if parts and not scores_ends
     }
     if has_end is not None:
@@ -153,13 +153,13 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
     return result
 
 
-def _advantages(module: RLModule, experience: ShardedExperience) -> dict[str, Any]:
+def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
     """Calls the module's `advantages`, for rewards that include the reward model's scores.
 
     Raises:
         ValueError: if those are all 0: its head could not be checked where models start without memory.
     """
-    changes: dict[str, Any] = {}
+    changes: _Outputs = {}
     if "reward_model_scores" in experience.rows:
         scores = experience["reward_model_scores"]
         if not scores.any():
@@ -193,8 +193,8 @@ def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole:
         raise ValueError(
             f"advantages must return {name} as [B] = {(num,)} or [B, T] = {tuple(mask.shape)}{local} got {shape}."
         )
-    kept = torch.where(mask, values.detach().float().cpu(), 0.0)
-    return TokenRows.of_padded(kept, experience.lengths, rows)
+    masked = torch.where(mask, values.detach().float().cpu(), 0.0)
+    return TokenRows.of_padded(masked, experience.lengths, rows)
 
 
 def _per_token(parts: Sequence[Tensor], rows: Sequence[list[int]], lengths: Tensor) -> TokenRows:

@@ -14,7 +14,7 @@ import collections
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -25,11 +25,13 @@ from lightrl import errors
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.rollout.group_scheduler import Drop
+from lightrl.rollout.prompts import State
 from lightrl.rollout.protocol import OnWait
 from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all_ranks
 from lightrl.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
+_Summaries = list[list[Any]]  # of each group: id, prompt's id and images, trajectories
 HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
@@ -50,7 +52,7 @@ class _OnRank0:
 
 @dataclass(repr=False)
 class PromptSummary(_OnRank0):
-    """The part of a prompt that other ranks than 0 know."""
+    """The part of a prompt that the ranks other than 0 have."""
 
     id: str
     images: tuple[str, ...] = ()
@@ -61,7 +63,7 @@ class PromptSummary(_OnRank0):
 
 @dataclass(repr=False)
 class TrajectorySummary(_OnRank0):
-    """The part of a trajectory that other ranks than 0 know."""
+    """The part of a trajectory that the ranks other than 0 have."""
 
     prompt: PromptSummary
     group_id: int
@@ -79,11 +81,11 @@ class TrajectorySummary(_OnRank0):
         return f"a trajectory of {self.prompt!r}"
 
 
-def summaries_of(groups: Sequence[Group]) -> list[Any]:
-    """Return JSON from which `groups_of` makes what other ranks know."""
+def summaries_of(groups: Sequence[Group]) -> _Summaries:
+    """Return JSON from which `groups_of` makes what the other ranks have."""
     names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
 
-    def summary(item: Trajectory) -> dict[str, Any]:
+    def summary(item: Trajectory) -> dict[str, object]:
         metrics = {name: float(value) for name, value in item.metrics.items()}
         return {**{name: getattr(item, name) for name in names}, "metrics": metrics}
 
@@ -93,7 +95,7 @@ def summaries_of(groups: Sequence[Group]) -> list[Any]:
     ]
 
 
-def groups_of(summaries: Sequence[Any]) -> list[Group]:
+def groups_of(summaries: _Summaries) -> list[Group]:
     """Make groups of PromptSummary and TrajectorySummary."""
     groups = []
     for group_id, prompt_id, images, records in summaries:
@@ -103,7 +105,7 @@ def groups_of(summaries: Sequence[Any]) -> list[Group]:
     return groups
 
 
-def set_remote_rewards(groups: Sequence[Group], summaries: Sequence[Any]) -> None:
+def set_remote_rewards(groups: Sequence[Group], summaries: _Summaries) -> None:
     """Set the rewards of later summaries of the same groups; remove trajectories without one."""
     for group, later in zip(groups, groups_of(summaries), strict=True):
         items = {item.sample: item for item in group.trajectories}
@@ -167,7 +169,7 @@ class SharedRollout:
             if dtypes is not None:
                 self._taken = ShardedExperience.elsewhere(self.ranks.broadcast_tensors({}), dtypes)
             return groups_of(summaries)
-        groups = self._lead(lambda look: controller.take(weight_version, on_wait=look), self._summary, on_wait)
+        groups = self._lead(lambda notify: controller.take(weight_version, on_wait=notify), self._summary, on_wait)
         if self._taken is not None:
             self.ranks.broadcast_tensors(self._taken.table)
         return groups
@@ -190,8 +192,8 @@ class SharedRollout:
             set_remote_rewards(groups, self._follow(on_wait))
             return
 
-        def wait(look: OnWait) -> Sequence[Group]:
-            controller.wait_for_rewards(groups, on_wait=look)
+        def wait(notify: OnWait) -> Sequence[Group]:
+            controller.wait_for_rewards(groups, on_wait=notify)
             return groups
 
         self._lead(wait, summaries_of, on_wait)
@@ -202,9 +204,9 @@ class SharedRollout:
         """Evaluates rank 0's prompts as RolloutController does, with the same groups on each rank."""
         controller = self.controller
         if controller is None:
-            return [Group.from_json(record) for record in self._follow(on_wait)]
+            return [Group.from_state(state) for state in self._follow(on_wait)]
         return self._lead(
-            lambda look: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=look),
+            lambda notify: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=notify),
             lambda groups: [group.state_dict() for group in groups],
             on_wait,
         )
@@ -250,11 +252,11 @@ class SharedRollout:
         """Local: queue depths, on rank 0 as they are, on the others as of the last `take` or `evaluate`."""
         return dict(self._progress) if self.controller is None else self.controller.progress()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Local: the controller's on rank 0, which writes checkpoints; empty on the others."""
         return {} if self.controller is None else self.controller.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Local: rank 0's `state_dict`, which all ranks have read from the checkpoint."""
         if self.controller is not None:
             self.controller.load_state_dict(state)
@@ -264,19 +266,19 @@ class SharedRollout:
         if self.controller is not None:
             self.controller.close()
 
-    def _summary(self, groups: Sequence[Group]) -> list[Any]:
+    def _summary(self, groups: Sequence[Group]) -> list[object]:
         items = [item for group in groups for item in group.trajectories]
         has_rewards = not self.settings.defers_rewards
         self._taken = ShardedExperience.from_trajectories(items, has_rewards=has_rewards) if items else None
         return [summaries_of(groups), None if self._taken is None else self._taken.token_dtypes]
 
     def _lead(
-        self, work: Callable[[OnWait], _Groups], to_json: Callable[[_Groups], Any], on_wait: OnWait | None
+        self, work: Callable[[OnWait], _Groups], to_json: Callable[[_Groups], object], on_wait: OnWait | None
     ) -> _Groups:
         """Does the work on rank 0, and sends the others its progress and its result."""
         sent_s = time.monotonic()
 
-        def look(done: int, total: int) -> None:
+        def notify(done: int, total: int) -> None:
             nonlocal sent_s
             if on_wait is not None:
                 on_wait(done, total)
@@ -288,9 +290,9 @@ class SharedRollout:
         with self._errors_to_all():
             if on_wait is not None:
                 on_wait(0, 0)  # raises a Ctrl-C from before this call
-            groups = work(look)
+            groups = work(notify)
             drops = self.controller.drain_drops()
-            report: dict[str, Any] = {
+            report: State = {
                 "drops": [[drop.reason, drop.message, drop.prompt_id] for drop in drops],
                 "group_drops": self.controller.drain_group_drops(),
                 "progress": self.controller.progress(),
@@ -323,8 +325,8 @@ class SharedRollout:
             kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
         ) -> None:
             if error is not None:
-                known = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
-                text = json.dumps([(known or [type(error).__name__])[0], str(error)]).encode()
+                names = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
+                text = json.dumps([(names or [type(error).__name__])[0], str(error)]).encode()
                 is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)
                 self.ranks.send(Message("stop" if is_stop else "error", payload=text))
                 mark_as_on_all_ranks(error)
@@ -341,10 +343,8 @@ class SharedRollout:
         if message.kind == "stop":
             error = SIGTERMException() if name == "SIGTERMException" else KeyboardInterrupt()
         else:
-            error = _error_class(name)(f"Rank 0 raised {name}: {text}")
+            kind = getattr(errors, name, None)
+            if not (isinstance(kind, type) and issubclass(kind, LightRLError)):
+                kind = RolloutError
+            error = kind(f"Rank 0 raised {name}: {text}")
         raise mark_as_on_all_ranks(error)
-
-
-def _error_class(name: str) -> type[LightRLError]:
-    kind = getattr(errors, name, RolloutError)
-    return kind if isinstance(kind, type) and issubclass(kind, LightRLError) else RolloutError

@@ -2,7 +2,7 @@
 
     rank 0 ── rows ──► who works on them        once, after the rollout
     who inferred ── values … ──► who works on the same rows, where that is another rank
-    rank 0 ── answers of judges, rewards per token ──► who works on the rows
+    rank 0 ── outputs of functions, rewards per token ──► who works on the rows
 
 B trajectories, W ranks.
 """
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightrl.dataflow import REWARD, ModelCall, runs_beside
+from lightrl.checks.printable import count_text
+from lightrl.dataflow import REWARD, ModelCall, runs_in_thread
 from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.strategies import Ranks, ShardedExperience
 from lightrl.strategies.sharded_experience.exchange import exchange
@@ -62,7 +63,7 @@ def shard(
     )
     if ranks.size == 1:
         return placed
-    reads_all = any(runs_beside(call) for call in graph.of_kind("infer") if call.name != REWARD)
+    reads_all = any(runs_in_thread(call) for call in graph.of_kind("infer") if call.name != REWARD)
     has = _all_rows_of(placed, has_all)
     needs = _work(placed)
     needs[0] |= reads_all  # for functions and servers, which rank 0 calls
@@ -104,11 +105,11 @@ def accept(before: ShardedExperience, local: Experience, changed: Experience | N
     Raises:
         ValueError: see accept_changes.
     """
-    kept: Any = local if changed is None else accept_changes(local, changed)
+    accepted = local if changed is None else accept_changes(local, changed)
     rows = before.local_rows.tolist()
-    tensors = {name: TokenRows.of_padded(kept[name], before.lengths, rows) for name in ("loss_mask", "advantages")}
+    tensors = {name: TokenRows.of_padded(accepted[name], before.lengths, rows) for name in ("loss_mask", "advantages")}
     counts = torch.zeros(len(before), dtype=torch.int64)
-    counts[rows] = kept.loss_token_counts
+    counts[rows] = accepted.loss_token_counts
     if before.ranks.size > 1:
         tensors = exchange(before, tensors, _owned(before), _work(before))
     return before.with_tensors({**tensors, "_loss_tokens": before.total(counts)})
@@ -137,8 +138,8 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
     num_added = int((changed.loss_mask & ~before.loss_mask).sum())
     if num_added:
         raise ValueError(
-            f"on_experience_ready added {num_added} tokens to loss_mask, but may only remove some: the others have no "
-            "logprobs. Return loss_mask & your_mask."
+            f"on_experience_ready added {count_text(num_added, 'token')} to loss_mask, but may only remove "
+            "some: the others have no logprobs. Return loss_mask & your_mask."
         )
     return replace(changed, advantages=torch.where(changed.loss_mask, changed.advantages, 0.0))
 
@@ -155,7 +156,7 @@ def share_outputs(
         outputs: of this rank; none if the call did not run here.
     """
     ranks, needs = experience.ranks, _work(experience)
-    with ranks.phase(f"score: {call.name}", has_own_deadline=runs_beside(call)):
+    with ranks.phase(f"score: {call.name}", has_own_deadline=runs_in_thread(call)):
         if call.on_all_ranks:  # the advantages, of who answers for a row; with whole inputs every rank computes all
             tokens = {name: value for name, value in outputs.items() if isinstance(value, TokenRows)}
             tokens = {name: value for name, value in tokens.items() if name not in ROLLOUT_FIELDS}
@@ -170,13 +171,13 @@ def share_outputs(
             for name, value in (outputs if ranks.rank == source else {}).items()
         }
         kinds = ranks.broadcast_tensors(kinds, source=source)
-        read_on_rank_0 = {key for other in module.data_flow().calls if runs_beside(other) for key in other.inputs}
+        read_on_rank_0 = {key for other in module.data_flow().calls if runs_in_thread(other) for key in other.inputs}
         shared: dict[str, Any] = {}
         for name in sorted(kinds):
             if not len(kinds[name]):
                 tokens = {name: outputs[name] if name in outputs else _nowhere(experience, kinds[name])}
                 needed = needs.clone()
-                needed[0] |= name in read_on_rank_0 or holders is None  # the trajectory log keeps a judge's answers
+                needed[0] |= name in read_on_rank_0 or holders is None  # the trajectory log keeps a function's outputs
                 shared |= exchange(experience, tokens, has, needed)
             elif holders is None:
                 shared[name] = kinds[name]

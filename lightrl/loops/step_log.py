@@ -1,4 +1,4 @@
-"""StepLog: the numbers that an iteration logs, kept as one dict beside what Lightning keeps for each name.
+"""StepLog: the numbers that an iteration logs, kept as one dict next to what Lightning keeps for each name.
 
 For each value Lightning's `log` makes metadata, compares it with that of the call before, and updates a torchmetrics
 Metric: 0.3 ms, of which an iteration with 30 values has 30. A plain number of the present step needs none of this.
@@ -8,11 +8,13 @@ Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 class StepLog(_LoggerConnector):
@@ -24,7 +26,7 @@ class StepLog(_LoggerConnector):
         self._in_bar: set[str] = set()
         self._tensors: dict[str, Tensor] = {}  # the numbers as float32, like Lightning's
 
-    def put(self, name: str, value: float, settings: Mapping[str, Any]) -> bool:
+    def put(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
         """Keeps a number of this training batch; False if Lightning must log it: for the epoch, or in another way."""
         if not self._is_in_batch or not _is_plain(settings):
             return False
@@ -76,13 +78,13 @@ class StepLog(_LoggerConnector):
         return {name: value.item() for name, value in self._own().items() if name in self._in_bar}
 
 
-def _is_plain(settings: Mapping[str, Any]) -> bool:
+def _is_plain(settings: Mapping[str, object]) -> bool:
     """Whether these arguments of `log` only ask for the value at this step."""
     given = {name for name, value in settings.items() if value not in (None, False, "mean")}
     is_logged = settings.get("on_step") is not False and settings.get("logger") is not False
     return is_logged and given <= {"prog_bar", "logger", "on_step", "add_dataloader_idx", "batch_size"}
 
 
-def _updated(kept: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    kept.update(values)
-    return kept
+def _updated(metrics: dict[str, _T], values: dict[str, _T]) -> dict[str, _T]:
+    metrics.update(values)
+    return metrics

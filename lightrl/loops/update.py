@@ -21,7 +21,7 @@ from lightrl.checks.printable import count_text
 from lightrl.errors import TrainingError
 from lightrl.experience import FIELDS, RENAMED, Experience
 from lightrl.functional import kl, neutralize, policy_ratio, reduce_loss
-from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, joined, over_ranks, parts_of, values_of
+from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, add_parts, over_ranks, parts_of
 from lightrl.models import Metric, Outputs
 from lightrl.module import ESS_WEIGHTS
 from lightrl.strategies import Ranks, ShardedExperience
@@ -112,12 +112,12 @@ class MinibatchLoss:
                 metrics["sync/mismatch_k3_nats"] = difference, is_present
                 metrics["sync/mismatch_abs_dlogp_nats"] = mismatch, is_present
                 metrics["sync/max_mismatch_abs_dlogp_nats"] = mismatch, is_present
-                # Whole rows: after older tokens, an engine may go on with their key-values.
+                # Whole rows: after older tokens, an engine may reuse their key-values.
                 is_present = (is_present | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mask)
                 metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, is_present
                 metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, is_present
                 metrics["sync/num_present_tokens"] = torch.ones_like(mismatch), is_present
-            self._join(parts_of(metrics, mask))
+            add_parts(self.parts, parts_of(metrics, mask))
         if outputs.values is not None:
             share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
         return share * self.holders.dp_size  # gradients are averaged over dp ranks, but shares must be summed
@@ -125,7 +125,7 @@ class MinibatchLoss:
     def _name(self, hook: str) -> str:
         return f"{type(self.module).__name__}.{hook}"
 
-    def _called(self, hook: str, experience: Experience, values: Any) -> dict[str, Metric]:
+    def _called(self, hook: str, experience: Experience, values: object) -> dict[str, Metric]:
         with in_words(self._name(hook), experience):
             result = getattr(self.module, hook)(experience, values)
         if not isinstance(result, Mapping):
@@ -141,7 +141,7 @@ class MinibatchLoss:
         metrics: dict[str, Metric] = {}
         share = self._share("value_loss", result, experience.loss_mask, metrics, prefix=f"{role}/")
         if metrics:
-            self._join(parts_of(metrics, experience.loss_mask))
+            add_parts(self.parts, parts_of(metrics, experience.loss_mask))
         return share
 
     def _share(
@@ -166,7 +166,7 @@ class MinibatchLoss:
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
         # The number that is minimized, under any reduction: the sum of the shares, whose weights sum to 1.
-        self._join({f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
+        add_parts(self.parts, {f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
         return share
 
     def reduce(self) -> None:
@@ -180,10 +180,6 @@ class MinibatchLoss:
             numbers = torch.stack(list(self.parts.values())).cpu().double()
             self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the whole minibatch; see metrics.py."""
-        return values_of(self.parts)
-
     def _neutral(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
         mask = experience.loss_mask
         tensors = {name: value for name, value in vars(outputs).items() if value is not None}
@@ -196,10 +192,6 @@ class MinibatchLoss:
         if self.module.needs_proximal_logprobs and self.module.makes_one_update:
             fields["proximal_logprobs"] = outputs.logprobs.detach()
         return experience.with_tensors(fields), outputs
-
-    def _join(self, parts: Mapping[str, Tensor]) -> None:
-        for name, part in parts.items():
-            self.parts[name] = joined(name, self.parts[name], part) if name in self.parts else part
 
 
 def _check_metric(hook: str, name: str, metric: Metric, mask: Tensor) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.launch.settings import Launch, layout_of
+from lightrl.trajectory import JsonMapping, JsonObject
 
 # Our names are dotted: `model.`, `data.`, `engine.` and `strategy.` stand for the class's init_args, `callbacks.NAME.`
 # and `loggers.NAME.` for those of a callback or logger.
@@ -22,12 +23,12 @@ from lightrl.launch.settings import Launch, layout_of
 class Outcome:
     """The outcome for one key; without a reason in `left` it is converted, if only to what lightrl does anyway."""
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: JsonMapping = field(default_factory=dict)
     note: str = ""  # how the run differs although the setting is converted
     left: str = ""  # why it has no counterpart
 
 
-Leaves = Mapping[str, Any]  # AReaL's settings by dotted key
+Leaves = JsonMapping  # AReaL's settings by dotted key
 Rule = Callable[[Any, Leaves], Outcome]
 _GROUP_OR_BATCH = ("group", "batch")
 
@@ -42,7 +43,7 @@ def left(reason: str) -> Rule:
     return lambda value, areal: Outcome() if value is None else Outcome(left=reason)
 
 
-def only(*values: Any, else_: str) -> Rule:
+def only(*values: object, else_: str) -> Rule:
     """Accepts the value that lightrl always uses; another value has no counterpart."""
     return lambda value, areal: Outcome() if value is None or value in values else Outcome(left=else_)
 
@@ -50,7 +51,7 @@ def only(*values: Any, else_: str) -> Rule:
 def repeats(key: str) -> Rule:
     """A key that must say the same as another one."""
 
-    def rule(value: Any, areal: Leaves) -> Outcome:
+    def rule(value: object, areal: Leaves) -> Outcome:
         if value in (None, "", areal.get(key)):
             return Outcome()
         return Outcome(left=f"lightrl has one setting for this and {key}, which differs")
@@ -67,7 +68,7 @@ def has_critic(areal: Leaves) -> bool:
     return any(key.startswith("critic.") for key in areal)
 
 
-def run_folder(value: Any, areal: Leaves) -> Outcome:
+def run_folder(value: object, areal: Leaves) -> Outcome:
     names = [areal.get("cluster.fileroot", "runs"), areal.get("experiment_name"), areal.get("trial_name")]
     return Outcome({"trainer.default_root_dir": "/".join(str(name) for name in names if name)})
 
@@ -84,7 +85,7 @@ def allocation(text: str, areal: Leaves) -> Outcome:
         layout = layout_of(Launch(allocation=text), ranks=1)
     except ValueError as error:
         return Outcome(left=str(error))
-    settings: dict[str, Any] = {"launch.allocation": text}
+    settings: JsonObject = {"launch.allocation": text}
     pp, tp = layout.trainer_pp or 1, layout.trainer_tp or 1
     if pp * tp > 1:
         settings |= {"strategy.class_path": "Parallel3DStrategy", "strategy.pp": pp, "strategy.tp": tp}
@@ -200,7 +201,7 @@ def normalization(name: str) -> dict[str, Rule]:
     }
 
 
-def _no_level(value: Any) -> Outcome:
+def _no_level(value: object) -> Outcome:
     return Outcome(left=f"{value!r} is no level of this algorithm: see model.advantage_mean and whiten_advantages")
 
 
@@ -279,6 +280,12 @@ def warmup(setting: str, *, takes_share: bool = False) -> Rule:
     return rule
 
 
+def min_lr(value: float, areal: Leaves) -> Outcome:
+    if value and areal.get("actor.optimizer.lr_scheduler_type") in (None, "constant"):
+        return Outcome(note="dropped, since a constant learning rate has no decay that could end there")
+    return Outcome({"model.min_lr_ratio": value})
+
+
 def staleness(value: int, areal: Leaves) -> Outcome:
     return Outcome({"callbacks.StalenessControl.max_staleness": 0 if areal.get("async_training") is False else value})
 
@@ -292,12 +299,15 @@ def top_k(value: int, areal: Leaves) -> Outcome:
     return Outcome() if value < 1 or value >= 10**6 else Outcome({"model.sampling.top_k": value})
 
 
+def source(path: str) -> str | dict[str, str]:
+    return {"source": path, "name": "main"} if path == "openai/gsm8k" else path
+
+
 def train_data(path: str, areal: Leaves) -> Outcome:
     if path.rstrip("/").endswith("gsm8k"):
-        hub = {"data.name": "main"} if path == "openai/gsm8k" else {}
-        return Outcome({"data.train": path, "model.reward": "lightrl.rewards.math_answer", **hub})
-    note = "AReaL's script has the reward and reads the columns: set model.reward, and data.columns where they differ"
-    return Outcome({"data.train": path}, note)
+        return Outcome({"data.train": source(path), "model.reward": "lightrl.rewards.math_answer"})
+    note = "AReaL's script has the reward and reads the columns: set model.reward, and those of the DataSource"
+    return Outcome({"data.train": source(path)}, note)
 
 
 def completions(path: str, areal: Leaves) -> Outcome:
@@ -317,7 +327,7 @@ def max_length(setting: str) -> Rule:
 RHYTHMS = {"steps": "every_n_train_steps", "secs": "train_time_interval", "epochs": "every_n_epochs"}
 
 
-def _rhythm(section: str, areal: Leaves) -> tuple[str | None, Any]:
+def _rhythm(section: str, areal: Leaves) -> tuple[str | None, object]:
     """The one of `freq_steps`, `freq_secs` and `freq_epochs` that a callback follows, and its value."""
     given = [(kind, areal.get(f"{section}.freq_{kind}")) for kind in RHYTHMS]
     return next(((kind, value) for kind, value in given if value is not None), (None, None))
@@ -370,7 +380,7 @@ def wandb(value: str, areal: Leaves) -> Outcome:
     return Outcome({"loggers.WandbLogger.offline": value == "offline", **given})
 
 
-def switch(setting: str, on: Any) -> Rule:
+def switch(setting: str, on: object) -> Rule:
     """A switch that sets `setting` to `on`, and off leaves our default."""
     return lambda value, areal: Outcome({setting: on} if value else {})
 
@@ -474,7 +484,7 @@ ROWS: dict[str, Rule] = {
     "actor.optimizer.beta2": used_by("actor.optimizer.beta1"),
     "actor.optimizer.eps": to("model.eps"),
     "actor.optimizer.lr_scheduler_type": to("model.lr_decay"),
-    "actor.optimizer.min_lr_ratio": to("model.min_lr_ratio"),
+    "actor.optimizer.min_lr_ratio": min_lr,
     "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_iterations", takes_share=True),
     "actor.optimizer.gradient_clipping": to("trainer.gradient_clip_val"),
     "actor.optimizer.offload": only(False, else_="set trainer.strategy.offload_to_cpu of FSDP2Strategy"),
@@ -506,7 +516,7 @@ ROWS: dict[str, Rule] = {
     "actor.gae_lambda": for_critic("model.lam"),
     "actor.overlong_reward_penalty": overlong,
     "actor.overlong_*": used_by("actor.overlong_reward_penalty"),
-    "actor.mask_no_eos_with_zero": only(False, else_="truncated completions are judged by the reward like others"),
+    "actor.mask_no_eos_with_zero": only(False, else_="truncated completions get a reward like others"),
     "actor.dynamic_sampling": dynamic,
     "actor.log_agent_stats*": only(False, [], else_="what a reward returns beside `reward` is logged"),
     "*.scheduling_spec": left(_OWN_SCRIPT),
@@ -527,7 +537,7 @@ ROWS: dict[str, Rule] = {
     "vllm.*": left("lightrl's servers are SGLang's"),
     # Data
     "train_dataset.path": train_data,
-    "valid_dataset.path": to("data.validation"),
+    "valid_dataset.path": lambda path, areal: Outcome({"data.validation": source(path)}),
     "train_dataset.batch_size": to("data.batch_size"),
     "valid_dataset.batch_size": to("data.validation_batch_size"),
     "train_dataset.shuffle": to("data.shuffle"),
@@ -563,7 +573,7 @@ ROWS: dict[str, Rule] = {
 }  # fmt: skip
 
 # What AReaL takes where a file says nothing and lightrl would take something else, by the section that must be there.
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, JsonObject] = {
     "gconfig.": {"gconfig.n_samples": 1, "gconfig.max_new_tokens": 16384},
     "actor.": {"actor.ppo_n_minibatches": 4},
     "actor.optimizer.": {

@@ -23,6 +23,7 @@ from lightrl.migration.areal_keys import (
     has_critic,
     rule_of,
 )
+from lightrl.trajectory import JsonMapping, JsonObject
 
 _DESCRIPTION = """\
 Turns a configuration of AReaL (since August 2025) into a YAML for lightrl fit and launch, on stdout or in FILE. On
@@ -37,7 +38,7 @@ _SECTIONS = ("seed_everything", "trainer", "model", "data", "launch")  # in this
 class Conversion:
     """Our settings, and what became of each key of the file: it is in exactly one of the three."""
 
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)
     converted: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # key → why
     unknown: list[str] = field(default_factory=list)
@@ -45,7 +46,7 @@ class Conversion:
     notes: dict[str, str] = field(default_factory=dict)  # key → what differs although it is converted
 
 
-def convert(tree: Mapping[str, Any]) -> Conversion:
+def convert(tree: JsonMapping) -> Conversion:
     """Converts a configuration of AReaL, as YAML has it."""
     given = dict(_leaves(tree))
     given = {key: _resolved(value, given, tree, (key,)) for key, value in given.items()}
@@ -58,7 +59,7 @@ def convert(tree: Mapping[str, Any]) -> Conversion:
     result = Conversion()
     if is_supervised and "train_dataset.type" not in given:
         result.notes["train_dataset.type"] = f"is not given: without rollouts this is {algorithm}"
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for key, value in (rows | given).items():
         rule = rule_of(areal_key(key), is_supervised=is_supervised)
         if rule is None:
@@ -84,7 +85,7 @@ def convert(tree: Mapping[str, Any]) -> Conversion:
     return result
 
 
-def _classes(given: Mapping[str, Any]) -> tuple[str, str]:
+def _classes(given: JsonMapping) -> tuple[str, str]:
     """The names of the algorithm and of its data."""
     is_rl = any(key.startswith(("gconfig.", "rollout.", "allocation_mode", "actor.eps_clip")) for key in given)
     other = "rl" if is_rl else "rw" if given.get("actor.is_critic") else "sft"
@@ -138,7 +139,7 @@ def run(args: Sequence[str]) -> int:
     return 1 if result.left or result.unknown else 0
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> JsonMapping:
     try:
         tree = get_loader("yaml")(path.read_text())  # this loader reads 1e-3 as a number
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -156,7 +157,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _resolved(value: Any, given: Mapping[str, Any], tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+def _resolved(value: object, given: JsonMapping, tree: JsonMapping, path: tuple[str, ...]) -> object:
     """The value with `${other.key}` replaced; what refers to nothing, or to itself, stays."""
     if not isinstance(value, str):
         return value
@@ -174,15 +175,15 @@ def _resolved(value: Any, given: Mapping[str, Any], tree: Mapping[str, Any], pat
     return _REFERENCE.sub(replaced, value)
 
 
-def _section(name: str, tree: Any, default: Any) -> Any:
+def _section(name: str, tree: object, default: object) -> object:
     for part in name.split("."):
         tree = tree.get(part, default) if isinstance(tree, Mapping) else default
     return tree
 
 
-def _nested(flat: Mapping[str, Any], algorithm: str, data_class: str) -> dict[str, Any]:
+def _nested(flat: JsonMapping, algorithm: str, data_class: str) -> JsonObject:
     """Our YAML from dotted settings."""
-    tree: dict[str, Any] = {}
+    tree: JsonObject = {}
     for name, value in flat.items():
         *parents, last = name.split(".")
         node = tree
@@ -204,5 +205,5 @@ def _nested(flat: Mapping[str, Any], algorithm: str, data_class: str) -> dict[st
     return {section: tree[section] for section in _SECTIONS if section in tree}
 
 
-def _class(name: str, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+def _class(name: str, arguments: JsonMapping | None) -> JsonObject:
     return {"class_path": name, **({"init_args": dict(arguments)} if arguments else {})}

@@ -8,7 +8,7 @@ Reading order:
     images.py         models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate
-    chat_template.py  chats as text, what the policy wrote, and which ids end a completion
+    chat_template.py  chats as text, what the policy generated, and which ids end a completion
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
 needed here: transformers loads it. strategies/tensor_plans.py lists the families that can be split.
@@ -25,11 +25,19 @@ from lightrl.models.model_spec import (
     untrained_reward_model,
 )
 from lightrl.models.optimizer import check_adamw
-from lightrl.models.parallel_model import Backward, LossFunction, Metric, More, Outputs, ParallelModel, asked_of_policy
+from lightrl.models.parallel_model import (
+    Backward,
+    Candidates,
+    LossFunction,
+    Metric,
+    Outputs,
+    ParallelModel,
+    teacher_candidates,
+)
 from lightrl.models.role import Role, RoleMesh, models_made_by
 
 __all__ = ["LoRA"]
 __all__ += ["CONTEXT", "LONGROPE_LENGTH", "ModelSpec", "context_tokens", "is_silent", "scalar_head"]
 __all__ += ["untrained_reward_model", "check_adamw"]
-__all__ += ["Backward", "LossFunction", "Metric", "More", "Outputs", "ParallelModel", "asked_of_policy"]
+__all__ += ["Backward", "Candidates", "LossFunction", "Metric", "Outputs", "ParallelModel", "teacher_candidates"]
 __all__ += ["Role", "RoleMesh", "models_made_by"]

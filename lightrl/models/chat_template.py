@@ -1,7 +1,7 @@
-"""ChatTemplate: chats as text. Data, workflows, stop tokens and exports ask here; the policy's tokenizer owns the
-template, and `set_chat_template` changes it there.
+"""ChatTemplate: chats as text, for data, workflows, stop tokens and exports. The policy's tokenizer owns the template,
+and `set_chat_template` changes it there.
 
-A chat that ends with an assistant's message goes on in that message. What the prompt opens of the policy's turn, such
+A chat that ends with an assistant's message continues in that message. What the prompt opens of the policy's turn, such
 as `<think>`, belongs to that turn.
 """
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
+Template = str | Mapping[str, str] | None  # Jinja text, or several by name
 
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _TAIL_TOKENS = 24  # a prompt's last tokens: enough for `<think>` and white space, in bytes too
@@ -34,7 +35,7 @@ KEEP_HISTORY = (
 
 
 def set_chat_template(
-    tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, object] | None = None
 ) -> None:
     """Gives the tokenizer a chat template, and arguments of it, which are written into it: exports have them too.
 
@@ -61,7 +62,7 @@ def set_chat_template(
     tokenizer.chat_template = new
 
 
-def _check_arguments(arguments: Mapping[str, Any], template: Any) -> None:
+def _check_arguments(arguments: Mapping[str, object], template: Template) -> None:
     for name in arguments:
         if name in ("messages", "add_generation_prompt") or not re.search(rf"\b{re.escape(name)}\b", str(template)):
             raise ValueError(
@@ -70,32 +71,22 @@ def _check_arguments(arguments: Mapping[str, Any], template: Any) -> None:
 
 
 class ChatTemplate:
-    """Renders chats, and reads back what the policy wrote.
-
-    Args:
-        tokenizer: the policy's, with its chat template.
-    """
+    """Renders chats with the policy's tokenizer, and reads back what the policy generated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.end_token_ids: set[int] = set()  # that end a turn, beside the tokenizer's and the template's own
-        self._ends: tuple[Any, set[int | None]] | None = None  # with the template that they are of
-        self._reads_text: tuple[Any, bool] = None, True  # a template, and whether it reads text, not only parts
+        self.end_token_ids: set[int] = set()  # further ends of a turn, besides the tokenizer's and the template's own
+        self._ends: tuple[Template, set[int | None]] | None = None  # the template, and the ends of its turns
+        self._reads_text: tuple[Template, bool] = None, True  # a template, and whether it reads text, not only parts
 
     @property
-    def chat_template(self) -> Any:
-        """The tokenizer's: text, several by name, or None."""
-        return getattr(self.tokenizer, "chat_template", None)
+    def chat_template(self) -> Template:
+        """The tokenizer's."""
+        template: Template = getattr(self.tokenizer, "chat_template", None)
+        return template
 
     def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """The template's arguments in the columns `chat_template_kwargs` and `tools` of a prompt's row.
-
-        Args:
-            tools: JSON schemas that replace the row's, if not None.
-
-        Raises:
-            ValueError: if a column has another form, or the template does not read it.
-        """
+        """The template's arguments in a row's columns `chat_template_kwargs` and `tools`, or of these `tools`."""
         given, of_row = prompt.fields.get("chat_template_kwargs") or {}, tools is None and prompt.fields.get("tools")
         if isinstance(of_row, str):
             with contextlib.suppress(ValueError):
@@ -115,18 +106,14 @@ class ChatTemplate:
         _check_arguments(arguments, self.chat_template)
         return {**arguments, "tools": list(tools)} if tools else arguments
 
-    def render(self, messages: Messages, arguments: Mapping[str, Any], *, is_whole: bool = False) -> str:
-        """The text of these messages, up to where the policy goes on; with `is_whole`, to their end.
-
-        Args:
-            arguments: that the template reads, by name, such as `tools`.
-        """
-        goes_on = not is_whole and messages[-1].get("role") == "assistant"
+    def render(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool = False) -> str:
+        """Return the text of these messages, up to where the policy continues; with `is_whole`, to their end."""
+        continues = not is_whole and messages[-1].get("role") == "assistant"
         text = self.tokenizer.apply_chat_template(
             [self._as_read(message) for message in messages],
             tokenize=False,
-            add_generation_prompt=not (is_whole or goes_on),
-            continue_final_message=goes_on,
+            add_generation_prompt=not (is_whole or continues),
+            continue_final_message=continues,
             **arguments,
         )
         return str(text)
@@ -170,14 +157,10 @@ class ChatTemplate:
         return self._ends[1]
 
     def opened_thinking(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
-        """The thinking that the prompt opens and does not close; empty if there is none.
-
-        Args:
-            token_ids: all that the policy's turn follows.
-        """
+        """The thinking that the prompt of these tokens opens and does not close; empty if there is none."""
         is_first = len(token_ids) == len(prompt.token_ids or [])
-        begun = _begun(prompt.messages) if prompt.messages and is_first else ""
-        text = begun or opened(self.decode(token_ids[-_TAIL_TOKENS:]))
+        started = _started_message(prompt.messages) if prompt.messages and is_first else ""
+        text = started or opened(self.decode(token_ids[-_TAIL_TOKENS:]))
         start = text.rfind("<think>")
         return text[start:] if start > text.rfind("</think>") else ""
 
@@ -223,11 +206,11 @@ def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iter
     Args:
         messages: before the turn; an assistant's last message is its beginning.
         opening: what the prompt opened of the turn.
-        turn: the assistant's message with what the policy wrote.
+        turn: the assistant's message with what the policy generated.
     """
-    is_begun = messages[-1].get("role") == "assistant"
-    before = messages[:-1] if is_begun else messages
-    content = (_begun(messages) if is_begun else opening) + content_text(turn.get("content"))
+    continues = messages[-1].get("role") == "assistant"
+    before = messages[:-1] if continues else messages
+    content = (_started_message(messages) if continues else opening) + content_text(turn.get("content"))
     yield [*before, {**turn, "content": content}]
     thinking, closing, answer = content.partition("</think>")
     if closing:
@@ -235,7 +218,7 @@ def with_turn(messages: Messages, opening: str, turn: Mapping[str, Any]) -> Iter
         yield [*before, {**turn, **apart}]
 
 
-def _begun(messages: Messages) -> str:
+def _started_message(messages: Messages) -> str:
     """The text of a last message of the assistant, which the policy continues."""
     last = messages[-1]
     return content_text(last.get("content")) if last.get("role") == "assistant" else ""

@@ -1,4 +1,4 @@
-"""Images: what a model that sees images needs beside token ids, from strings in a prompt to a forward.
+"""Images: what a model that sees images needs besides token ids, from strings in a prompt to a forward.
 
     Prompt.images ─► pixel values ─► features ─► embeddings of K tokens each
     paths, data:     [M, 3, H, W]    [M, K, H]   of the prompt
@@ -35,7 +35,7 @@ _AnyExperience = TypeVar("_AnyExperience", bound=HasTensors)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
     from typing_extensions import Self
 
 # Vision towers whose images are a fixed number of tokens, and how many tokens each adds to its patches.
@@ -55,7 +55,7 @@ class ImageReader:
 
     image_token_id: int
     tokens_each: int  # K
-    processor: Any  # Hugging Face's, on Pillow
+    processor: BaseImageProcessor  # on Pillow
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -76,11 +76,7 @@ class ImageReader:
         )
 
     def expanded(self, token_ids: Sequence[int], num_images: int, *, where: str) -> list[int]:
-        """Token ids with K image tokens for each image, from one for each, or K already.
-
-        Raises:
-            ValueError: if they have another number of image tokens.
-        """
+        """Token ids with K image tokens for each image, from one for each, or K already."""
         num_tokens = list(token_ids).count(self.image_token_id)
         if num_tokens == num_images * self.tokens_each:
             return list(token_ids)
@@ -115,11 +111,7 @@ class ImageReader:
             )
 
     def pixel_values(self, images: Sequence[str]) -> Tensor:
-        """[M, 3, H, W] float32; recent images are cached.
-
-        Raises:
-            ValueError: if one cannot be read.
-        """
+        """[M, 3, H, W] float32; recent images are cached."""
         rows = []
         for image in images:
             pixels = self._cache.get(image)
@@ -146,15 +138,11 @@ def auto_model(config: PretrainedConfig) -> Any:
 
 
 def read_image(image: str) -> Image:
-    """The image of a path or a `data:` URL, in RGB.
-
-    Raises:
-        ValueError: if there is none, it is not an image, or it has more pixels than Pillow reads (179 million).
-    """
+    """The image of a path or a `data:` URL, in RGB; raises ValueError above Pillow's limit of 179 million pixels."""
     from PIL import Image
 
     try:
-        source: Any = io.BytesIO(_bytes_of(image)) if image.startswith("data:") else Path(image).expanduser()
+        source = io.BytesIO(_bytes_of(image)) if image.startswith("data:") else Path(image).expanduser()
         with Image.open(source, formats=_FORMATS) as opened:
             return opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -190,9 +178,6 @@ def with_images(
         experience: of these trajectories, row by row.
         image_reader: of the policy.
         rows: those whose images are computed on here; None for all.
-
-    Raises:
-        ValueError: if the policy sees no images, or one cannot be read.
     """
     images = [trajectory.prompt.images for trajectory in trajectories]
     distinct = dict.fromkeys(image for row in images for image in row)
@@ -228,18 +213,16 @@ def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Te
         token_ids: [B, T], with all image tokens of the prompts.
         pixel_values: [M, 3, H, W].
         image_rows: int64 [B, I], the images of each row in order; -1 is none.
-
-    Raises:
-        ValueError: if a row has fewer image tokens than its images need.
     """
-    body: Any = model.base_model
     embeddings = model.get_input_embeddings()(token_ids)
     shown = image_rows[image_rows >= 0]
     if not len(shown):
         return cast(Tensor, embeddings)
     used, inverse = torch.unique(shown, return_inverse=True)
     pixels = pixel_values[used].to(embeddings.dtype)
-    features = torch.stack(tuple(body.get_image_features(pixel_values=pixels, return_dict=True).pooler_output))
+    features = torch.stack(
+        tuple(model.base_model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output)
+    )
     num_tokens = (image_rows >= 0).sum(1, keepdim=True) * features.shape[1]
     is_image = token_ids == model.config.image_token_id
     is_prompt_image = is_image & (is_image.cumsum(1) <= num_tokens)
@@ -253,13 +236,13 @@ def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Te
 
 
 def save_processor(config: PretrainedConfig, folder: Path) -> None:
-    """Writes the image processor beside an exported model that sees images; nothing for others."""
+    """Writes the image processor next to an exported model that sees images; nothing for others."""
     image_reader = ImageReader.of(config)
     if image_reader is not None:
         image_reader.processor.save_pretrained(folder)
 
 
-def _load_processor(config: PretrainedConfig) -> Any:
+def _load_processor(config: PretrainedConfig) -> BaseImageProcessor:
     from transformers import AutoImageProcessor, CLIPImageProcessorPil
 
     source = config.name_or_path

@@ -29,7 +29,7 @@ _HEAD = "score"  # the head of critics and reward models is trained itself, with
 Part = Literal["merged", "base", "adapters"]
 
 # Settings of peft that change the weights in other ways than by B A → their value when off.
-_OFF: dict[str, Any] = {
+_OFF: dict[str, object] = {
     "bias": "none",
     "fan_in_fan_out": False,
     "lora_bias": False,
@@ -126,9 +126,6 @@ def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]
     return lambda name, shape: tensors[peft_name(name)]
 
 
-_PEFT_PREFIX = "base_model.model."  # before the names of the model's own parameters, in peft's files
-
-
 def _fresh(name: str, shape: torch.Size, seed: int) -> Tensor:
     weight = torch.zeros(shape)
     if ".lora_A." in name:
@@ -162,7 +159,7 @@ def merged_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """The parameters under their Hugging Face names, adapters merged into the weights they belong to.
 
-    One at a time, so it needs the memory of one merged weight beside the model.
+    One at a time, so it needs the memory of one merged weight besides the model's.
 
     Args:
         model: with or without adapters.
@@ -250,18 +247,17 @@ class AdapterShape:
 
 def peft_name(name: str) -> str:
     """The name of an adapter's parameter in peft's files."""
-    return _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")
+    return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
 
 
-def adapter_config(model: torch.nn.Module, base: str | None) -> str:
+def adapter_config(model: PreTrainedModel, base: str | None) -> str:
     """The content of `adapter_config.json`.
 
     Args:
         model: with adapters.
         base: the model that the adapters belong to, a folder or a hub name.
     """
-    any_model: Any = model
-    values = any_model.peft_config[_ADAPTER].to_dict()
+    values = model.peft_config[_ADAPTER].to_dict()
     values = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
     values.update(base_model_name_or_path=base, inference_mode=True, task_type="CAUSAL_LM")
     return json.dumps(values, indent=2, sort_keys=True, default=str)

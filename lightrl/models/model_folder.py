@@ -1,6 +1,6 @@
 """Model folders in Hugging Face's form: made from checkpoints, and written as a whole or not at all.
 
-A folder is written beside its place, under a hidden name, and takes its place when it is complete.
+A folder is written under a hidden name next to its place, and takes its place when it is complete.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class ModelDescription:
             )
         return model
 
-    def _model_class(self) -> Any:
+    def _model_class(self) -> type[PreTrainedModel]:
         from transformers import PreTrainedModel
 
         module, _, name = self.model_class.rpartition(".")
@@ -284,8 +284,8 @@ def replaced_folder(to: Path) -> Iterator[Path]:
         if not is_disk_full(error):
             raise
         raise OSError(
-            f"The model could not be exported to {to}: {write_problem(error, place)}. It needs room for a whole model "
-            "beside the earlier export, which is intact. Free some space, or choose another folder."
+            f"The model could not be exported to {to}: {write_problem(error, place)}. It needs space for a whole model "
+            "besides the earlier export, which is intact. Free some space, or choose another folder."
         ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

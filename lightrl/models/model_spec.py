@@ -58,12 +58,8 @@ def loading(source: str, fix: str) -> AbstractContextManager[None]:
     return user_code(named)
 
 
-def check_given(values: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Checks a config for random weights against its family.
-
-    Raises:
-        ValueError: if a name is nearly one that the family has and is not given, or a size is below 1.
-    """
+def check_given(values: Mapping[str, object], config: PretrainedConfig) -> None:
+    """Raises ValueError if a config's name is nearly one that its family has, or a size is below 1."""
     fields = {*config.to_dict(), *config.attribute_map}
     default = set(type(config)().to_dict()) | set(config.attribute_map)
     for name in values:
@@ -71,8 +67,9 @@ def check_given(values: Mapping[str, Any], config: PretrainedConfig) -> None:
         if near and not (near[0] in name or name in near[0]):
             raise ValueError(f"config has {name!r}, which {config.model_type} does not read. Did you mean {near[0]}?")
     for name in _SIZES:
-        if isinstance(values.get(name), int) and values[name] < 1:
-            raise ValueError(f"config must have {name} >= 1, got {values[name]}.")
+        size = values.get(name)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"config must have {name} >= 1, got {size}.")
     if "vocab_size" in fields and "vocab_size" not in values:
         log.warning("config has no vocab_size: it is %s, the default of %s.", config.vocab_size, config.model_type)
 
@@ -101,11 +98,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], unexpected: Collection[str]) -> None:
-    """Checks that a checkpoint has all weights of its config, and that they are numbers.
-
-    Raises:
-        ValueError: if a weight is missing, or holds NaN or infinity.
-    """
+    """Raises ValueError if a checkpoint lacks a weight of its config, or one holds NaN or infinity."""
     if missing:
         first = sorted(missing)[0]
         raise ValueError(
@@ -229,34 +222,35 @@ class ModelSpec:
             check_files(Path(self.path))
         if self.head == "scalar":
             return self._load_scalar_model()
-        dtype = getattr(torch, self.dtype or "float32")
-        options = {"use_safetensors": True, **self.options} if self.config is None else dict(self.options)
-        if self.attn_implementation is not None:
-            options["attn_implementation"] = self.attn_implementation
+        options = {**self.build_options, **self.options}
         if self.config is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(self.random_seed)
                 config = self.load_config()
                 with loading(self._named, "Fix the config."):
-                    model = auto_model(config).from_config(config, dtype=dtype, **options)
+                    model = auto_model(config).from_config(config, **options)
             return model.eval()
         config = self.load_config()
         kind, tokens = auto_model(config), getattr(config.get_text_config(), "max_position_embeddings", None)
         if tokens is not None and context_tokens(config) != tokens:
-            log.warning(
-                "%s has longrope: rows of prompt and completion are limited to its %s, %d of %d tokens. Beyond, its "
-                "logprobs depend on the other rows.", self._named, LONGROPE_LENGTH, context_tokens(config), tokens,
-            )  # fmt: skip
+            limit = f"{LONGROPE_LENGTH}, {context_tokens(config)} of {tokens} tokens"
+            problem = "Beyond, its logprobs depend on the other rows"
+            log.warning("%s has longrope: a row is limited to its %s. %s.", self._named, limit, problem)
         with loading(self._named, "Copy or download its files again, and use the config.json that belongs to them."):
             model, loading_info = kind.from_pretrained(
                 self.path,
-                dtype=dtype,
                 trust_remote_code=self.trust_remote_code,
                 output_loading_info=True,
-                **options,
+                **{"use_safetensors": True, **options},
             )
         check_loaded(self._named, model, loading_info["missing_keys"], loading_info["unexpected_keys"])
         return model.eval()
+
+    @property
+    def build_options(self) -> dict[str, Any]:
+        """The dtype and the attention for transformers' constructors."""
+        attention = {} if self.attn_implementation is None else {"attn_implementation": self.attn_implementation}
+        return {"dtype": getattr(torch, self.dtype or "float32"), **attention}
 
     @property
     def _named(self) -> str:
@@ -279,19 +273,15 @@ class ModelSpec:
                 "A model that sees images cannot have a scalar head. Use critic='shared', which is a head on the "
                 "policy's body, or another reward."
             )
-        body = replace(self, head="vocabulary").load_model() if self.config is not None else None
-        options: dict[str, Any] = {"dtype": getattr(torch, self.dtype or "float32"), **self.options}
-        if self.attn_implementation is not None:
-            options["attn_implementation"] = self.attn_implementation
-        if body is not None:  # random weights: the same body as a language model of this config and seed
-            config = self.load_config()
-            config.num_labels = 1
-            with torch.random.fork_rng(devices=[]):
+        options = {**self.build_options, **self.options}
+        with torch.random.fork_rng(devices=[]):
+            if self.config is not None:
+                config = self.load_config()
+                config.num_labels = 1
                 model = AutoModelForSequenceClassification.from_config(config, **options)
-            is_fresh = True
-        else:
-            with torch.random.fork_rng(devices=[]):
-                model, loading = AutoModelForSequenceClassification.from_pretrained(
+                is_fresh = True
+            else:
+                model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                     self.path,
                     num_labels=1,
                     use_safetensors=True,
@@ -299,15 +289,16 @@ class ModelSpec:
                     output_loading_info=True,
                     **options,
                 )
-            is_fresh = any(name.startswith("score.") for name in loading["missing_keys"])
+                is_fresh = any(name.startswith("score.") for name in loading_info["missing_keys"])
         head = scalar_head(model)
         if head is None:
             raise ValueError(
                 f"A critic or a reward model needs a linear layer `score`, which {type(model).__name__} does not have. "
                 "Use a decoder such as Qwen3 or Llama."
             )
-        if body is not None:
-            model.base_model.load_state_dict(body.base_model.state_dict())
+        if self.config is not None:  # random weights: the same body as a language model of this config and seed
+            body = replace(self, head="vocabulary").load_model().base_model
+            model.base_model.load_state_dict(body.state_dict())
         if is_fresh:
             with torch.no_grad():
                 for parameter in head.parameters():
@@ -385,12 +376,8 @@ def names_function(tokenizer: str) -> bool:
     return "." in tokenizer and not Path(tokenizer).exists() and all(map(str.isidentifier, tokenizer.split(".")))
 
 
-def _dotted(name: str) -> Callable[[], Any] | None:
-    """The function behind `package.module.function`; None if the name has another form or is a folder.
-
-    Raises:
-        ValueError: if there is no such module, or no such function in it.
-    """
+def _dotted(name: str) -> Callable[[], object] | None:
+    """The function behind `package.module.function`; None if the name has another form or is a folder."""
     if not names_function(name):
         return None
     module, _, attribute = name.rpartition(".")
@@ -403,7 +390,7 @@ def _dotted(name: str) -> Callable[[], Any] | None:
             f"tokenizer={name!r} must be the dotted path of a function, a hub name with its owner (owner/name), or a "
             f"folder, but there is no module {error.name!r}. Fix the name, or start lightrl in the module's folder."
         ) from error
-    make: Callable[[], Any] | None = getattr(imported, attribute, None)
+    make: Callable[[], object] | None = getattr(imported, attribute, None)
     if not callable(make):
         raise ValueError(f"tokenizer={name!r} is not a function: {module} has no {attribute!r}.")
     return make

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 def check_adamw(
     *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
 ) -> None:
-    """Checks settings of AdamW before there is a model.
-
-    Raises:
-        ValueError: if one is out of its range.
-    """
+    """Raises ValueError if a setting of AdamW is out of its range, before there is a model."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be >= 0, got {value}.")
@@ -63,9 +59,6 @@ def with_schedule(
         num_iterations: of the whole run; infinite if it has no known end.
         warmup: iterations, or below 1 the share of the run.
         min_lr_ratio: of the learning rate at the end of the decay.
-
-    Raises:
-        ValueError: if the decay or the warm-up needs an end and there is none.
     """
     if num_iterations == math.inf and (lr_decay != "constant" or 0 < warmup < 1):
         setting = f"{lr_decay=}" if lr_decay != "constant" else f"warmup_iterations={warmup}"

@@ -24,10 +24,10 @@ class Outputs:
     logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
     entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was sampled from
     values: Tensor | None = None  # [B, T], with a scalar head: of the state before `token_ids[b, t]` was sampled
-    # [B, T, K], nats, of the teacher's K likeliest tokens: of those in `experience["teacher_topk_ids"]` for a policy
-    # being trained, of its own for the teacher.
+    # [B, T, K], nats, of the teacher's top-k tokens: for a policy being trained those of
+    # `experience["teacher_topk_ids"]`, for the teacher its own.
     teacher_topk: Tensor | None = None
-    teacher_topk_ids: Tensor | None = None  # int64 [B, T, K], likeliest first; from the teacher only
+    teacher_topk_ids: Tensor | None = None  # int64 [B, T, K], the most likely first; from the teacher only
 
 
 LossFunction = Callable[[Experience, Outputs], Tensor]
@@ -37,13 +37,12 @@ Metric = Tensor | tuple[Tensor, Tensor]
 Backward = Callable[[Tensor], None]
 
 
-# Further tokens whose logprobs a model computes: K tokens at each position (int64 [B, T, K]), or the number of its
-# likeliest ones.
-More = Tensor | int
+# Further tokens whose logprobs a model computes: K tokens at each position (int64 [B, T, K]), or K for its own top-k.
+Candidates = Tensor | int
 
 
-def asked_of_policy(experience: Experience) -> More:
-    """The teacher's likeliest tokens if the experience has them, else none."""
+def teacher_candidates(experience: Experience) -> Candidates:
+    """Return the teacher's top-k tokens if the experience has them, else none."""
     return experience.extras.get("teacher_topk_ids", 0)
 
 
@@ -51,9 +50,9 @@ class ParallelModel(Protocol):
     """One model under one strategy, for any number of processes: forward, forward_backward, full parameters."""
 
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterable[Outputs]:
-        """Logprobs and entropy of each microbatch, and the `topk` likeliest tokens with theirs; without gradient.
+        """Yield logprobs and entropy of each microbatch, and its top-k tokens with their logprobs; without gradient.
 
-        To be read to the end, one by one, so that the device need not hold those of all.
+        Read the results one by one, to the end: the device need not hold those of all microbatches.
         """
         ...
 

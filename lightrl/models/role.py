@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import Self
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class RoleMesh:
@@ -45,11 +47,7 @@ class RoleMesh:
         check_bounds(1, num_ranks=self.num_ranks, pp=self.pp, tp=self.tp)
 
     def ranks(self, world_size: int) -> range:
-        """The ranks of this mesh in a run of `world_size`.
-
-        Raises:
-            ValueError: if the run has too few, or pp · tp does not divide their number.
-        """
+        """The ranks of this mesh in a run of `world_size`; raises ValueError if they do not fit."""
         num = max(0, world_size - self.first_rank) if self.num_ranks is None else self.num_ranks
         if num == 0 or self.first_rank + num > world_size:
             raise ValueError(
@@ -137,8 +135,6 @@ def models_made_by(make: Callable[[Role], PreTrainedModel]) -> Iterator[None]:
         _MAKE.reset(token)
 
 
-log = logging.getLogger(__name__)
-
 MAX_OTHER_TOKENS = 0.01  # fraction of the policy's: reserved tokens differ by name within a family
 
 
@@ -153,11 +149,7 @@ def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compares the role's own tokenizer, if it has one, with the policy's.
-
-    Raises:
-        ValueError: if more than a few ids are other tokens there.
-    """
+    """Raises ValueError if more than a few ids are other tokens in the role's own tokenizer than in the policy's."""
     source = spec.tokenizer or spec.path
     if source == (policy.tokenizer or policy.path):
         return
@@ -189,11 +181,7 @@ def _has_tokenizer(source: str) -> bool:
 
 
 def trainable_policy(policy: str | ModelSpec | Role) -> Role:
-    """The policy's role.
-
-    Raises:
-        ValueError: if it is behind a server or frozen.
-    """
+    """The policy's role; raises ValueError if it is behind a server or frozen."""
     role = Role.of(policy)
     if role.spec.url is not None:
         raise ValueError(
@@ -216,9 +204,6 @@ def load_role(
         name: of the role, such as `critic`.
         policy: the policy's role.
         tokenizer: the policy's.
-
-    Raises:
-        ValueError: if the model reads other tokens, is trained and has `offload`, or is an untrained reward model.
     """
     check_tokens(name, role.spec, policy.spec, tokenizer)
     model = role.load_model()

@@ -1,15 +1,14 @@
 """Reward functions, and what runs them so that a failure is a RewardError with a reason and never a reward of 0.
 
 Reading order:
-    judgment.py      Judgment, the checked result; Runner, which calls a function
+    reward_result.py RewardResult, checked; Runner, which calls a function
     parts.py         RewardPart: a function with arguments and weight; sums of them
     supervisor.py    batches, deadlines, spare workers, and which call is at fault
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
     worker.py        the other end of its pipes: imports and calls the function
-    transport.py     trajectories as bytes, and with lists for the function
-    hook.py          RewardHook: callables of this process, in a thread; make_judge, which chooses; the protocols
-    evaluation.py    reward, accuracy and pass@k of judged groups
-    replay.py        FailureLog, failed trajectories; replay, which judges them again
+    hook.py          RewardHook: callables of this process, in a thread; RewardWorker, the protocol of both
+    evaluation.py    reward, accuracy and pass@k of groups
+    replay.py        FailureLog, failed trajectories; replay, which computes their rewards again
 Reward functions:
     math_answer.py   GSM8K-like answers, checked by math-verify
     code_tests.py    programs against tests, in a sandbox (sandbox.py; its processes are in sandbox_guard/)
@@ -22,15 +21,18 @@ reward function: a file with `(Trajectory) -> float` or `-> {"reward": ..., "<na
 dotted path in YAML.
 """
 
+from typing import TYPE_CHECKING
+
+from lightrl import loaded_on_first_use
 from lightrl.rewards.code_tests import code_tests
 from lightrl.rewards.environment_reward import environment_reward
-from lightrl.rewards.hook import Judge, JudgesGroups, RewardHook, make_judge
-from lightrl.rewards.judgment import Judgment
+from lightrl.rewards.hook import RewardHook, RewardWorker, make_reward_worker
 from lightrl.rewards.llm_judge import LLMJudge
 from lightrl.rewards.math_answer import math_answer
 from lightrl.rewards.parts import RewardPart
 from lightrl.rewards.pool import RewardPool
-from lightrl.rewards.replay import FailureLog, ReplayRow, examine, replay
+from lightrl.rewards.replay import FailureLog, ReplayRow, replay
+from lightrl.rewards.reward_result import RewardResult
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, Sandbox
 from lightrl.rewards.text_rewards import (
     OverlongPenalty,
@@ -41,9 +43,12 @@ from lightrl.rewards.text_rewards import (
     tag_format,
 )  # fmt: skip
 
+if not TYPE_CHECKING:
+    __getattr__ = loaded_on_first_use(__name__, {})  # names that have changed
+
 __all__ = [
-    "Judge", "JudgesGroups", "Judgment", "RewardHook", "RewardPart", "RewardPool", "make_judge", "FailureLog",
-    "ReplayRow", "examine", "replay", "math_answer", "code_tests", "Limits", "LocalSandbox", "Run", "Sandbox",
+    "RewardWorker", "RewardResult", "RewardHook", "RewardPart", "RewardPool", "make_reward_worker", "FailureLog",
+    "ReplayRow", "replay", "math_answer", "code_tests", "Limits", "LocalSandbox", "Run", "Sandbox",
     "json_schema", "OverlongPenalty", "overlong_penalty", "regex_match", "repetition_penalty", "tag_format",
     "LLMJudge", "environment_reward",
 ]  # fmt: skip

@@ -29,11 +29,12 @@ from typing import Any, Literal, get_args
 from lightrl.rewards.sandbox import Limits, Run, Sandbox
 from lightrl.trajectory import Trajectory
 
-Verdict = Literal[
+TestResult = Literal[
     "accepted", "wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"
 ]
 
-_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)[1:]  # without accepted
+_FAILURES: tuple[TestResult, ...] = get_args(TestResult)[1:]  # without accepted
+Test = Mapping[str, Any] | str  # a dict with stdin and stdout or function, arguments and expected; or code
 _FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
 _MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -81,7 +82,7 @@ def code_tests(
         sandbox: dotted path of a Sandbox class.
 
     Returns:
-        `reward`; `accuracy`: 1 if all tests pass; `passed_fraction`; 1 for the verdict of the first test that failed
+        `reward`; `accuracy`: 1 if all tests pass; `passed_fraction`; 1 for the result of the first test that failed
         and 0 for the others, among `wrong_answer`, `runtime_error`, `time_limit`, `memory_limit`, `output_limit` and
         `no_program`; `extracted`, the program.
 
@@ -93,22 +94,22 @@ def code_tests(
     program = extracted_program(trajectory.completion)
     deadline = time.monotonic() + total_s
     limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib)
-    verdicts: list[Verdict] = []
+    results: list[TestResult] = []
     for test in tests if program.strip() else ():
-        if verdicts and not partial_credit and verdicts[-1] != "accepted":
+        if results and not partial_credit and results[-1] != "accepted":
             break
         is_late = time.monotonic() > deadline
-        verdicts.append("time_limit" if is_late else verdict(program, test, _sandbox(sandbox), limits, tolerance))
-    failed: Verdict | None = next((item for item in verdicts if item != "accepted"), None)
+        results.append("time_limit" if is_late else run_test(program, test, _sandbox(sandbox), limits, tolerance))
+    failed: TestResult | None = next((item for item in results if item != "accepted"), None)
     if not program.strip():
         failed = "no_program"
-    passed_fraction = verdicts.count("accepted") / len(tests)
+    passed_fraction = results.count("accepted") / len(tests)
     is_accurate = float(failed is None)
     return {
         "reward": passed_fraction if partial_credit else is_accurate,
         "accuracy": is_accurate,
         "passed_fraction": passed_fraction,
-        **{name: float(name == failed) for name in _VERDICTS},
+        **{name: float(name == failed) for name in _FAILURES},
         "extracted": program,
     }
 
@@ -163,15 +164,13 @@ def _has_effect(tree: ast.Module | None) -> bool:
     )
 
 
-def _from_json(text: str) -> Any:
+def _from_json(text: str) -> object:
     """Reads JSON as `json.loads` does, with integers of any length."""
     return json.loads(text, parse_int=lambda digits: int(Decimal(digits)))
 
 
-def verdict(
-    program: str, test: Mapping[str, Any] | str, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0
-) -> Verdict:
-    """The verdict of one test on a program."""
+def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0) -> TestResult:
+    """Run one test on a program."""
     if isinstance(test, Mapping) and "stdin" in test:
         run = sandbox.run(program, str(test["stdin"]), limits)
         is_right = run.exit_code == 0 and same_output(run.stdout, str(test["stdout"]), tolerance)
@@ -219,7 +218,7 @@ def _same_word(word: str, expected: str, tolerance: float) -> bool:
         return False
 
 
-def _same_value(value: Any, expected: Any, tolerance: float) -> bool:
+def _same_value(value: object, expected: object, tolerance: float) -> bool:
     """Equal as JSON values: a tuple is a list, True is not 1."""
     if isinstance(expected, list | tuple):
         if not isinstance(value, list) or len(value) != len(expected):
@@ -236,14 +235,14 @@ def _same_value(value: Any, expected: Any, tolerance: float) -> bool:
     return value == expected or (tolerance > 0 and math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance))
 
 
-def _of_run(run: Run) -> Verdict | None:
+def _of_run(run: Run) -> TestResult | None:
     if run.stopped_by is not None:
-        verdicts: dict[str, Verdict] = {"time": "time_limit", "memory": "memory_limit", "output": "output_limit"}
-        return verdicts.get(run.stopped_by, "runtime_error")
+        results: dict[str, TestResult] = {"time": "time_limit", "memory": "memory_limit", "output": "output_limit"}
+        return results.get(run.stopped_by, "runtime_error")
     return None if run.exit_code == 0 else "runtime_error"
 
 
-def _tests_of(trajectory: Trajectory) -> Sequence[Mapping[str, Any] | str]:
+def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
     tests = trajectory.prompt.fields.get("tests")
     if isinstance(tests, str):  # a column of JSON text
         tests = _from_json(tests)

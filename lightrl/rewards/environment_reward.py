@@ -1,13 +1,13 @@
-"""environment_reward: the rewards that the environment of a workflow gave, as the judgment."""
+"""environment_reward: the rewards that the environment of a workflow gave."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from lightrl.trajectory import Trajectory
 
 
-def environment_reward(trajectory: Trajectory) -> dict[str, Any]:
+def environment_reward(trajectory: Trajectory) -> dict[str, Sequence[float]]:
     """The rewards that MultiTurn or AgentWorkflow put on the turns of this trajectory; the reward is their sum.
 
     Raises:

@@ -1,7 +1,7 @@
 """Metrics of validation and test: reward, accuracy, pass@k, lengths, and a reward's own numbers.
 
 Each is a torchmetrics.Metric over all batches. Every rank has all groups, so nothing is reduced over ranks. No other
-file of this room imports torch, and workers do not import this one.
+file of this package imports torch, and workers do not import this one.
 """
 
 from __future__ import annotations
@@ -39,17 +39,14 @@ class Evaluation:
             updated[name].update(sum(numbers) / len(numbers), weight=len(numbers))
         for name, metric in own.items():
             if part != "0":
-                metric = self._copy(part, name, metric)
+                if (part, name) not in self._metrics:
+                    self._metrics[part, name] = metric.clone()
+                    self._metrics[part, name].reset()
+                metric = self._metrics[part, name]
             metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
             metric.update(groups)
             updated[name] = metric
         return updated
-
-    def _copy(self, part: str, name: str, metric: Metric) -> Metric:
-        if (part, name) not in self._metrics:
-            self._metrics[part, name] = metric.clone()
-            self._metrics[part, name].reset()
-        return self._metrics[part, name]
 
 
 def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""RewardHook: a reward function that needs this process in a thread, with a deadline; make_judge, which chooses.
+"""RewardHook: a reward function that needs this process in a thread, with a deadline; and RewardWorker.
 
 A thread cannot be killed: one that hangs is abandoned, keeps what it uses, and is replaced. C code that holds the
 interpreter stops the whole trainer. A function by dotted path (pool.py) has neither problem.
@@ -15,14 +15,13 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from lightrl.checks.bounds import check_effect
-from lightrl.rewards.judgment import Judgment, Outcome, Runner
 from lightrl.rewards.parts import Reward, RewardPart, check_takes_trajectory
 from lightrl.rewards.pool import RewardPool
+from lightrl.rewards.reward_result import Outcome, RewardFunction, RewardResult, Runner
 from lightrl.rewards.supervisor import Supervisor
-from lightrl.rewards.transport import ListTrajectory
 from lightrl.trajectory import Trajectory
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ REWARD_THREAD = "reward-hook"  # its name
 
 
 class RewardHook(Supervisor[Trajectory]):
-    """Judges trajectories by a callable of this process; sync calls run one after another, async calls together.
+    """Computes rewards with a callable of this process; sync calls run one after another, async calls together.
 
     The function gets the trajectory with lists for its per-token fields; everything else in it is the original.
 
@@ -40,7 +39,7 @@ class RewardHook(Supervisor[Trajectory]):
         timeout_s: deadline of one call in seconds; then its thread is abandoned, with one warning.
     """
 
-    def __init__(self, function: Callable[[Trajectory], Any], *, timeout_s: float = 30.0) -> None:
+    def __init__(self, function: RewardFunction, *, timeout_s: float = 30.0) -> None:
         name = getattr(function, "__qualname__", type(function).__qualname__)
         self._has_warned = False
 
@@ -52,7 +51,7 @@ class RewardHook(Supervisor[Trajectory]):
         super().__init__(name, make_worker, workers=1, timeout_s=timeout_s, startup_timeout_s=timeout_s)
 
     def _request_of(self, trajectory: Trajectory) -> tuple[Trajectory, int]:
-        return ListTrajectory(**vars(trajectory)), 0
+        return trajectory.with_lists(), 0
 
     def _warn(self) -> None:
         if not self._has_warned:
@@ -122,46 +121,37 @@ class _WorkerThread:
             self._runner.close()
 
 
-class Judge(Protocol):
-    """Gives each trajectory a Judgment. Call `start` once, then `score` any number of times, then `close`."""
+@runtime_checkable
+class RewardWorker(Protocol):
+    """Computes rewards. Call `start` once, then `compute_rewards` any number of times, then `close`."""
 
     def start(self) -> None:
         """Raises ValueError if there is no such reward function; called before training, from any thread."""
         ...
 
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        """Raises RewardError if the function failed; called on the event loop."""
+    def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
+        """Futures of the results, or of a RewardError where the function failed; called on the event loop."""
         ...
 
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class JudgesGroups(Judge, Protocol):
-    """A Judge that takes trajectories together, which spares the event loop a task for each of them."""
-
-    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
-        """Futures of what `score` returns, or with the RewardError that it raises; called on the event loop."""
-        ...
-
-
-def make_judge(
-    reward: Reward | Callable[[Trajectory], Any],
+def make_reward_worker(
+    reward: Reward | RewardFunction,
     *,
     workers: int = 1,
     timeout_s: float = 30.0,
-    startup_timeout_s: float = 120.0,
     search_paths: Sequence[str] = (),
     memory_limit_mib: int | None = 4096,
     recycle_after: int | None = None,
-) -> JudgesGroups:
+) -> RewardWorker:
     """A RewardPool for a dotted path or a function that another process can import, else a RewardHook.
 
     Args:
         reward: `package.module.function`, RewardParts, or a callable; methods, lambdas, closures and functions of the
             main script stay in this process.
-        workers, timeout_s, startup_timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a
-            RewardHook only uses `timeout_s`.
+        workers, timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a RewardHook only uses
+            `timeout_s`.
     """
     if not isinstance(reward, str | RewardPart | Sequence):
         path = dotted_path(reward, search_paths)
@@ -174,18 +164,17 @@ def make_judge(
         reward,
         workers=workers,
         timeout_s=timeout_s,
-        startup_timeout_s=startup_timeout_s,
         search_paths=search_paths,
         memory_limit_mib=memory_limit_mib,
         recycle_after=recycle_after,
     )
 
 
-def dotted_path(function: Callable[..., Any], search_paths: Sequence[str] = ()) -> str | None:
+def dotted_path(function: Callable[..., object], search_paths: Sequence[str] = ()) -> str | None:
     """The path by which another process can import this function; None if it cannot."""
     if not inspect.isfunction(function) or function.__module__ == "__main__" or "<" in function.__qualname__:
         return None
-    target: Any = sys.modules.get(function.__module__)
+    target: object = sys.modules.get(function.__module__)
     for part in function.__qualname__.split("."):
         target = getattr(target, part, None)
     package = function.__module__.partition(".")[0]

@@ -20,13 +20,14 @@ import re
 import string
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.printable import count_text
 from lightrl.concurrency.line_buffer import body_of
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import label
+from lightrl.rewards.reward_result import label
 from lightrl.trajectory import Trajectory, chat_as_text
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class LLMJudge:
         api_key_variable: the environment variable with the key, which is sent if it is set.
         max_concurrent: requests at the same time, per process.
         deadline_s: for one trajectory, all attempts together; keep it below the reward's timeout.
-        temperature, max_tokens: of the judge's answer.
+        temperature, max_tokens: of the LLM judge's answer.
         cache_size: scores to keep in memory.
         first_wait_s: pause before the second attempt; it doubles each time.
     """
@@ -105,8 +106,8 @@ class LLMJudge:
         self._cache: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self._cache_size = cache_size
 
-    async def __call__(self, trajectory: Trajectory) -> dict[str, Any]:
-        """The reward in [0, 1], the `score` itself, and the judge's answer as `extracted`.
+    async def __call__(self, trajectory: Trajectory) -> dict[str, float | str]:
+        """The reward in [0, 1], the `score` itself, and the LLM judge's answer as `extracted`.
 
         Waits for a free slot and for the endpoint; on cancellation the request is abandoned.
         """
@@ -156,15 +157,16 @@ class LLMJudge:
             last = f"status {status}: {text[:_MAX_SHOWN]}" if status else text
             if 400 <= status < 500 and status not in (408, 429):
                 raise RewardError(
-                    f"The judge at {self._url} answered {label(trajectory)} with {last}. Check url, model, key and "
+                    f"The LLM judge at {self._url} answered {label(trajectory)} with {last}. Check url, model, key and "
                     "rubric."
                 )
             pause_s = max(retry_after_s or 0.0, wait_s * random.uniform(0.8, 1.2))
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
         raise RewardError(
-            f"The judge at {self._url} did not answer {label(trajectory)} within deadline_s={self._deadline_s:g} in "
-            f"{attempt} attempts ({last}). Check its server, or increase deadline_s and the reward's timeout.",
+            f"The LLM judge at {self._url} did not answer {label(trajectory)} within deadline_s={self._deadline_s:g} "
+            f"in {count_text(attempt, 'attempt')} ({last}). Check its server, or increase deadline_s and the reward's "
+            "timeout.",
             reason="timeout",
         )
 
@@ -188,19 +190,20 @@ class LLMJudge:
             raise OSError(repr(error)) from error
         except (ValueError, RecursionError) as error:
             size = f"has more than {_MAX_ANSWER_BYTES >> 20} MiB" if content is None else f"is not JSON: {error}"
-            raise RewardError(f"The answer of the judge at {self._url} {size}. Check its url.") from error
+            raise RewardError(f"The answer of the LLM judge at {self._url} {size}. Check its url.") from error
         try:
             return 200, answer["choices"][0]["message"]["content"] or "", None
         except (KeyError, IndexError, TypeError) as error:
             raise RewardError(
-                f"The answer of the judge at {self._url} has no choices with a message: {answer!r:.300}. Check its url."
+                f"The answer of the LLM judge at {self._url} has no message in its choices: {answer!r:.280}. "
+                "Check its url."
             ) from error
 
     def _score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
         match = next(iter(deque(self._pattern.finditer(answer), maxlen=1)), None)
         if match is None:
             raise RewardError(
-                f"The judge's answer for {label(trajectory)} has no score that matches {self._pattern.pattern!r}: "
+                f"The LLM judge's answer for {label(trajectory)} has no score that matches {self._pattern.pattern!r}: "
                 f"{answer[-_MAX_SHOWN:]!r}. Ask for that form in the rubric, change score_pattern, or increase "
                 "max_tokens."
             )
@@ -208,7 +211,7 @@ class LLMJudge:
         of = re.match(r"\W{0,5}(?:/|out of)\s*(\d+)", answer[match.end(1) :])
         if not self._low <= score <= self._high or (of is not None and float(of[1]) != self._high):
             raise RewardError(
-                f"The judge gave {label(trajectory)} the score {match[1]}{of[0] if of else ''}, which is outside "
+                f"The LLM judge gave {label(trajectory)} the score {match[1]}{of[0] if of else ''}, which is outside "
                 f"score_range={[self._low, self._high]}. State the range in the rubric, or change it."
             )
         return score, answer
@@ -217,11 +220,11 @@ class LLMJudge:
 class _Formatter(string.Formatter):
     """Names only: a rubric cannot reach attributes."""
 
-    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+    def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, str]:
         return self.get_value(field_name, args, kwargs), field_name
 
 
-def _seconds(headers: Any) -> float | None:
+def _seconds(headers: Mapping[str, str]) -> float | None:
     try:
         return float(headers.get("Retry-After", ""))
     except ValueError:

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightrl.checks.user_code import user_code
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import Judgment, is_async, raised_error
+from lightrl.rewards.reward_result import RewardFunction, RewardResult, is_async, raised_error
 from lightrl.trajectory import Trajectory
 
 
@@ -32,7 +32,7 @@ class RewardPart:
         path: `package.module.function`, or a class, which is instantiated once per process and then called.
         weight: factor of its reward in the sum.
         name: for logs; the last part of the path if None.
-        arguments: its keyword arguments beside the trajectory.
+        arguments: its keyword arguments besides the trajectory.
 
     Example:
         RewardPart("lightrl.rewards.math_answer", weight=2.0, name="math", arguments={"format_reward": 0.2})
@@ -66,7 +66,7 @@ def parts_of(reward: Reward) -> list[RewardPart]:
     return parts
 
 
-def bound(part: RewardPart, function: Callable[..., Any]) -> Callable[[Trajectory], Any]:
+def bound(part: RewardPart, function: Callable[..., object]) -> RewardFunction:
     """The function with the part's arguments; for a class, an object of it.
 
     Raises:
@@ -79,8 +79,8 @@ def bound(part: RewardPart, function: Callable[..., Any]) -> Callable[[Trajector
     else:
         _check_arguments(part, signature)
     if not inspect.isclass(function):
-        judge = functools.partial(function, **part.arguments) if part.arguments else function
-        return check_takes_trajectory(judge, part.path)
+        function = functools.partial(function, **part.arguments) if part.arguments else function
+        return check_takes_trajectory(function, part.path)
 
     def failed(error: BaseException) -> ValueError:
         return ValueError(f"reward={part.path!r} could not be instantiated with {part.arguments}: {error!r}")
@@ -92,7 +92,7 @@ def bound(part: RewardPart, function: Callable[..., Any]) -> Callable[[Trajector
     return check_takes_trajectory(instance, part.path)
 
 
-def check_takes_trajectory(function: Callable[..., Any], name: str) -> Callable[[Trajectory], Any]:
+def check_takes_trajectory(function: Callable[..., object], name: str) -> RewardFunction:
     """The function; raises ValueError if it cannot be called with a trajectory alone, before a rollout finds out."""
     try:
         signature = inspect.signature(function)
@@ -108,9 +108,7 @@ def check_takes_trajectory(function: Callable[..., Any], name: str) -> Callable[
     return function
 
 
-def summed(
-    parts: Sequence[RewardPart], functions: Sequence[Callable[[Trajectory], Any]]
-) -> Callable[[Trajectory], Any]:
+def summed(parts: Sequence[RewardPart], functions: Sequence[RewardFunction]) -> RewardFunction:
     """A reward function that is the weighted sum of these; async if one of them is.
 
     A part that fails is a RewardError that names it. If a part gives rewards per token, the rewards of the others go to
@@ -121,16 +119,16 @@ def summed(
     pairs = list(zip(parts, functions, strict=True))
     if not any(map(is_async, functions)):
 
-        def judge(trajectory: Trajectory) -> Judgment:
-            return _sum(parts, [_judged(part, trajectory, function) for part, function in pairs], trajectory)
+        def compute_sum(trajectory: Trajectory) -> RewardResult:
+            return _sum(parts, [_compute(part, trajectory, function) for part, function in pairs], trajectory)
 
-        return judge
+        return compute_sum
 
-    async def judge_async(trajectory: Trajectory) -> Judgment:
-        calls = (_judged_async(part, trajectory, function) for part, function in pairs)
+    async def compute_sum_async(trajectory: Trajectory) -> RewardResult:
+        calls = (_compute_async(part, trajectory, function) for part, function in pairs)
         return _sum(parts, await asyncio.gather(*calls), trajectory)
 
-    return judge_async
+    return compute_sum_async
 
 
 def _check_arguments(part: RewardPart, signature: inspect.Signature) -> None:
@@ -144,15 +142,15 @@ def _check_arguments(part: RewardPart, signature: inspect.Signature) -> None:
             raise ValueError(f"reward={part.path!r} has no argument {name!r}. {hint}")
 
 
-def _judged(part: RewardPart, trajectory: Trajectory, function: Callable[[Trajectory], Any]) -> Judgment:
+def _compute(part: RewardPart, trajectory: Trajectory, function: RewardFunction) -> RewardResult:
     with _named_errors(part, trajectory):
-        return Judgment.of(function(trajectory), trajectory)
+        return RewardResult.of(function(trajectory), trajectory)
 
 
-async def _judged_async(part: RewardPart, trajectory: Trajectory, function: Callable[[Trajectory], Any]) -> Judgment:
+async def _compute_async(part: RewardPart, trajectory: Trajectory, function: RewardFunction) -> RewardResult:
     with _named_errors(part, trajectory):
         value = function(trajectory)
-        return Judgment.of(await value if is_async(function) else value, trajectory)
+        return RewardResult.of(await value if is_async(function) else value, trajectory)
 
 
 @contextlib.contextmanager
@@ -165,26 +163,26 @@ def _named_errors(part: RewardPart, trajectory: Trajectory) -> Iterator[None]:
         raise RewardError(f"Part {part.label!r} of the reward failed. {error}", reason=error.reason) from error
 
 
-def _sum(parts: Sequence[RewardPart], judgments: Sequence[Judgment], trajectory: Trajectory) -> Judgment:
+def _sum(parts: Sequence[RewardPart], results: Sequence[RewardResult], trajectory: Trajectory) -> RewardResult:
     metrics: dict[str, float] = {}
-    for part, judgment in zip(parts, judgments, strict=True):
-        metrics[part.label] = judgment.reward
-        for name, value in judgment.metrics.items():
+    for part, result in zip(parts, results, strict=True):
+        metrics[part.label] = result.reward
+        for name, value in result.metrics.items():
             if name == "accuracy":  # the first part that has one decides for the whole
                 metrics.setdefault(name, value)
             else:
                 metrics[name if len(parts) == 1 else f"{part.label}_{name}"] = value
-    shown = [judgment.extracted for judgment in judgments if judgment.extracted is not None]
+    shown = [result.extracted for result in results if result.extracted is not None]
     extracted = "\n".join(shown) if shown else None
-    reward = sum(part.weight * judgment.reward for part, judgment in zip(parts, judgments, strict=True))
-    if all(judgment.rewards is None for judgment in judgments):
-        return Judgment(reward, metrics, extracted=extracted)
+    reward = sum(part.weight * result.reward for part, result in zip(parts, results, strict=True))
+    if all(result.rewards is None for result in results):
+        return RewardResult(reward, metrics, extracted=extracted)
     per_token = [0.0] * len(trajectory.token_ids)
     last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=len(per_token) - 1)
-    for part, judgment in zip(parts, judgments, strict=True):
-        if judgment.rewards is None:
-            per_token[last] += part.weight * judgment.reward
+    for part, result in zip(parts, results, strict=True):
+        if result.rewards is None:
+            per_token[last] += part.weight * result.reward
             continue
-        for index, value in enumerate(judgment.rewards):
+        for index, value in enumerate(result.rewards):
             per_token[index] += part.weight * value
-    return Judgment(reward, metrics, per_token, extracted)
+    return RewardResult(reward, metrics, per_token, extracted)

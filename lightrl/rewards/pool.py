@@ -25,11 +25,10 @@ from lightrl.checks.printable import escape_unprintable
 from lightrl.concurrency.guarded_processes import ONE_THREAD, command, import_path
 from lightrl.concurrency.line_buffer import LineBuffer
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import Judgment, Outcome
 from lightrl.rewards.parts import Reward, parts_of
+from lightrl.rewards.reward_result import Outcome, RewardResult
 from lightrl.rewards.supervisor import Supervisor, WorkerDied
-from lightrl.rewards.transport import prompt_to_bytes, trajectory_to_bytes
-from lightrl.trajectory import Prompt, Trajectory
+from lightrl.trajectory import Prompt, Trajectory, encode_json
 
 _OUTCOMES = ({"index", "error", "reason"}, {"index", "reward", "metrics", "rewards", "extracted"})
 _READ_BYTES = 1 << 16
@@ -42,10 +41,10 @@ _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
 
 
 class RewardPool(Supervisor[bytes]):
-    """Judges copies of trajectories in warm child processes, with a deadline for each call.
+    """Computes rewards in warm child processes, from copies of the trajectories, with a deadline for each call.
 
-    Invariants: each call has one outcome, a Judgment or a RewardError, and a failure is never a reward of 0; a process
-    that hung or died is replaced; no process outlives this one, not even after `kill -9`. What the function prints
+    Invariants: each call ends in a RewardResult or a RewardError, and a failure is never a reward of 0; a process that
+    hung or died is replaced; no process outlives this one, not even after `kill -9`. What the function prints
     appears on this process's stderr with a prefix.
 
     Args:
@@ -64,7 +63,7 @@ class RewardPool(Supervisor[bytes]):
     Example:
         pool = RewardPool("lightrl.rewards.math_answer", workers=2)
         pool.start()
-        judgment = await pool.score(trajectory)
+        result = await pool.compute_reward(trajectory)
     """
 
     def __init__(
@@ -97,14 +96,20 @@ class RewardPool(Supervisor[bytes]):
         )
 
     def _request_of(self, trajectory: Trajectory) -> tuple[bytes, int]:
-        request = trajectory_to_bytes(trajectory, self._prompt_bytes(trajectory.prompt))
+        try:
+            request = trajectory.to_bytes(self._prompt_bytes(trajectory.prompt), with_supports=False)
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"Prompt {trajectory.prompt.id!r} or its trajectory cannot be sent to the reward process as JSON: "
+                f"{error}. Use numbers, strings, lists and dicts in its fields."
+            ) from error
         return request, len(request)
 
     def _prompt_bytes(self, prompt: Prompt) -> bytes:
         """Made once for all trajectories of a group, which share the prompt."""
         latest, data = self._prompts.get(id(prompt), (None, b""))
         if latest is not prompt:
-            data = prompt_to_bytes(prompt)
+            data = encode_json(prompt)
             if len(self._prompts) >= _MAX_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
             self._prompts[id(prompt)] = (prompt, data)
@@ -114,7 +119,7 @@ class RewardPool(Supervisor[bytes]):
 class WorkerProcess:
     """One child (a guardian with its worker, see worker.py) and the three pipes to and from it."""
 
-    def __init__(self, settings: Mapping[str, Any], *, import_path: Sequence[str]) -> None:
+    def __init__(self, settings: Mapping[str, object], *, import_path: Sequence[str]) -> None:
         self.runs_together = False
         self._process = subprocess.Popen(
             command("lightrl.rewards.worker", str(os.getpid()), import_path),
@@ -293,4 +298,4 @@ def _reply(line: bytes, *forms: set[str]) -> dict[str, Any]:
 def _outcome(record: dict[str, Any]) -> tuple[int, Outcome]:
     if "error" in record:
         return record["index"], RewardError(record["error"], reason=record["reason"])
-    return record.pop("index"), Judgment(**record)
+    return record.pop("index"), RewardResult(**record)

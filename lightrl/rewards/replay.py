@@ -20,56 +20,51 @@ from typing import Any
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import write_problem
 from lightrl.errors import RewardError
-from lightrl.rewards.hook import Judge, JudgesGroups, make_judge
-from lightrl.rewards.judgment import Judgment
+from lightrl.rewards.hook import RewardWorker, make_reward_worker
 from lightrl.rewards.parts import Reward
-from lightrl.rewards.transport import as_json
-from lightrl.trajectory import Trajectory
+from lightrl.rewards.reward_result import RewardFunction, RewardResult
+from lightrl.trajectory import Trajectory, encode_json
 
 _logger = logging.getLogger(__name__)
 
 
 class FailureLog:
-    """A Judge around another one that writes each trajectory it fails on to a file.
+    """A reward worker around another one that writes each trajectory whose reward failed to a file.
 
     Args:
-        judge: the one that judges.
+        reward_worker: the one that computes the rewards.
         path: of the JSONL file; lines are appended, its folder is made at the first failure.
         max_failures: maximum lines from one process, so that a broken reward does not fill the disk.
     """
 
-    def __init__(self, judge: JudgesGroups, path: str | Path, *, max_failures: int = 1000) -> None:
-        self._judge = judge
+    def __init__(self, reward_worker: RewardWorker, path: str | Path, *, max_failures: int = 1000) -> None:
+        self._reward_worker = reward_worker
         self.path = Path(path)
         self._num_left = max_failures
 
     def start(self) -> None:
-        self._judge.start()
+        self._reward_worker.start()
 
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        return await self.score_group([trajectory])[0]
-
-    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
-        judgings = self._judge.score_group(trajectories)
-        for trajectory, judging in zip(trajectories, judgings, strict=True):
-            judging.add_done_callback(functools.partial(self._write_failure, trajectory))
-        return judgings
+    def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
+        results = self._reward_worker.compute_rewards(trajectories)
+        for trajectory, result in zip(trajectories, results, strict=True):
+            result.add_done_callback(functools.partial(self._write_failure, trajectory))
+        return results
 
     def close(self) -> None:
-        self._judge.close()
+        self._reward_worker.close()
 
-    def _write_failure(self, trajectory: Trajectory, judging: asyncio.Future[Judgment]) -> None:
-        error = None if judging.cancelled() else judging.exception()
+    def _write_failure(self, trajectory: Trajectory, result: asyncio.Future[RewardResult]) -> None:
+        error = None if result.cancelled() else result.exception()
         if not isinstance(error, RewardError) or self._num_left <= 0:
             return
         self._num_left -= 1
         try:
-            head = json.dumps({"reason": error.reason, "message": str(error)})
-            line = head[:-1].encode() + b', "trajectory": ' + as_json(trajectory) + b"}\n"
+            line = encode_json({"reason": error.reason, "message": str(error), "trajectory": trajectory}) + b"\n"
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
                 file.write(line)
-        except (OSError, RewardError) as problem:
+        except (OSError, TypeError, ValueError) as problem:
             self._num_left = 0
             why = write_problem(problem, self.path)
             _logger.warning("Could not write %s: %s. Failed rewards are no longer logged.", self.path, why)
@@ -93,7 +88,7 @@ class ReplayRow:
 
 def replay(
     source: str | Path | Iterable[Trajectory],
-    reward: Reward | Callable[[Trajectory], Any],
+    reward: Reward | RewardFunction,
     *,
     num: int | None = None,
     repeats: int = 2,
@@ -102,44 +97,34 @@ def replay(
     search_paths: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[ReplayRow]:
-    """Judges trajectories, for example those of a JSONL file, with this reward.
+    """Computes this reward of trajectories, for example those of a JSONL file.
 
     Args:
         source: a file of failed rewards or of the trajectory log, or trajectories.
-        reward, timeout_s, memory_limit_mib, search_paths: as in `make_judge`.
+        reward, timeout_s, memory_limit_mib, search_paths: as in `make_reward_worker`.
         num: only this many, from the start; None for all.
-        repeats, decode: as in `examine`.
+        repeats: calls per trajectory, one after another, so that latencies are honest; one call cannot show whether a
+            reward is deterministic.
+        decode: token ids to text with special tokens, for `raw` and for prompts without messages.
 
     Raises:
         ValueError: if a line has no trajectory, or there is no such reward function.
     """
+    check_bounds(1, repeats=repeats)
     trajectories = read_failures(source) if isinstance(source, str | Path) else source
     first = list(itertools.islice(trajectories, num))
-    judge = make_judge(reward, timeout_s=timeout_s, memory_limit_mib=memory_limit_mib, search_paths=search_paths)
+
+    async def rows() -> list[ReplayRow]:
+        return [await _row(trajectory, reward_worker, repeats, decode) for trajectory in first]
+
+    reward_worker = make_reward_worker(
+        reward, timeout_s=timeout_s, memory_limit_mib=memory_limit_mib, search_paths=search_paths
+    )
     try:
-        judge.start()
-        return asyncio.run(examine(first, judge, repeats=repeats, decode=decode))
+        reward_worker.start()
+        return asyncio.run(rows())
     finally:
-        judge.close()
-
-
-async def examine(
-    trajectories: Iterable[Trajectory],
-    judge: Judge,
-    *,
-    repeats: int = 2,
-    decode: Callable[[list[int]], str] | None = None,
-) -> list[ReplayRow]:
-    """A row for each trajectory, judged `repeats` times, one call after another, so that latencies are honest.
-
-    Args:
-        trajectories: from a file, or fresh ones before a run.
-        judge: a started one.
-        repeats: calls per trajectory; one call cannot show whether a reward is deterministic.
-        decode: token ids to text with special tokens, for `raw` and for prompts without messages.
-    """
-    check_bounds(1, repeats=repeats)
-    return [await _row(trajectory, judge, repeats, decode) for trajectory in trajectories]
+        reward_worker.close()
 
 
 def read_failures(path: str | Path) -> Iterator[Trajectory]:
@@ -153,19 +138,19 @@ def read_failures(path: str | Path) -> Iterator[Trajectory]:
                     f"{path}:{index} has no trajectory ({error!r}). Pass a failed_rewards.jsonl or a file of the "
                     "trajectory log."
                 ) from error
-            trajectory.reward = None  # `rewards` stay: they came from an environment, before the judge
+            trajectory.reward = None  # `rewards` stay: they came from an environment, before the reward function
             yield trajectory
 
 
 async def _row(
-    trajectory: Trajectory, judge: Judge, repeats: int, decode: Callable[[list[int]], str] | None
+    trajectory: Trajectory, reward_worker: RewardWorker, repeats: int, decode: Callable[[list[int]], str] | None
 ) -> ReplayRow:
-    outcomes: list[Judgment | RewardError] = []
+    outcomes: list[RewardResult | RewardError] = []
     latency_s = 0.0
     for _ in range(repeats):
         start = time.perf_counter()
         try:
-            outcomes.append(await judge.score(trajectory))
+            outcomes.append(await reward_worker.compute_rewards([trajectory])[0])
         except RewardError as error:
             outcomes.append(error)
         latency_s = time.perf_counter() - start
@@ -182,7 +167,7 @@ async def _row(
     return ReplayRow(**shown, extracted=first.extracted, reward=first.reward, metrics=first.metrics)
 
 
-def _same(one: Judgment | RewardError, other: Judgment | RewardError) -> bool:
+def _same(one: RewardResult | RewardError, other: RewardResult | RewardError) -> bool:
     if isinstance(one, RewardError) or isinstance(other, RewardError):
         return isinstance(one, RewardError) and isinstance(other, RewardError) and one.reason == other.reason
     return one == other

@@ -33,12 +33,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from lightrl.checks.bounds import check_positive
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RewardError
-from lightrl.rewards.sandbox_guard.layers import is_root
+from lightrl.rewards.sandbox_guard.layers import Json, is_root
 
 LAYERS = ("namespaces", "private_user", "landlock", "seccomp")
 
@@ -166,7 +166,7 @@ class LocalSandbox:
         with contextlib.suppress(AttributeError):  # its constructor failed
             self._end_guard()
 
-    def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _ask(self, request: Json, timeout_s: float) -> Json:
         with self._lock:
             if self._guard is None or self._guard.poll() is not None:
                 self._end_guard()
@@ -196,7 +196,7 @@ class LocalSandbox:
                     f"The guard of the sandbox died, or did not answer within {timeout_s:g} s. See its output above.",
                     reason="killed",
                 )
-            record: dict[str, Any] = json.loads(reply)
+            record: Json = json.loads(reply)
             return record
 
     def _end_guard(self) -> None:

@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from lightrl.checks.bounds import check_positive
 from lightrl.concurrency.wake_up import WakeUps
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import Judgment, Outcome, killed_error, timeout_error
+from lightrl.rewards.reward_result import Outcome, RewardResult, killed_error, timeout_error
 from lightrl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Worker(Protocol[RequestIn]):
 
     @property
     def runs_together(self) -> bool:
-        """Whether all trajectories of a batch are judged at the same time."""
+        """Whether the rewards of a batch are computed at the same time."""
         ...
 
     def is_ready(self, wait_s: float) -> bool:
@@ -85,14 +85,14 @@ class _Call(Generic[Request]):
     trajectory: Trajectory
     request: Request
     num_bytes: int
-    future: asyncio.Future[Judgment]
+    future: asyncio.Future[RewardResult]
     is_alone: bool = False  # it hung or died together with others: next time it gets a worker for itself
 
 
 class Supervisor(ABC, Generic[Request]):
     """The base of RewardPool and RewardHook: workers, their supervising threads, and the calls that wait for them.
 
-    `start` and `close` may be called from any thread, `score` and `score_group` on any event loop.
+    `start` and `close` may be called from any thread, `compute_reward` and `compute_rewards` on any event loop.
 
     Args:
         name: of the reward function, for messages.
@@ -153,8 +153,8 @@ class Supervisor(ABC, Generic[Request]):
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_TIMEOUT_S)
 
-    async def score(self, trajectory: Trajectory) -> Judgment:
-        """The judgment of one trajectory; waits for a worker and for the function, which has `timeout_s`.
+    async def compute_reward(self, trajectory: Trajectory) -> RewardResult:
+        """The result of one trajectory; waits for a worker and for the function, which has `timeout_s`.
 
         A supervising thread wakes it. On cancellation a waiting call is forgotten; a running one finishes and its
         outcome is ignored.
@@ -163,14 +163,14 @@ class Supervisor(ABC, Generic[Request]):
             RewardError: reason `raised` (also if the trajectory cannot be sent), `invalid`, `not_finite`, `timeout` or
                 `killed` (also if this was closed).
         """
-        return await self.score_group([trajectory])[0]
+        return await self.compute_rewards([trajectory])[0]
 
-    def score_group(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[Judgment]]:
-        """Futures of the running loop, one for each trajectory, with what `score` returns or raises."""
+    def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
+        """Futures of the running loop, one for each trajectory, with what `compute_reward` returns or raises."""
         if not self._threads:
-            raise RuntimeError(f"Call start() of reward function {self._name} before score().")
+            raise RuntimeError(f"Call start() of reward function {self._name} before compute_reward().")
         loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Judgment]] = []
+        futures: list[asyncio.Future[RewardResult]] = []
         calls = []
         for trajectory in trajectories:
             futures.append(loop.create_future())
@@ -187,6 +187,11 @@ class Supervisor(ABC, Generic[Request]):
         for call in calls:
             call.future.set_exception(RewardError(self._refusal, reason="killed"))
         return futures
+
+    def __getattr__(self, name: str) -> NoReturn:
+        new_name = {"score": "compute_reward", "score_group": "compute_rewards"}.get(name)
+        hint = "" if new_name is None else f"; it is now {new_name}"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @abstractmethod
     def _request_of(self, trajectory: Trajectory) -> tuple[Request, int]:
@@ -242,7 +247,9 @@ class Supervisor(ABC, Generic[Request]):
                 self._ready.set_exception(error if isinstance(error, ValueError) else WorkerDied(str(error)))
             what = str(error) if isinstance(error, (ValueError, WorkerDied)) else repr(error)
             self._refuse(f"Reward function {self._name} has no worker left: {what}")
-            _settle((call, RewardError(str(self._refusal), reason="killed")) for call in batch)  # those not yet judged
+            _settle(
+                (call, RewardError(str(self._refusal), reason="killed")) for call in batch
+            )  # calls without a result
         finally:
             for each in (worker, spare):
                 if each is not None:
@@ -324,7 +331,7 @@ class Supervisor(ABC, Generic[Request]):
         _settle((call, RewardError(str(self._refusal), reason="killed")) for call in calls)
 
     def _run(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
-        """Judges a batch; False if the worker cannot be used again."""
+        """Computes the rewards of a batch; False if the worker cannot be used again."""
         unfinished = dict(enumerate(batch))
         worker.send([call.request for call in batch])
         allowed_s = self._timeout_s + (min(_ASYNC_GRACE_S, self._timeout_s) if worker.runs_together else 0.0)

@@ -1,4 +1,4 @@
-"""Rewards for the text alone: pattern, tags, length, repetition, JSON. Add them to one that judges the content.
+"""Rewards for the text alone: pattern, tags, length, repetition, JSON. Add them to one for the content.
 
 Lengths count the tokens that the policy wrote, over all turns.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.printable import count_text
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class OverlongPenalty:
         if self.buffer_tokens > max_tokens:
             raise ValueError(
                 f"buffer_tokens={self.buffer_tokens} of the overlong penalty must be at most the length limit of "
-                f"{max_tokens} tokens."
+                f"{count_text(max_tokens, 'token')}."
             )
         over = num_tokens - (max_tokens - self.buffer_tokens)
         clamped_twice = abs(over) - abs(over - self.buffer_tokens) + self.buffer_tokens  # 2 · min(max(over, 0), buffer)
@@ -115,7 +116,7 @@ def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float
     return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
 
 
-def json_schema(trajectory: Trajectory, *, schema: Mapping[str, Any] | None = None) -> dict[str, float | str]:
+def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None = None) -> dict[str, float | str]:
     """Whether the completion, or its last fenced block, is JSON that fits a schema.
 
     Args:
@@ -150,8 +151,8 @@ def _refuse_constant(name: str) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _schema_check(text: str) -> Callable[[Any], bool]:
-    """Tells whether a JSON value fits this schema; ValueError if the schema is not valid."""
+def _schema_check(text: str) -> Callable[[object], bool]:
+    """Checks whether a JSON value fits this schema; ValueError if the schema is not valid."""
     from jsonschema import Draft202012Validator, SchemaError  # here: a worker without it starts 0.1 s sooner
     from jsonschema.validators import validator_for
     from referencing import Registry
@@ -167,7 +168,7 @@ def _schema_check(text: str) -> Callable[[Any], bool]:
         raise ValueError(f"The JSON schema is not valid at {error.json_path}: {error.message}.") from error
     validator = kind(schema, registry=Registry())  # without one, `$ref` would download what it names
 
-    def fits(value: Any) -> bool:
+    def fits(value: object) -> bool:
         try:
             return bool(validator.is_valid(value))
         except RecursionError:  # a completion nested deeper than a recursive schema can follow

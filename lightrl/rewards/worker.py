@@ -1,10 +1,10 @@
-"""The child's side of RewardPool: a fresh interpreter that imports one function and judges what comes through a pipe.
+"""The child's side of RewardPool: a fresh interpreter that imports a function and calls it on what the pipe has.
 
 Both directions carry one JSON value per line; a batch of trajectories follows the line with their lengths in bytes.
 
     pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
-                     [number of bytes, ...], then the trajectories (transport.py)
-    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory as soon as it is judged:
+                     [number of bytes, ...], then the trajectories (`Trajectory.to_bytes`)
+    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory when it is done:
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
 
@@ -26,16 +26,15 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lightrl.checks.user_code import user_code
 from lightrl.concurrency import parent_guard
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import Outcome, Runner, user_traceback
 from lightrl.rewards.parts import RewardPart, bound, summed
-from lightrl.rewards.transport import trajectory_from_bytes
+from lightrl.rewards.reward_result import Outcome, RewardFunction, Runner, user_traceback
 from lightrl.trajectory import Trajectory
 
 _GRACE_S = 1.0  # for a sandbox, which leaves nothing of its program behind when the worker is gone
@@ -71,7 +70,7 @@ def main() -> None:
         _reply(replies, {"runs_together": runner.runs_together})
         for line in lines:
             batch = [lines.read(num_bytes) for num_bytes in json.loads(line)]
-            for index, outcome in runner.outcomes(map(trajectory_from_bytes, batch)):
+            for index, outcome in runner.outcomes(Trajectory.from_bytes(data).with_lists() for data in batch):
                 _reply(replies, _record(index, outcome))
 
 
@@ -86,7 +85,7 @@ def _limit_memory(limit_mib: int | None) -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit_mib << 20, limit_mib << 20))
 
 
-def resolve(path: str) -> Callable[[Trajectory], Any]:
+def resolve(path: str) -> RewardFunction:
     """The function behind a dotted path `package.module.function`; classes in between are allowed.
 
     Raises:
@@ -95,7 +94,7 @@ def resolve(path: str) -> Callable[[Trajectory], Any]:
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ValueError(f"reward={path!r} must be a dotted path such as my_rewards.exact: module, dot, function.")
-    target: Any = None
+    target: object = None
     num_imported = 0
     for num_imported in range(len(parts) - 1, 0, -1):
         target = _imported(".".join(parts[:num_imported]), path)
@@ -115,7 +114,7 @@ def resolve(path: str) -> Callable[[Trajectory], Any]:
     if not callable(target):
         kind = "a module" if isinstance(target, ModuleType) else f"of type {type(target).__name__}"
         raise ValueError(f"reward={path!r} is {kind}; it must be a function that takes a Trajectory.")
-    return target  # type: ignore[no-any-return]
+    return target
 
 
 def _imported(module: str, path: str) -> ModuleType | None:
@@ -185,13 +184,13 @@ def _end_like(worker: int) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _reply(replies: int, record: dict[str, Any]) -> None:
+def _reply(replies: int, record: Mapping[str, object]) -> None:
     left = memoryview(json.dumps(record).encode() + b"\n")
     while left:
         left = left[os.write(replies, left) :]
 
 
-def _record(index: int, outcome: Outcome) -> dict[str, Any]:
+def _record(index: int, outcome: Outcome) -> dict[str, object]:
     if isinstance(outcome, RewardError):
         return {"index": index, "error": str(outcome), "reason": outcome.reason}
     return {"index": index, **vars(outcome)}

@@ -13,20 +13,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from lightrl.checks.printable import count_text
 from lightrl.concurrency.abandon import abandon, is_abandoned
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines import SGLangEngine
+from lightrl.engines import ServerEngine
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
-from lightrl.rewards import JudgesGroups
+from lightrl.rewards import RewardWorker
 from lightrl.rollout.group_scheduler import Drop, GroupScheduler, RolloutSettings, RunningGroup, success_rate
-from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead
+from lightrl.rollout.prompts import PromptCursor, Prompts, PromptsAhead, State
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.resume import SavedState
 from lightrl.rollout.runner import Rewards, TrajectoryRunner
@@ -95,7 +96,7 @@ class RolloutController:
         self,
         engine: RolloutEngine,
         workflow: Workflow,
-        reward_worker: JudgesGroups,
+        reward_worker: RewardWorker,
         settings: RolloutSettings,
         *,
         sampling: Sampling,
@@ -133,7 +134,7 @@ class RolloutController:
         self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._tasks.fail_on_exit)
         self._loop = self._thread.loop
         self._thread.start()
-        if isinstance(engine, SGLangEngine):
+        if isinstance(engine, ServerEngine):
             self._thread.call(engine.attach())
         if isinstance(self._runner, WorkflowPool):
             self._thread.call(self._runner.open())
@@ -201,7 +202,7 @@ class RolloutController:
             RolloutError: if none of them finishes for `rollout_timeout_s`, or if too many fail.
             EngineError: if the engine fails.
         """
-        what = f"{len(prompts)} prompts × {num_samples} samples"
+        what = f"{count_text(len(prompts), 'prompt')} × {count_text(num_samples, 'sample')}"
         wait = Wait("Validation", len(prompts) * num_samples, what)
         return self._wait_for(self._evaluate(prompts, sampling, num_samples, wait), wait, on_wait)
 
@@ -225,14 +226,15 @@ class RolloutController:
             **self._cursor.past_success,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return what resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
         timeout_s = self.settings.loop_timeout_s / 2
         return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restores the cursor and finished groups before the first `take`; what was in flight starts again first."""
-        self._thread.call(_as_coroutine(partial(self._restore, state)))
+        self.run_seed = int(state["run_seed"])
+        self._thread.call(_as_coroutine(partial(self._saved_state.load, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancels what runs and ends the thread; the engine is the caller's to close. May be called twice."""
@@ -247,16 +249,16 @@ class RolloutController:
             "weight_version": self.weight_version,
         }
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, _T], wait: Wait, on_wait: OnWait | None) -> _T:
+    def _wait_for(self, coroutine: Coroutine[object, None, _T], wait: Wait, on_wait: OnWait | None) -> _T:
         """Return the coroutine's result, or raise at the deadline; whatever is raised here cancels the coroutine."""
 
         def look() -> None:
             if time.monotonic() - wait.last_progress > self.settings.rollout_timeout_s:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
-                    f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of {wait.total} trajectories "
-                    f"are done. Queue depths: {self._depths()}. Check the engine and the reward, or increase "
-                    "StalenessControl.rollout_timeout_s."
+                    f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of "
+                    f"{count_text(wait.total, 'trajectory')} finished. Queue depths: {self._depths()}. Check the "
+                    "engine and the reward, or increase StalenessControl.rollout_timeout_s."
                 )
             if on_wait is not None:
                 on_wait(min(wait.done, wait.total), wait.total)
@@ -267,17 +269,13 @@ class RolloutController:
 
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=look, who=wait.who)
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self.run_seed = int(state["run_seed"])
-        self._saved_state.load(state)
-
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
         """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""
         served = self.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
                 f"The engine serves weight version {served} and the trainer is at {weight_version}. It needs weights "
-                f"(-1 is none) at most max_staleness={self.settings.max_staleness} versions behind. Load them first."
+                f"(-1 is none) that are behind by at most max_staleness={self.settings.max_staleness}. Load them first."
             )
         if not self.settings.defers_rewards:
             unrewarded = self._scheduler.unrewarded()
@@ -308,7 +306,7 @@ class RolloutController:
                     await self._tasks.changed.wait()
         finally:
             self._stragglers.count(0)
-            if self._take_wait is wait:  # else a later `take` has begun
+            if self._take_wait is wait:  # else a later `take` has started
                 self._take_wait = None
 
     async def _start_admissible(self) -> None:
@@ -318,7 +316,7 @@ class RolloutController:
         """
         version = self.weight_version
         if self._is_open() and self._scheduler.may_start(version):
-            num_new = self._scheduler.room(version)
+            num_new = self._scheduler.max_new(version)
             if self._ahead.lacks(self._scheduler.startable(version), num_new, self.run_seed):
                 return
             # Off-policy an admission batch would stop what already runs, and no order is promised.
@@ -472,7 +470,7 @@ class RolloutController:
         self._is_closing = True
         self._rewards.close()
         await self._tasks.abandon_all(but=self._admission.resuming)
-        if isinstance(self.engine, SGLangEngine):
+        if isinstance(self.engine, ServerEngine):
             await self.engine.detach()
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()

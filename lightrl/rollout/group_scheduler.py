@@ -20,13 +20,13 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
 from lightrl.errors import RewardError, RolloutError
-from lightrl.rollout.prompts import Curriculum
+from lightrl.rollout.prompts import Curriculum, State
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
@@ -62,7 +62,7 @@ class GroupFilter:
     min_success: float = 0.0  # bounds on the group's success rate, 0 to 1
     max_success: float = 1.0
     max_group_tokens: int | None = None  # the longest trajectory, prompt not counted
-    rule: Callable[[Group], Any] | None = None  # a word or True drops the group; None, False or "" keeps it
+    rule: Callable[[Group], object] | None = None  # a word or True drops the group; None, False or "" keeps it
 
     def __post_init__(self) -> None:
         check_bounds(1, max_group_tokens=self.max_group_tokens)
@@ -81,10 +81,10 @@ class GroupFilter:
         if success > self.max_success:
             return "filtered_too_easy", f"{name} has success rate {success:.2f}, above max_success={self.max_success}."
         if self.drop_zero_variance and rewards.count(rewards[0]) == len(rewards):
-            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in all {len(rewards)} trajectories."
+            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in each of its trajectories."
         if self.max_group_tokens is not None and longest > self.max_group_tokens:
             bound = f"max_group_tokens={self.max_group_tokens}"
-            return "filtered_too_long", f"{name} has a trajectory of {longest} tokens, above {bound}."
+            return "filtered_too_long", f"{name} has a trajectory of {count_text(longest, 'token')}, above {bound}."
         reason = self.rule(group) if self.rule is not None else None
         if not reason:
             return None
@@ -96,10 +96,8 @@ def success_rate(group: Group) -> float:
     return sum(trajectory.accuracy for trajectory in group.trajectories) / len(group.trajectories)
 
 
-class DropsGroups(Protocol):
-    """Returns why to drop a group with rewards, as (reason, message), or None to keep it. `GroupFilter` is one."""
-
-    def __call__(self, group: Group) -> tuple[str, str] | None: ...
+# Returns why to drop a group with rewards, as (reason, message), or None to keep it. `GroupFilter` is one.
+DropsGroups = Callable[[Group], tuple[str, str] | None]
 
 
 @dataclass(frozen=True)
@@ -200,12 +198,12 @@ class DropCounter:
         self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
         self._num_done = 0  # trajectories, since the last batch was taken
         self._num_failed = 0  # trajectories that failed, since then
-        self._num_kept = 0  # groups, since then
+        self.num_kept = 0  # groups, since then
         self._num_dropped: collections.Counter[str] = collections.Counter()  # groups, since then
 
     def begin_iteration(self) -> None:
         """A batch was taken: the counts start again."""
-        self._num_done = self._num_failed = self._num_kept = 0
+        self._num_done = self._num_failed = self.num_kept = 0
         self._num_dropped.clear()
 
     def drop(self, reason: str, message: str, prompt: Prompt) -> None:
@@ -235,23 +233,19 @@ class DropCounter:
         num_expected = self.settings.group_size * self.settings.groups_per_iteration
         if is_failed:
             total = max(self._num_done, num_expected)  # async: up to η + 1 iterations' worth
-            self._check_failed(self._num_failed, total, "trajectories failed since the last batch was taken")
+            self._check_failed(self._num_failed, total, "failed since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
         """Raises RolloutError if too many of a validation batch failed: a mean over the rest would flatter."""
-        self._check_failed(num_requested - num_rewarded, num_requested, "validation trajectories failed")
+        self._check_failed(num_requested - num_rewarded, num_requested, "failed in validation")
 
     def _check_failed(self, num_failed: int, total: int, what: str) -> None:
         max_fraction = self.settings.max_failed_fraction
         if num_failed > max_fraction * total:
             raise RolloutError(
-                f"Aborting: {num_failed} of {total} {what} (max_failed_fraction={max_fraction:g}). "
-                f"Last failure: {self.last.reason}: {self.last.message}"
+                f"Aborting: {num_failed} of {count_text(total, 'trajectory')} {what} "
+                f"(max_failed_fraction={max_fraction:g}). Last failure: {self.last.reason}: {self.last.message}"
             )
-
-    def count_kept(self) -> None:
-        """A group is kept."""
-        self._num_kept += 1
 
     def count_given_up(self, reason: str) -> None:
         """An over-sampled group is dropped; that does not count as a failure."""
@@ -268,11 +262,11 @@ class DropCounter:
         size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
         if max_dropped is None:
             max_dropped = MAX_DROPPED_ITERATIONS * size
-        if self._num_dropped.total() > max_dropped * max(1.0, self._num_kept / size):
+        if self._num_dropped.total() > max_dropped * max(1.0, self.num_kept / size):
             advice = dict.fromkeys(ADVICE.get(reason, OTHER_ADVICE) for reason, _ in self._num_dropped.most_common())
             raise RolloutError(
                 f"Aborting: {count_text(self._num_dropped.total(), 'dropped group')} ({dict(self._num_dropped)}) and "
-                f"{self._num_kept} kept since the last batch was taken; max_dropped_groups_per_iteration={max_dropped} "
+                f"{self.num_kept} kept since the last batch was taken; max_dropped_groups_per_iteration={max_dropped} "
                 f"per {size} kept. To fix this, {'; or '.join(advice)}. Last drop: {message}"
             )
 
@@ -295,8 +289,8 @@ class Batch:
     gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would hold this batch back
 
     def describe_wait(self) -> str:  # the first five groups, for messages
-        more = f" and {len(self.waits_for) - 5} more" if len(self.waits_for) > 5 else ""
-        return f"groups {', '.join(map(str, self.waits_for[:5]))}{more}" if self.waits_for else "more finished groups"
+        others = f" and {len(self.waits_for) - 5} more" if len(self.waits_for) > 5 else ""
+        return f"groups {', '.join(map(str, self.waits_for[:5]))}{others}" if self.waits_for else "more finished groups"
 
 
 @dataclass(eq=False)
@@ -368,7 +362,7 @@ class GroupScheduler:
             self._queued, self._again, max_concurrent = sorted(self._again), [], None
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued))
 
-    def room(self, weight_version: int) -> int:
+    def max_new(self, weight_version: int) -> int:
         """Return the most new positions that `plan` asks for."""
         max_concurrent = None if self.settings.max_staleness == 0 else self.settings.max_concurrent
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
@@ -434,7 +428,7 @@ class GroupScheduler:
         if reason is None:
             del self.running[group.id]
             self._keep(group)
-            self.counter.count_kept()
+            self.counter.num_kept += 1
         else:
             self._drop(group.id, *reason)
             self.counter.count_dropped(*reason)
@@ -536,7 +530,7 @@ class GroupScheduler:
         for _ in range(num):
             self.counter.drop(reason, message, prompt)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Positions in flight and groups not yet trained on; plain Python."""
         in_flight = sorted([*self.running, *self._queued, *self._again])
         started = self.started | {key: (item.started_version, item.results) for key, item in self.running.items()}
@@ -558,24 +552,24 @@ class GroupScheduler:
             ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Before the first `take`: restores finished groups; what was in flight starts again first."""
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
         self._queued = sorted(state["in_flight"])
         self._num_resamples, self.finished = dict(state["redraws"]), {}
         for record in state["finished"]:
-            self._keep(Group.from_json(record))
+            self._keep(Group.from_state(record))
         # With a smaller bound what was running might be too old when it is done, so it starts again.
         is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
-        goes_on = is_in_time and state.get("group_size") == self.settings.group_size
-        for position, version, results in state["begun"] if goes_on else []:
-            done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
+        continues = is_in_time and state.get("group_size") == self.settings.group_size
+        for position, version, results in state["begun"] if continues else []:
+            done = {sample: None if text is None else Trajectory.from_text(text) for sample, text in results}
             self.started[position] = (version, done)
 
 
-def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:
-    return [sample, None if trajectory is None else trajectory.state_dict()]
+def _state_of(sample: int, trajectory: Trajectory | None) -> list[int | str | None]:
+    return [sample, None if trajectory is None else trajectory.to_text()]
 
 
 def num_admissible(
@@ -591,13 +585,13 @@ def num_admissible(
         running: groups in flight, at most `max_concurrent` if that is not None.
         accepted: groups finished and kept since the run began, trained on or waiting; dropped ones do not count.
     """
-    room = (settings.max_staleness + weight_version + 1) * settings.groups_per_iteration + settings.num_oversampled
+    num = (settings.max_staleness + weight_version + 1) * settings.groups_per_iteration + settings.num_oversampled
     if settings.total_groups is not None:
-        room = min(room, settings.total_groups)
-    room -= accepted + running
+        num = min(num, settings.total_groups)
+    num -= accepted + running
     if max_concurrent is not None:
-        room = min(room, max_concurrent - running)
-    return max(0, room)
+        num = min(num, max_concurrent - running)
+    return max(0, num)
 
 
 def pass_over(
@@ -638,13 +632,13 @@ def find_late(
         running: those of the groups that are not finished.
     """
     late: list[int] = []
-    kept: list[int] = []
+    in_time: list[int] = []
     for group_id in _oldest_first(versions):
-        kept.append(group_id)
-        trained_at = weight_version + (len(kept) - 1) // settings.groups_per_iteration
+        in_time.append(group_id)
+        trained_at = weight_version + (len(in_time) - 1) // settings.groups_per_iteration
         if trained_at > versions[group_id] + settings.max_staleness:
-            late.append(next((one for one in kept if one in running), group_id))
-            kept.remove(late[-1])
+            late.append(next((one for one in in_time if one in running), group_id))
+            in_time.remove(late[-1])
     return sorted(late)
 
 

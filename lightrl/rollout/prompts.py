@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lightrl.checks.user_code import named_user_code
@@ -17,6 +17,7 @@ from lightrl.rollout.tasks import Tasks
 from lightrl.trace import span
 from lightrl.trajectory import Prompt, sampling_seed
 
+State = dict[str, Any]  # plain Python, for a checkpoint
 MAX_SKIPPED = 100_000  # positions in a row
 AHEAD = 256  # prompts that are made at once, ahead of need
 
@@ -42,11 +43,11 @@ class PreparesPrompts(Prompts, Protocol):
         """Makes the prompts of these positions; called in a thread."""
         ...
 
-    def state_dict(self, position: int) -> dict[str, Any] | None:
+    def state_dict(self, position: int) -> State | None:
         """Return what helps a resumed run to read from this position on; None if nothing does."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: State) -> None: ...
 
 
 class Curriculum(Protocol):
@@ -60,11 +61,11 @@ class Curriculum(Protocol):
         """A group of this prompt got its rewards, with this mean accuracy, 0 to 1; also called for dropped groups."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """A copy of all that `weight` depends on, in plain Python."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: State) -> None: ...
 
 
 @runtime_checkable
@@ -175,11 +176,11 @@ class PromptCursor:
             with named_user_code(f"Making the prompts from position {first} on"):
                 self._on_reading.prepare(first, AHEAD)
 
-    def stream_state(self, position: int) -> dict[str, Any] | None:
+    def stream_state(self, position: int) -> State | None:
         """Return what helps a resumed run to read from this position on, if anything does."""
         return None if self._on_reading is None else self._on_reading.state_dict(position)
 
-    def load_stream_state(self, state: Mapping[str, Any] | None) -> None:
+    def load_stream_state(self, state: State | None) -> None:
         if state is not None and self._on_reading is not None:
             self._on_reading.load_state_dict(state)
 
@@ -193,14 +194,14 @@ class PromptCursor:
         if self.curriculum is not None:
             self._observations[position] = (prompt_id, success_rate)
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> State | None:
         """The curriculum's state and pending observations; None without one. The caller saves `next_position`."""
         if self.curriculum is None:
             return None
         observations = [[position, *item] for position, item in sorted(self._observations.items())]
         return {"state": self.curriculum.state_dict(), "observations": observations}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: State | None) -> None:
         """Ignores the state if there is no curriculum now; without a state, the curriculum stays as it is."""
         if self.curriculum is None or state is None:
             return
@@ -247,7 +248,7 @@ class PromptsAhead:
         then: starts what may start, once prompts have been made.
     """
 
-    def __init__(self, cursor: PromptCursor, tasks: Tasks, then: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, cursor: PromptCursor, tasks: Tasks, then: Callable[[], Coroutine[object, None, None]]) -> None:
         self._cursor = cursor
         self._tasks = tasks
         self._then = then

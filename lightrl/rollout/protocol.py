@@ -5,11 +5,12 @@ RolloutController generates them, and `loops.SharedRollout` shares rank 0's cont
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, Protocol
 
 from lightrl.errors import RolloutError
 from lightrl.rollout.group_scheduler import Drop, RolloutSettings
+from lightrl.rollout.prompts import State
 from lightrl.trajectory import Group, Prompt, Sampling
 from lightrl.weights import Bucket
 
@@ -55,8 +56,8 @@ class Rollout(Protocol):
     def drain_drops(self) -> list[Drop]: ...
     def drain_group_drops(self) -> dict[str, int]: ...
     def progress(self) -> dict[str, float]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def state_dict(self) -> State: ...
+    def load_state_dict(self, state: State) -> None: ...
     def close(self) -> None: ...
 
 
@@ -98,7 +99,7 @@ class RecordedRollout:
             pass
         self.weight_version = weight_version
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def evaluate(self, *args: object, **kwargs: object) -> NoReturn:
         raise RolloutError(
             "A run on recorded trajectories has no engine and cannot validate. Remove the validation data, or set "
             "trainer.limit_val_batches to 0."
@@ -113,10 +114,10 @@ class RecordedRollout:
     def progress(self) -> dict[str, float]:
         return {"skipped_prompts": 0, "weight_version": self.weight_version}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """The weight version is the only state, and the loop restores it."""
 
     def close(self, timeout_s: float = 10.0) -> None:

@@ -19,7 +19,7 @@ from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError
 from lightrl.rollout.group_scheduler import GroupScheduler
-from lightrl.rollout.prompts import PromptCursor
+from lightrl.rollout.prompts import PromptCursor, State
 from lightrl.rollout.tasks import ADMISSION_TICKS, AdmissionBatch
 from lightrl.trajectory import sampling_seed
 from lightrl.workflows.turn_log import Journal, TurnLog, turn_log_of
@@ -56,7 +56,7 @@ class InFlightCompletions:
         self._completions.pop(seed_name, None)
         self._logs.pop(seed_name, None)
 
-    def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> dict[str, Any] | None:
+    def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> State | None:
         """Give away what a checkpoint has of these samples, for `take_over` in a worker; None in a validation."""
         if seed_name not in self._completions:
             return None
@@ -67,7 +67,7 @@ class InFlightCompletions:
         sessions = {f"{seed_name}/{sample}" for sample in samples} & self._answers.keys()
         return {"started": started, "answers": {session: self._answers.pop(session) for session in sessions}}
 
-    def take_over(self, seed_name: str, parts: Mapping[str, Any]) -> None:
+    def take_over(self, seed_name: str, parts: State) -> None:
         """A training group starts here, with what the controller had of it."""
         self.open(seed_name)
         self.started |= parts["started"]
@@ -85,9 +85,7 @@ class InFlightCompletions:
         log = self._logs.setdefault(seed_name, {})[session] = turn_log_of(journal, session, self._answers)
         return log
 
-    def state_dict(
-        self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[Mapping[str, Any]] = ()
-    ) -> dict[str, Any]:
+    def state_dict(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
         """
         Args:
             unfinished: by seed, what the engine has of the completions in progress.
@@ -110,7 +108,7 @@ class InFlightCompletions:
         whole = {**self.started, **{seed: item or unfinished.get(seed) for seed, item in generated.items()}}
         return {seed: item.state_dict() for seed, item in whole.items() if item is not None and len(item.token_ids)}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, continues: bool, first: int) -> None:
+    def load_state_dict(self, state: State, *, continues: bool, first: int) -> None:
         """
         Args:
             continues: False starts all groups again; what a journal has is not repeated even so.
@@ -133,7 +131,7 @@ class SavedState:
     runner: TrajectoryRunner | WorkflowPool
     admission: AdmissionBatch
 
-    async def take(self, run_seed: int, *, timeout_s: float) -> dict[str, Any]:
+    async def take(self, run_seed: int, *, timeout_s: float) -> State:
         """The state, in plain Python. If the engine does not stop in time, its unfinished completions start again."""
         if not (self.scheduler.running and self.runner.in_flight.workflow.continues):
             return self._state(run_seed, {})
@@ -148,7 +146,7 @@ class SavedState:
         log.warning("The engine's unfinished completions are not in the checkpoint and will start again: %s", error)
         return self._state(run_seed, {})
 
-    async def _at_boundary(self, run_seed: int) -> dict[str, Any]:
+    async def _at_boundary(self, run_seed: int) -> State:
         engine = self.engine
         async with self.admission.batch():
             for _ in range(ADMISSION_TICKS):  # what has ended is reported
@@ -160,8 +158,8 @@ class SavedState:
         self,
         run_seed: int,
         unfinished: Mapping[int, Completion],
-        states_of_workers: Sequence[Mapping[str, Any]] = (),
-    ) -> dict[str, Any]:
+        states_of_workers: Sequence[State] = (),
+    ) -> State:
         cursor = self.cursor
         groups = self.scheduler.state_dict()
         return {
@@ -174,7 +172,7 @@ class SavedState:
             **self.runner.in_flight.state_dict(unfinished, states_of_workers),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: State) -> None:
         """Before anything starts."""
         self.scheduler.load_state_dict(state)
         # Finished groups may be sampled again.

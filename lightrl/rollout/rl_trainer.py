@@ -28,7 +28,7 @@ class RLTrainer(L.Trainer):
     profiler: Profiler
 
     engine: RolloutEngine | None = None  # what generates; on rank 0 LocalEngine() from the first stage on, if not set
-    settings: Mapping[str, Any] | None = None  # the command line's and its files'; None without a command
+    settings: Mapping[str, object] | None = None  # the command line's and its files'; None without a command
     open_rollout: Rollout | None = None  # while a stage of an RLModule runs
     memory_estimate: str  # what a rank's memory holds on paper, in words
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) -> seconds
@@ -65,11 +65,11 @@ class RLTrainer(L.Trainer):
         if hook is not None:
             yield hook
 
-    def call_rl_hook(self, name: str, *args: Any) -> None:
+    def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and of the module; `self.log` works inside."""
         raise NotImplementedError
 
-    def log_number(self, name: str, value: float, settings: Mapping[str, Any]) -> bool:
+    def log_number(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
         """Logs a number of the present training batch; False if Lightning must log it.
 
         Args:
@@ -77,6 +77,6 @@ class RLTrainer(L.Trainer):
         """
         raise NotImplementedError
 
-    def rewarded_groups(self, batch: Any) -> list[Group]:
+    def rewarded_groups(self, batch: object) -> list[Group]:
         """Rolls out the prompts of a validation, test or predict batch, with rewards."""
         raise NotImplementedError

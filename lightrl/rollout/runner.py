@@ -13,13 +13,15 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.abandon import abandon, each_when_done, is_abandoned
 from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import EngineError, RewardError, RolloutError
-from lightrl.rewards import JudgesGroups, Judgment
+from lightrl.rewards import RewardResult, RewardWorker
 from lightrl.rollout.group_scheduler import DropCounter
+from lightrl.rollout.prompts import State
 from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record, span
@@ -86,7 +88,7 @@ class TrajectoryRunner:
         """The group is done or given up."""
         self.in_flight.close(seed_name)
 
-    async def states_of_workers(self) -> list[dict[str, Any]]:
+    async def states_of_workers(self) -> list[State]:
         """Nothing: all that is in flight is here."""
         return []
 
@@ -176,7 +178,7 @@ class _TurnGenerate:
         if started is not None and started.finish_reason != "abort":
             return started
         if started is not None and isinstance(engine, ContinuesCompletions):
-            request["written"] = started
+            request["started"] = started
         (completion,) = await engine.generate(token_ids, sampling, session=self.session, **request)
         return completion
 
@@ -198,8 +200,9 @@ def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Promp
     lengths = [len(values) for values in (completion.token_ids, completion.logprobs, completion.weight_versions)]
     if len(set(lengths)) > 1:
         raise EngineError(
-            f"The engine returned {lengths[0]} token ids, {lengths[1]} logprobs and {lengths[2]} weight versions for "
-            f"turn {turn} of prompt {prompt.id!r}. Each token needs one of each."
+            f"The engine returned {count_text(lengths[0], 'token id')}, {count_text(lengths[1], 'logprob')} and "
+            f"{count_text(lengths[2], 'weight version')} for turn {turn} of prompt {prompt.id!r}. Each token needs "
+            "one of each."
         )
     if sampling.is_truncated and completion.supports is None:
         raise EngineError(
@@ -216,12 +219,12 @@ def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Promp
 class Rewards:
     """Computes rewards, those of trajectories that finish together in one request. Belongs to the controller's loop."""
 
-    reward_worker: JudgesGroups  # has been started
+    reward_worker: RewardWorker  # has been started
     drops: DropCounter  # counts the trajectories whose reward failed
     tasks: Tasks  # an error of the worker ends the run there
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
     _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # ids
-    _judgments: dict[asyncio.Future[bool], asyncio.Future[Judgment]] = field(default_factory=dict, init=False)
+    _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)
 
     def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:
         """Sets the reward when it is there; the result is False if it failed and the trajectory is dropped.
@@ -275,8 +278,8 @@ class Rewards:
     def cancel(self, rewards: Iterable[asyncio.Future[bool]]) -> None:
         """Cancels those of these computations that are not done."""
         for is_kept in rewards:
-            if (judgment := self._judgments.pop(is_kept, None)) is not None:
-                judgment.cancel()
+            if (result := self._results.pop(is_kept, None)) is not None:
+                result.cancel()
             abandon([is_kept])
 
     def close(self) -> None:
@@ -288,26 +291,26 @@ class Rewards:
         self._unsent = []
         start_ns = time.perf_counter_ns()
         try:
-            computing = self.reward_worker.score_group([trajectory for trajectory, _ in unsent])
+            computing = self.reward_worker.compute_rewards([trajectory for trajectory, _ in unsent])
         except Exception as error:  # noqa: BLE001  # those who wait raise it
             self.tasks.fail(error)
             for _, is_kept in unsent:
                 is_kept.set_exception(error)
             return
-        for (trajectory, is_kept), judgment in zip(unsent, computing, strict=True):
-            self._judgments[is_kept] = judgment
-            judgment.add_done_callback(functools.partial(self._set, trajectory, is_kept, start_ns))
+        for (trajectory, is_kept), result in zip(unsent, computing, strict=True):
+            self._results[is_kept] = result
+            result.add_done_callback(functools.partial(self._set, trajectory, is_kept, start_ns))
 
     def _set(
-        self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, judgment: asyncio.Future[Judgment]
+        self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, result: asyncio.Future[RewardResult]
     ) -> None:
-        if self._judgments.pop(is_kept, None) is None or judgment.cancelled() or is_kept.cancelled():
+        if self._results.pop(is_kept, None) is None or result.cancelled() or is_kept.cancelled():
             is_kept.cancel()
             return
         record("reward", "reward", "rewards", start_ns)
-        error = judgment.exception()
+        error = result.exception()
         if error is None:
-            judgment.result().apply_to(trajectory)
+            result.result().apply_to(trajectory)
         elif isinstance(error, RewardError | RolloutError):
             self.drops.drop_failed(error, trajectory.prompt)
         else:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightrl.concurrency.abandon import abandon, is_abandoned
 from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
 
 # Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
-# task, one that of the trajectory or of the request, and the others leave room for a workflow that awaits something
+# task, one that of the trajectory or of the request, and the others allow for a workflow that awaits something
 # ready first.
 ADMISSION_TICKS = 5
 
@@ -29,19 +29,19 @@ class Tasks:
     def __init__(self) -> None:
         self.failure: BaseException | None = None  # the first one; it ends the run
         self.changed = asyncio.Event()  # the run has failed, or a group is done
-        self._spawned: set[asyncio.Task[Any]] = set()  # the event loop itself keeps weak references only
+        self._spawned: set[asyncio.Task[object]] = set()  # the event loop itself keeps weak references only
 
-    def spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+    def spawn(self, coroutine: Coroutine[object, None, _T]) -> asyncio.Task[_T]:
         """Starts a task whose error ends the run, unless the task was abandoned."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._spawned.add(task)
         task.add_done_callback(self._on_done)
         return task
 
-    async def abandon_all(self, *, but: Collection[asyncio.Task[Any]]) -> None:
+    async def abandon_all(self, *, but: Collection[asyncio.Task[object]]) -> None:
         """Cancels all other tasks of the event loop and waits for them, and for the ones left out.
 
-        One that goes on is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
+        One that continues is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
         """
         abandon(asyncio.all_tasks() - {asyncio.current_task()} - set(but))
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -61,7 +61,7 @@ class Tasks:
         failure.__cause__ = error
         self.fail(failure)
 
-    def _on_done(self, task: asyncio.Task[Any]) -> None:
+    def _on_done(self, task: asyncio.Task[object]) -> None:
         self._spawned.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not is_abandoned(task):

@@ -30,8 +30,9 @@ from typing import Any
 
 from lightrl.concurrency.channel import Channel
 from lightrl.concurrency.guarded_processes import ONE_THREAD, GuardedProcesses, command, import_path
-from lightrl.engines import RolloutEngine, SGLangEngine
+from lightrl.engines import RolloutEngine, ServerEngine
 from lightrl.errors import EngineError, RolloutError
+from lightrl.rollout.prompts import State
 from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record
@@ -67,7 +68,7 @@ class _Worker:
     num_done: int = 0  # trajectories
     silent_s: float = 0.0  # counted in beats, not by the clock: a stopped run is not a worker that hangs
 
-    def ask(self, key: int, kind: str, *values: Any) -> asyncio.Future[Any]:
+    def ask(self, key: int, kind: str, *values: object) -> asyncio.Future[Any]:
         answer = self.answers[key] = asyncio.get_running_loop().create_future()
         self.channel.send(key, kind, *values)
         return answer
@@ -76,8 +77,8 @@ class _Worker:
     def num_running(self) -> int:
         return sum(len(samples) for samples, _ in self.runs.values())
 
-    def on_result(self, key: int, sample: int | None, result: Any) -> None:
-        """A trajectory of this run is done; None: the engine has failed."""
+    def on_result(self, key: int, sample: int | None, result: object) -> None:
+        """The bytes of a trajectory of this run, or its error; None for all samples: the engine has failed."""
         if key not in self.runs:  # given up
             return
         samples, results = self.runs[key]
@@ -105,7 +106,7 @@ class WorkflowPool:
     def __init__(self, engine: RolloutEngine, workflow: Workflow, num: int, tasks: Tasks, *, silent_s: float) -> None:
         check_workers(engine, num)
         _check_travels(workflow, num)
-        assert isinstance(engine, SGLangEngine)
+        assert isinstance(engine, ServerEngine)
         self._leader = engine.leader
         self._follower = engine.follower(num)
         self.in_flight = InFlightCompletions(workflow)
@@ -169,9 +170,8 @@ class WorkflowPool:
                         f"{MAX_DEATHS} workflow workers died in turn while they ran prompt {prompt.id!r}, which is not "
                         "tried again. Their output, above, may say what they died of."
                     )
-                elif isinstance(result, Trajectory):
-                    result.prompt = result.prompt or prompt
-                    result.__post_init__()  # shares memory that was shared there
+                elif isinstance(result, bytes):
+                    result = Trajectory.from_bytes(result, prompt)
                 record("interaction", "generate", "generations", start_ns, session=f"{seed_name}/{sample}")
                 num_left -= 1
                 yield sample, result
@@ -186,7 +186,7 @@ class WorkflowPool:
         for worker in self._workers:
             worker.channel.send(None, "end group", seed_name)
 
-    async def states_of_workers(self) -> list[dict[str, Any]]:
+    async def states_of_workers(self) -> list[State]:
         """Return what each worker has in flight while the engine is paused; nothing of one that dies meanwhile."""
         answers = [worker.ask(next(self._keys), "state") for worker in self._workers]
         states = await asyncio.gather(*answers, return_exceptions=True)
@@ -229,8 +229,8 @@ class WorkflowPool:
             num_useless = 0 if worker is not None and worker.num_done else num_useless + 1
             if num_useless == MAX_DEATHS or not self._was_ready:
                 raise RolloutError(
-                    f"The {name} ended with {how} before it had finished a trajectory, {num_useless} times in a row. "
-                    "Its output is above. Fix what it died of, or set workflow_workers to 0."
+                    f"The {name} ended with {how} before it had finished a trajectory (deaths in a row: "
+                    f"{num_useless}). Its output is above. Fix what it died of, or set workflow_workers to 0."
                 )
             again = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
             log.warning("The %s ended with %s. %s", name, how, again)
@@ -332,7 +332,7 @@ class WorkflowPool:
 
 def check_workers(engine: object, num: int) -> None:
     """Raises ValueError if this engine cannot be used by workers; before it is started."""
-    if not isinstance(engine, SGLangEngine):
+    if not isinstance(engine, ServerEngine):
         raise ValueError(
             f"workflow_workers={num} needs an engine of servers, such as SGLangEngine; {type(engine).__name__} "
             "generates in rank 0's process. Set workflow_workers to 0."
@@ -363,7 +363,7 @@ def _check_travels(workflow: Workflow, num: int) -> None:
         )
 
 
-def _settle(answer: asyncio.Future[Any], value: Any) -> None:
+def _settle(answer: asyncio.Future[Any], value: object) -> None:
     if answer.done():
         return
     if isinstance(value, Exception):

@@ -2,8 +2,8 @@
 
     pool ─► worker   (key, "run", ...), (key, "cancel"), (None, "end group", ...),
                      (key, "follow", state of the servers), (key, "state")
-    worker ─► pool   (process id) when it is ready; then (key, sample, trajectory or error) for each sample of a run,
-                     (key, answer or exception), and (None, a report of a server)
+    worker ─► pool   (process id) when it is ready; then for each sample of a run (key, sample, the trajectory's
+                     bytes) or (key, sample, error), (key, answer or exception), and (None, a report of a server)
 
 It ends when the pool closes the channel. If the pool's process ends, its guard kills it, and whatever it started.
 """
@@ -16,7 +16,6 @@ import faulthandler
 import gc
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -26,12 +25,13 @@ from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.abandon import abandon
 from lightrl.concurrency.channel import Channel
 from lightrl.engines.engine import Completion
-from lightrl.engines.sglang.follower import SGLangFollower
+from lightrl.engines.servers.follower import Follower
 from lightrl.errors import EngineError, RolloutError
+from lightrl.rollout.prompts import State
 from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.workflow import Workflow
+from lightrl.workflows.workflow import RunResult, Workflow
 
 END_S = 2.0  # for workflows to clean up when they are cancelled
 
@@ -62,7 +62,7 @@ async def _serve(end: socket.socket) -> None:
 class WorkflowWorker:
     """Does what the pool sends."""
 
-    def __init__(self, channel: Channel, engine: SGLangFollower, workflow: Workflow) -> None:
+    def __init__(self, channel: Channel, engine: Follower, workflow: Workflow) -> None:
         self._channel = channel
         self._engine = engine
         self._tasks = Tasks()
@@ -88,7 +88,7 @@ class WorkflowWorker:
         ending = [*running, asyncio.ensure_future(self._engine.close())]
         await asyncio.wait(ending, timeout=END_S)
 
-    def _start(self, key: int, started: dict[str, Any] | None, *run: Any) -> None:
+    def _start(self, key: int, started: State | None, *run: Any) -> None:
         """Starts a part of a group; `started` is what a checkpoint has of it, None for a validation."""
         if started is not None:
             self._runner.in_flight.take_over(run[-1], started)
@@ -99,9 +99,20 @@ class WorkflowWorker:
         try:
             async with contextlib.aclosing(self._runner.run_group(prompt, *run)) as results:
                 async for sample, result in results:
-                    self._channel.send_pickled(_pickled(key, sample, result, prompt))
+                    self._send(key, sample, result, prompt)
         except EngineError as error:
             self._channel.send(key, None, EngineError(str(error)))
+
+    def _send(self, key: int, sample: int, result: RunResult, prompt: Prompt) -> None:
+        try:
+            with named_user_code("Sending the trajectory", on=f"prompt {prompt.id!r}"):
+                if isinstance(result, Trajectory):
+                    has_own_prompt = result.prompt is not prompt  # otherwise the pool has it
+                    self._channel.send_bytes(key, sample, result.to_bytes(None if has_own_prompt else b""))
+                else:
+                    self._channel.send(key, sample, result)
+        except RolloutError as error:
+            self._channel.send(key, sample, error)
 
     async def _send_state(self, key: int) -> None:
         try:
@@ -109,13 +120,3 @@ class WorkflowWorker:
             self._channel.send(key, self._runner.in_flight.state_dict(unfinished))
         except EngineError as error:
             self._channel.send(key, EngineError(str(error)))
-
-
-def _pickled(key: int, sample: int, result: Any, prompt: Prompt) -> bytes:
-    if isinstance(result, Trajectory) and result.prompt is prompt:
-        result.prompt = None  # type: ignore[assignment]  # the pool has it
-    try:
-        with named_user_code("Sending the trajectory", on=f"prompt {prompt.id!r}"):
-            return pickle.dumps((key, sample, result), pickle.HIGHEST_PROTOCOL)
-    except RolloutError as error:
-        return pickle.dumps((key, sample, error))

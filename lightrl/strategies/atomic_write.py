@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written beside their place, then renamed; in the background if asked."""
+"""Files and folders that are whole or absent: written next to their place, then renamed; in the background if asked."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightrl.checks.disk_errors import write_problem
 from lightrl.checks.publish import remove_path
 from lightrl.concurrency.daemon_future import submit
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 log = logging.getLogger(__name__)
 
-_STEP_S = 0.1  # between two looks of who waits for a write
+_STEP_S = 0.1  # between two checks of a write that is waited for
 _WARN_EVERY_S = 60.0
 _SYNC_BYTES = 64 * 2**20
 
@@ -54,7 +57,7 @@ class TrackedFile(io.FileIO):
         self._progress = progress
         self._num_unsynced = 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         num = super().write(data) or 0
         self._num_unsynced += num
         if self._num_unsynced >= _SYNC_BYTES:

@@ -8,7 +8,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, to disk, then renames: after `kill -9` the name leads to the old file or the new one.
+    """Writes next to the target, to disk, then renames: after `kill -9` the name leads to the old file or the new one.
 
     The stock writer goes through the system's temporary folder; a move from there to another file system is a copy.
 
@@ -46,7 +46,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self,
         path: str | Path,
-        map_location: Callable[..., Any] | None = lambda storage, location: storage,
+        map_location: Callable[..., object] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Loads as Lightning does, but URLs too with `weights_only=True`: loading a checkpoint runs no code.
@@ -66,11 +66,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return of_run(checkpoint, path)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Writes `checkpoint`, and removes what dead writers left beside it.
-
-        Raises:
-            OSError: if it cannot be written; a previous file stays as it is.
-        """
+        """Writes `checkpoint` or raises OSError, with a previous file intact; removes what dead writers left there."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -95,8 +91,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             self._writes.wait()
 
 
-def _write(target: Path, write: Callable[[Any], Any], num_bytes: int, progress: Progress) -> None:
-    """Writes a file that is whole or absent, and removes what dead writers left beside it."""
+def _write(target: Path, write: Callable[[IO[bytes]], object], num_bytes: int, progress: Progress) -> None:
+    """Writes a file that is whole or absent, and removes what dead writers left next to it."""
     part = target.with_name(f"{target.name}.{own_mark()}.part")
     with progress.at_disk():
         try:
@@ -119,7 +115,7 @@ def _discard(part: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def num_tensor_bytes(tree: Any) -> int:
+def num_tensor_bytes(tree: object) -> int:
     """Counts the bytes of all tensors in nested containers."""
     return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 

@@ -66,7 +66,7 @@ def check_optimizer_names(saved: Collection[str], needed: Collection[str], optim
 
 
 def check_named_optimizer(
-    state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[Parameter, str], where: Where
+    state: Mapping[str, object], optimizer: Optimizer, names: Mapping[Parameter, str], where: Where
 ) -> None:
     """Rejects an optimizer state by parameter name of another kind of optimizer, or with other parameter groups.
 

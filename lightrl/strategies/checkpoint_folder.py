@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightrl.checks.disk_errors import cause_to_show
@@ -43,13 +44,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def folder_writer(
-    checkpoint: dict[str, Any],
-    place: Path,
-    *,
-    writer_mark: str,
-    group: dist.ProcessGroup,
-    is_main: bool,
-    copies: bool,
+    checkpoint: dict[str, Any], place: Path, *, writer_mark: str, group: dist.ProcessGroup, is_main: bool, copies: bool
 ) -> Callable[[Progress], None]:
     """A function that writes this rank's part of a checkpoint; the folder gets its name once all ranks have written.
 
@@ -66,8 +61,7 @@ def folder_writer(
     """
     part = place.with_name(f"{place.name}.{writer_mark}.part")
     state = {"state_dict": checkpoint.pop("state_dict")}
-    for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
-        state[f"optimizer_{index}"] = optimizer
+    state |= {f"optimizer_{index}": part for index, part in enumerate(checkpoint.pop("optimizer_states", []))}
     state = {name: values for name, values in state.items() if values}  # a rank may hold nothing
     if copies:
         state = tree_map_only(Tensor, torch.clone, state)
@@ -91,7 +85,9 @@ def folder_writer(
             dcp.state_dict_saver.save(state, storage_writer=writer, process_group=group)
             if is_main:  # all ranks have written: a save ends with a reduction
                 with progress.at_disk():
-                    _check_parts(part)
+                    parts = {file.relative_path for file in SafeReader(part).read_metadata().storage_data.values()}
+                    if missing := sorted(name for name in parts if not (part / name).is_file()):
+                        raise OSError(f"{', '.join(missing[:3])} of other ranks did not appear in {part}")
                     write_sums(part, [".metadata"])  # the other files have checksums of their own
                     publish(part, place)
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -102,14 +98,6 @@ def folder_writer(
     return write
 
 
-def _check_parts(folder: Path) -> None:
-    """Raises OSError unless rank 0 sees the files that the other ranks have written."""
-    places: Any = SafeReader(folder).read_metadata().storage_data
-    missing = {place.relative_path for place in places.values() if not (folder / place.relative_path).is_file()}
-    if missing:
-        raise OSError(f"{', '.join(sorted(missing)[:3])} of other ranks did not appear in {folder}")
-
-
 class _TrackedFiles(FileSystem):
     """Files of a checkpoint, whose writing reports progress until they are synced and closed."""
 
@@ -118,7 +106,7 @@ class _TrackedFiles(FileSystem):
         self._progress = progress
 
     @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with contextlib.ExitStack() as stack:
             if mode == "wb":
                 stack.enter_context(self._progress.at_disk())
@@ -127,7 +115,7 @@ class _TrackedFiles(FileSystem):
                 yield stack.enter_context(super().create_stream(path, mode))
 
 
-def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
+def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Loads weights and optimizers in place, from any number of ranks; returns the rest. Collective.
 
     Roles that were not saved stay as they are.
@@ -144,22 +132,16 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -
     needed = {name: value.shape for name, value in state.items() if name in trained | present.keys()}
     sizes = {name: getattr(saved[f"state_dict.{name}"], "size", needed[name]) for name in present}
     check_weights(sizes, needed, path)
-    _read(path, {"state_dict": present})
+    load_parts({"state_dict": present} if present else {}, path)  # collective, even for a rank that has none
     model.load_state_dict(present, strict=False)
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
-        states = {key: optimizer_state(model, optimizer)}
+        own_state = optimizer_state(model, optimizer)
         saved_names = {name.removeprefix(f"{key}.") for name in saved if name.startswith(f"{key}.")}
-        check_optimizer_names(saved_names, states[key], optimizer, path)
-        _read(path, states)
-        load_optimizer_state(model, optimizer, states[key], path)
+        check_optimizer_names(saved_names, own_state, optimizer, path)
+        load_parts({key: own_state} if own_state else {}, path)
+        load_optimizer_state(model, optimizer, own_state, path)
     return rest
-
-
-def _read(path: Path, state: dict[str, Any]) -> None:
-    """Fills the tensors of a state in place; collective, even for a rank that has none."""
-    state = {name: values for name, values in state.items() if values}
-    load_parts(state, path)
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
@@ -197,14 +179,14 @@ def _read_rest(folder: Path) -> dict[str, Any]:
     return load_plain(folder / META_FILE)
 
 
-def optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+def optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The state by parameter name; empty on a rank where the optimizer has no parameters."""
     with _without_empty_groups(optimizer) as plain:
         return get_optimizer_state_dict(model, plain, options=_FLAT) if plain.param_groups else {}
 
 
 def load_optimizer_state(
-    model: torch.nn.Module, optimizer: Any, state: dict[str, Any], where: str | Path | None
+    model: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any], where: str | Path | None
 ) -> None:
     """The inverse of `optimizer_state`; raises ValueError for the state of another optimizer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -215,9 +197,9 @@ def load_optimizer_state(
 
 
 @contextlib.contextmanager
-def _without_empty_groups(optimizer: Any) -> Iterator[Any]:
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Torch's optimizer inside Lightning's, without the groups of roles on other ranks, which torch rejects."""
-    plain = getattr(optimizer, "optimizer", optimizer)
+    plain: Optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = plain.param_groups
     plain.param_groups = [group for group in groups if group["params"]]
     try:

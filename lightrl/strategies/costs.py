@@ -11,18 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
 from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
-from lightrl.strategies.tensor_plans import (
-    FAMILIES,
-    Family,
-    check_sizes,
-    head_size,
-    layer_parameters,
-    split_layers,
-)
+from lightrl.strategies.tensor_plans import FAMILIES, Family, check_sizes, head_size, layer_parameters, split_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -113,17 +106,17 @@ def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     # A norm keeps its input in float32 (which is the input itself, if that is float32 already), 1 / rms in float32, and
     # the normalized input, for the gradient of its weight.
     normalized = _FLOAT if family.float_norms else parameter
-    kept = len(family.norms) * ((_FLOAT + normalized) * hidden + _FLOAT)
+    saved = len(family.norms) * ((_FLOAT + normalized) * hidden + _FLOAT)
     if family.head_norm_axis is not None:  # queries and keys are normalized
         normalized = _FLOAT if family.float_norms else compute
-        kept += (_FLOAT + normalized) * (query + key) + _FLOAT * (heads + kv_heads)
+        saved += (_FLOAT + normalized) * (query + key) + _FLOAT * (heads + kv_heads)
     # The input of q, k and v, and that of gate and up; autocast copies it for each of the five.
-    kept += compute * hidden * (2 if compute == parameter else 5)
+    saved += compute * hidden * (2 if compute == parameter else 5)
     # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
     # is the output projection's input.
-    kept += compute * (2 * query + 2 * key) + _FLOAT * heads
+    saved += compute * (2 * query + 2 * key) + _FLOAT * heads
     # MLP: gate, its activation, up, and their product, the down projection's input.
-    return int(kept + compute * 4 * config.intermediate_size)
+    return int(saved + compute * 4 * config.intermediate_size)
 
 
 def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> float:
@@ -134,23 +127,23 @@ def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, w
     """
     last_norm = (_FLOAT + work.parameter_bytes) * config.hidden_size
     angles = 2 * work.parameter_bytes * head_size(config)
-    kept = work.parameter_bytes * config.hidden_size if work.checkpoint_activations else layer_bytes(config, work)
+    saved = work.parameter_bytes * config.hidden_size if work.checkpoint_activations else layer_bytes(config, work)
     copies = work.compute_bytes * layer_parameters(config) if work.copies_weights else 0
-    return float(tokens * (num_layers * kept + last_norm + angles) + num_layers * copies)
+    return float(tokens * (num_layers * saved + last_norm + angles) + num_layers * copies)
 
 
 def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[float, float]:
     """Bytes of the output head: what autograd keeps, and what the backward allocates for a chunk."""
     vocabulary, compute = config.vocab_size, work.compute_bytes
     weights = vocabulary * config.hidden_size
-    kept = compute * config.hidden_size * tokens  # the states that predict
-    kept += compute * weights if compute != work.parameter_bytes else 0  # the head's copy under autocast
+    saved = compute * config.hidden_size * tokens  # the states that predict
+    saved += compute * weights if compute != work.parameter_bytes else 0  # the head's copy under autocast
     if are_few_logits(tokens, vocabulary):  # their probabilities are kept
         logits = tokens * vocabulary
-        return float(kept + _FLOAT * logits), float((compute + 2 * _FLOAT) * logits)
+        return float(saved + _FLOAT * logits), float((compute + 2 * _FLOAT) * logits)
     # Logits and their gradient in the head's dtype; what lies between stays within a kernel.
     chunk = min(tokens, tokens_per_chunk(tokens, vocabulary, "fused")) * vocabulary * 2 * compute
-    return float(kept), float(chunk + _FLOAT * weights + compute * config.hidden_size * tokens)
+    return float(saved), float(chunk + _FLOAT * weights + compute * config.hidden_size * tokens)
 
 
 def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> tuple[float, float]:
@@ -158,10 +151,10 @@ def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: W
 
     That is the start of the backward, or, if layers are checkpointed, that of the last layer, after the head's.
     """
-    kept, working = logit_bytes(config, tokens, work)
+    saved, working = logit_bytes(config, tokens, work)
     layers = activation_bytes(config, tokens, num_layers, work)
     again = tokens * layer_bytes(config, work) if work.checkpoint_activations else 0.0
-    return layers + max(0.0, again - working), kept + working
+    return layers + max(0.0, again - working), saved + working
 
 
 def fsdp2_cost(
@@ -207,9 +200,7 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
 
     Over dp, a pipeline keeps its parameters whole within an update. Without a pipeline, layers are freed after each
     forward, gathered again for the backward and kept for the next forward; compute hides communication as in FSDP2.
-
-    Raises:
-        ValueError: if the model cannot be split this way.
+    Raises ValueError if the model cannot be split this way.
     """
     check_sizes(config, pp, tp, "1F1B", 1)
     gpus = pp * dp * tp
@@ -267,5 +258,5 @@ def _bandwidth(ranks: int, machine: Machine) -> float:
 
 def _compute_s(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> float:
     """Time of forward and backward, without attention scores; a checkpointed layer runs its forward twice."""
-    per_token: Any = (8 if work.checkpoint_activations else 6) * num_parameters(config)
-    return float(per_token * work.tokens / (gpus * machine.flops * machine.mfu))
+    per_token = (8 if work.checkpoint_activations else 6) * num_parameters(config)
+    return per_token * work.tokens / (gpus * machine.flops * machine.mfu)

@@ -1,7 +1,7 @@
 """Models without memory, and their weights: rank 0 reads one tensor at a time, every rank keeps its shard.
 
-So a model that no rank has room for can be trained. Buffers get memory from the start: they are small, and those that
-are not saved (the angles of rotary embeddings) would be garbage if they were created on the meta device.
+So a model that fits into no rank's memory can be trained. Buffers get memory from the start: they are small, and those
+that are not saved (the angles of rotary embeddings) would be garbage if they were created on the meta device.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightrl.models import ModelSpec, Role, models_made_by
+from lightrl.models import ModelSpec, Role
 from lightrl.models.images import sees_images
 from lightrl.models.lora import adapter_reader, base_name, is_adapter
 from lightrl.models.model_spec import check_files
@@ -31,21 +31,11 @@ log = logging.getLogger(__name__)
 _ROLE = "lightrl_role"  # attribute of a model without weights: where to get them
 
 
-@contextlib.contextmanager
-def empty_models() -> Iterator[None]:
-    """Inside, `Role.load_model` returns models whose parameters are on the meta device."""
-    with models_made_by(empty_model):
-        yield
-
-
 def empty_model(role: Role) -> PreTrainedModel:
     """The role's model with its buffers but without its weights, which `fill_model` loads."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
     spec = role.spec
-    options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype or "float32")}
-    if spec.attn_implementation is not None:
-        options["attn_implementation"] = spec.attn_implementation
     config = spec.load_config()
     if sees_images(config):
         raise ValueError(
@@ -56,7 +46,9 @@ def empty_model(role: Role) -> PreTrainedModel:
     if spec.head == "scalar":
         kind, config.num_labels = AutoModelForSequenceClassification, 1
     with torch.device("cpu"), _parameters_on_meta(), torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = kind.from_config(config, trust_remote_code=spec.trust_remote_code, **options)
+        model: PreTrainedModel = kind.from_config(
+            config, trust_remote_code=spec.trust_remote_code, **spec.build_options
+        )
     if spec.path is not None:
         with contextlib.suppress(OSError):  # it is optional
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
@@ -131,12 +123,11 @@ def parameter_reader(spec: ModelSpec, names: list[str]) -> Callable[[str], Tenso
     files = _safetensors(spec)
     missing = [name for name in names if name not in files]
     if not missing:
-        return lambda name: _read(files[name], name)
+        return lambda name: _read_tensor(files[name], name)
     if spec.path is not None:
-        log.warning(
-            "%s lacks tensor %r (%d of %d are missing), so tensors cannot be read one by one. Rank 0 loads the whole "
-            "model into memory.", spec.path, missing[0], len(missing), len(names),
-        )  # fmt: skip
+        shares = f"{len(missing)} of {len(names)} are missing"
+        advice = "so tensors cannot be read one by one. Rank 0 loads the whole model into memory"
+        log.warning("%s lacks tensor %r (%s), %s.", spec.path, missing[0], shares, advice)
     parameters = dict(spec.load_model().named_parameters())
     return lambda name: parameters[name].detach()
 
@@ -155,9 +146,9 @@ def _safetensors(spec: ModelSpec) -> dict[str, Path]:
 
     index = find("model.safetensors.index.json")
     if index is not None:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        files = {name: find(name) for name in set(places.values())}
-        return {name: path for name, file in places.items() if (path := files[file]) is not None}
+        file_by_name: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = {name: find(name) for name in set(file_by_name.values())}
+        return {name: path for name, file in file_by_name.items() if (path := files[file]) is not None}
     single = find("model.safetensors")
     if single is None:
         return {}
@@ -165,12 +156,11 @@ def _safetensors(spec: ModelSpec) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), single)
 
 
-def _read(file: Path, name: str) -> Tensor:
+def _read_tensor(file: Path, name: str) -> Tensor:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:
-        tensor: Tensor = tensors.get_tensor(name)
-    return tensor
+        return cast(Tensor, tensors.get_tensor(name))
 
 
 @contextlib.contextmanager

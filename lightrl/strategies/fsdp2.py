@@ -29,34 +29,21 @@ from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import check_local
 from lightrl.concurrency.owner import own_mark
 from lightrl.functional import can_compile
-from lightrl.models import ParallelModel, RoleMesh
+from lightrl.models import ParallelModel, RoleMesh, models_made_by
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
-from lightrl.strategies.empty_model import empty_models, fill_model, take_role
+from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
-from lightrl.strategies.ranks import (
-    START_TIMEOUT,
-    ProcessRanks,
-    Ranks,
-    allow_long_waits,
-    nearest_divisors,
-    watch_all,
-)
-from lightrl.strategies.role_mesh import (
-    OtherRanksModel,
-    Place,
-    check_meshes,
-    empty_out,
-    make_place,
-    role_meshes,
-)
+from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
+from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, empty_out, make_place, role_meshes
 from lightrl.strategies.shared_folder import check_all_see
 from lightrl.strategies.single import LogprobSettings, decoder_layers
 
 if TYPE_CHECKING:
     import lightning as L
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
 EXIT_S = 5.0  # for gloo's threads to finish when the process ends
@@ -110,7 +97,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.hang_timeout_s = hang_timeout_s
         self.save_async = save_async
         self._writes = BackgroundWrites()
-        self._save_group: Any = None  # for the thread that writes; the main thread has its own collectives
+        self._save_group: dist.ProcessGroup | None = None  # the writing thread's; the main thread has its own
         self.ranks = Ranks()
         self._mesh: DeviceMesh | None = None
         self._places: dict[tuple[str, RoleMesh], Place] = {}  # roles with a mesh of their own
@@ -160,14 +147,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         dp_group = self._make_mesh()
         for group in (self._save_group, control_group):
             allow_long_waits(group)
-        self.ranks = ProcessRanks(
-            dp_group=dp_group,
-            control_group=control_group,
-            device=self.root_device,
-            watch=watch,
-        )
+        self.ranks = ProcessRanks(dp_group=dp_group, control_group=control_group, device=self.root_device, watch=watch)
 
-    def _make_mesh(self) -> Any:
+    def _make_mesh(self) -> dist.ProcessGroup:
         """Makes the mesh to shard over, one axis or (replicas, shards); gives the dp group."""
         dp_mesh = self._mesh = self.device_mesh["data_parallel"]
         if self.num_replicas > 1:
@@ -193,7 +175,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Inside, models of a Role have no memory; `setup` gives them their shards."""
-        with super().tensor_init_context(empty_init), empty_models():
+        with super().tensor_init_context(empty_init), models_made_by(empty_model):
             yield
 
     def setup(self, trainer: L.Trainer) -> None:
@@ -213,21 +195,21 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Splits each model of the module over its ranks, and removes it from the others."""
         assert self.lightning_module is not None
         assert isinstance(self.ranks, ProcessRanks)
-        places: dict[str, Place] = {}
+        place_by_role: dict[str, Place] = {}
         for role, mesh in role_meshes(self.lightning_module).items():
             if (role, mesh) not in self._places:
                 self._places[role, mesh] = self._make_place(mesh)
-            places[role] = self._places[role, mesh]
-        if "policy" in places:
-            places["value_head"] = places["policy"]  # the critic's head on the policy's body
-        self.ranks.roles = {role: place.ranks for role, place in places.items()}
+            place_by_role[role] = self._places[role, mesh]
+        if "policy" in place_by_role:
+            place_by_role["value_head"] = place_by_role["policy"]  # the critic's head on the policy's body
+        self.ranks.roles = {role: place.ranks for role, place in place_by_role.items()}
         for name, model in self.lightning_module.named_children():
             if not any(True for _ in model.parameters()):
                 continue
-            if name in places and not places[name].ranks.is_here:
+            if name in place_by_role and not place_by_role[name].ranks.is_here:
                 empty_out(model)
             elif self._needs_split(name, model):
-                self.shard(model, places.get(name))
+                self.shard(model, place_by_role.get(name))
 
     def _make_place(self, mesh: RoleMesh) -> Place:
         members = mesh.ranks(self.world_size)
@@ -242,14 +224,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Shards a model in place, layer by layer, and loads its weights if it has none yet; collective."""
         ranks = self.ranks if place is None else place.ranks
         is_mixed = self.precision_plugin.precision == "bf16-mixed"
-        settings: dict[str, Any] = {
-            "mesh": self._mesh if place is None else place.mesh,
-            "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
-        }
         # Half of the bytes to gather. Autocast would round the same weights, but for those of norms.
-        of_layers = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        if is_mixed:
-            settings["mp_policy"] = of_layers
+        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        shard = functools.partial(
+            fully_shard,
+            mesh=self._mesh if place is None else place.mesh,
+            offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
+        )
         layers = decoder_layers(model)
         if not layers and hasattr(model, "config"):
             raise ValueError(
@@ -265,10 +246,10 @@ class FSDP2Strategy(ModelParallelStrategy):
                 layer.forward = torch.autocast(self.root_device.type, torch.bfloat16)(layer.forward)
             if self.activation_checkpointing and trains:
                 layer.forward = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
-            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **settings)
+            policy = mixed if is_mixed else MixedPrecisionPolicy()
+            shard(layer, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         # The logprobs read the root's own parameters (embedding, last norm, head) outside of its forward.
-        settings["mp_policy"] = MixedPrecisionPolicy()
-        fully_shard(model, reshard_after_forward=False, **settings)
+        shard(model, reshard_after_forward=False)
         role = take_role(model)
         if role is not None:
             home = torch.device("cpu") if self._offloads else self.root_device
@@ -311,13 +292,12 @@ class FSDP2Strategy(ModelParallelStrategy):
             is_offloaded=self._offloads,
         )
 
-    def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips as Lightning does, which warns on a rank without any of the parameters."""
-        parameters = [value for group in optimizer.param_groups for value in group["params"]]
-        if parameters:
+        if parameters := [value for group in optimizer.param_groups for value in group["params"]]:
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
         return optimizer_state(self.model, optimizer)
 
@@ -327,6 +307,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Writes a folder, which gets its name when every rank has written its part; raises OSError if that fails."""
         name, mark = self.broadcast((str(filepath), own_mark()))
         place = Path(name)
+        assert self._save_group is not None
         write = folder_writer(
             checkpoint,
             place,

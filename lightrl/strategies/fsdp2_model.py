@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
-from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
+from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
 from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
@@ -25,6 +25,9 @@ from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class FSDP2Model(SingleModel):
@@ -55,7 +58,7 @@ class FSDP2Model(SingleModel):
         self.ranks = ranks
         self.reduce_every_microbatch = reduce_every_microbatch
         self.is_offloaded = is_offloaded
-        self._root: Any = model
+        self._root = model
         self._num_calls = 0  # for the current microbatch
         self._gather: PlannedGather | None = None
         add_run_inside(model)
@@ -85,7 +88,7 @@ class FSDP2Model(SingleModel):
             for module in (self._root, self.value_head):
                 if isinstance(module, FSDPModule):
                     module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
-            backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
+            backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
             self.ranks.step()
 
     def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
@@ -117,12 +120,12 @@ class FSDP2Model(SingleModel):
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
-    def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
+    def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
         # Tensors, not Outputs: FSDP searches known containers for the start of the backward.
-        return Outputs(*self._root.run_inside(self._tensors, experience, more))
+        return Outputs(*self._root.run_inside(self._tensors, experience, candidates))
 
-    def _tensors(self, experience: Experience, more: More) -> tuple[Tensor | None, ...]:
-        outputs = super()._outputs(experience, more)
+    def _tensors(self, experience: Experience, candidates: Candidates) -> tuple[Tensor | None, ...]:
+        outputs = super()._outputs(experience, candidates)
         return tuple(getattr(outputs, field.name) for field in fields(outputs))
 
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
@@ -141,25 +144,25 @@ def whole(value: Tensor) -> Tensor:
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
 
-def run_inside(model: PreTrainedModel, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(*args)` while the parameters of the model's root are whole; collective if they are sharded.
+def run_inside(model: PreTrainedModel, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Calls the function while the parameters of the model's root are whole; collective if they are sharded.
 
     `function` returns tensors, possibly in tuples or dicts: FSDP searches those for the start of the backward.
     """
     if not isinstance(model, FSDPModule):
-        return function(*args)
+        return function(*args, **kwargs)
     root: Any = model
     add_run_inside(root)
-    result = root.run_inside(function, *args)
+    result: _T = root.run_inside(function, *args, **kwargs)
     if not torch.is_grad_enabled():
         reshard(root)
     return result
 
 
-def add_run_inside(model: Any) -> None:
-    """Gives a sharded model the method `run_inside(function, *args)`, which makes its root's parameters whole."""
+def add_run_inside(model: PreTrainedModel) -> None:
+    """Gives a sharded model the method `run_inside(function, …)`, which makes its root's parameters whole."""
     if not hasattr(model, "run_inside"):
-        model.run_inside = lambda function, *args: function(*args)
+        model.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
         register_fsdp_forward_method(model, "run_inside")
 
 

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 def halves_pay(model: torch.nn.Module, experience: Experience, num_cores: int) -> bool:
     """Whether two halves are faster than one whole, and as exact.
 
-    What torch keeps for each thread (autocast, no gradients) and what a forward draws must not play a part.
+    The forward must not depend on what torch keeps for each thread (autocast, no gradients), nor sample anything.
     """
     return (
         experience.token_ids.device.type == "cpu"

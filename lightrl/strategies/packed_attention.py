@@ -1,7 +1,7 @@
 """Attention over a packed row: each trajectory attends to itself only, and no mask of T × T exists.
 
 transformers separates packed trajectories by a dense mask over the whole row (1 GiB in bool for 32,768 tokens), unless
-the attention is told where they start. `make_packable` registers an attention that is told, for packed rows only; other
+the attention knows where they start. `make_packable` registers an attention that gets the starts of packed rows; other
 forwards stay torch's SDPA. What runs is the first of these that works for the device, dtype and head size, which a
 trial on a few tokens finds:
 
@@ -18,7 +18,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightrl.functional import rectangles, to_device
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ NAME = "lightrl_packed"  # this attention's, in transformers' registry
 # Cost in tokens of one more call of SDPA: below it, padding is cheaper.
 _CALL_OVERHEAD_TOKENS = 64
 _BLOCK = 128  # flex attention's block
-# Relative to the largest value, between kernels; a token that sees too much or too little differs far more.
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# Relative to the largest value: rounding errors are smaller, a token that sees too much or too little differs far more.
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 class NotPackable(ValueError):
@@ -61,7 +62,7 @@ class PackedRows:
         self.longest = max(self.lengths, default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
-        self._block_masks: dict[int | None, Any] = {}  # window → mask
+        self._block_masks: dict[int | None, BlockMask] = {}  # window → mask
 
     @functools.cached_property
     def documents(self) -> Tensor:
@@ -71,24 +72,24 @@ class PackedRows:
 
     @functools.cached_property
     def rectangles(self) -> tuple[list[Tensor], Tensor]:
-        """Tokens of each rectangle, int64 [rows, longest], padded with the row's last; and each token's place in them.
+        """Tokens of each rectangle, int64 [rows, longest], padded with the row's last; and each token's index.
 
-        The places, int64 [T], index the rectangles' outputs end to end.
+        The indices, int64 [T], are into the rectangles' outputs end to end.
         """
         starts, lengths = self._starts[:-1], torch.tensor(self.lengths)
-        places = torch.empty(int(self._starts[-1]), dtype=torch.int64)
+        indices = torch.empty(int(self._starts[-1]), dtype=torch.int64)
         parts, first = [], 0
         for members in rectangles(self.lengths, _CALL_OVERHEAD_TOKENS):
             picked = lengths[members]
             columns = torch.arange(int(picked.max()))
             tokens = starts[members][:, None] + torch.minimum(columns, picked[:, None] - 1)
             is_token = columns < picked[:, None]
-            places[tokens[is_token]] = first + torch.arange(tokens.numel()).view_as(tokens)[is_token]
+            indices[tokens[is_token]] = first + torch.arange(tokens.numel()).view_as(tokens)[is_token]
             first += tokens.numel()
             parts.append(to_device(tokens, self.device))
-        return parts, to_device(places, self.device)
+        return parts, to_device(indices, self.device)
 
-    def block_mask(self, window: int | None) -> Any:
+    def block_mask(self, window: int | None) -> BlockMask:
         """Flex attention's BlockMask, from the starts alone; `window` as in `blocks`."""
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -98,8 +99,8 @@ class PackedRows:
         documents = self.documents
 
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = (query >= key) & (documents[query] == documents[key])
-            return seen if window is None else seen & (query - key < window)
+            is_before = (query >= key) & (documents[query] == documents[key])
+            return is_before if window is None else is_before & (query - key < window)
 
         mask = BlockMask.from_kv_blocks(
             num_partial, partial, num_full, full, BLOCK_SIZE=_BLOCK, mask_mod=is_seen, seq_lengths=(len(documents),) * 2
@@ -190,19 +191,18 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' interface of an attention: [1, heads, T, D] three times, to [1, T, heads, D].
 
-    Raises:
-        NotPackable: if the model wants more than `scaling` and `sliding_window`.
+    Raises NotPackable if the model wants more than `scaling` and `sliding_window`.
     """
     if packed_rows is None:
         if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
-            raise NotPackable(f"{type(module).__name__} was not told where the trajectories of a packed row start.")
+            raise NotPackable(f"{type(module).__name__} did not get the starts of the trajectories of a packed row.")
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return plain
-    more = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
-    if more or settings.get("dropout") or settings.get("is_causal") is False:
-        raise NotPackable(f"Packed rows have causal attention without {', '.join(more) or 'dropout'}.")
+    extra = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
+    if extra or settings.get("dropout") or settings.get("is_causal") is False:
+        raise NotPackable(f"Packed rows have causal attention without {', '.join(extra) or 'dropout'}.")
     return _attend(query, key, value, packed_rows, settings.get("scaling"), settings.get("sliding_window")), None
 
 
@@ -269,7 +269,7 @@ def _failure(
             return (str(error).strip() or type(error).__name__).splitlines()[0][:100]
     for actual, expected in zip(*results, strict=True):
         error_size = float((actual - expected).abs().max() / expected.abs().max())
-        if not error_size <= _TOLERANCE.get(dtype, 1e-2):
+        if not error_size <= TOLERANCE.get(dtype, 1e-2):
             return f"differs from SDPA by {error_size:.0e}"
     return None
 
@@ -283,9 +283,8 @@ def _flash(
     if query.shape[1] != key.shape[1] and _names_groups():
         options["enable_gqa"] = True
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    output: Any = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, **options)
-    result: Tensor = output[None]
-    return result
+    output = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, **options)
+    return cast(Tensor, output)[None]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
@@ -297,7 +296,7 @@ def _names_groups() -> bool:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
+def _compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)  # type: ignore[no-any-return, unused-ignore]
@@ -308,15 +307,14 @@ def _flex(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
     options = {"block_mask": rows.block_mask(window), "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    output: Tensor = _compiled_flex()(query.contiguous(), key.contiguous(), value.contiguous(), **options)
-    return output.transpose(1, 2)
+    return _compiled_flex()(query.contiguous(), key.contiguous(), value.contiguous(), **options).transpose(1, 2)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # rectangles differ in every microbatch, and would compile anew each time
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # rectangles differ in every microbatch, and each would compile again
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
-    parts, places = rows.rectangles
+    parts, indices = rows.rectangles
     times = query.shape[1] // key.shape[1]
     if times > 1:
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
@@ -329,12 +327,12 @@ def _sdpa(
         )
         mask = None
         if window is not None and window < width:  # positions are a trajectory's, not the row's
-            places_in_it = torch.arange(width, device=query.device)
-            difference = places_in_it[:, None] - places_in_it
+            positions = torch.arange(width, device=query.device)
+            difference = positions[:, None] - positions
             mask = (difference >= 0) & (difference < window)
         output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         outputs.append(output.transpose(1, 2).reshape(num * width, *output.shape[1::2]))  # [tokens, heads, D]
-    return torch.cat(outputs).index_select(0, places)[None]
+    return torch.cat(outputs).index_select(0, indices)[None]
 
 
 # In the order in which they are tried.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
-from lightrl.models import Backward, LossFunction, More, Outputs, RoleMesh, asked_of_policy
+from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.lora import Part
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.packed_attention import make_packable
@@ -37,6 +37,7 @@ from lightrl.weights import Bucket
 if TYPE_CHECKING:
     import lightning as L
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
 
@@ -118,7 +119,7 @@ class Parallel3DStrategy(FSDP2Strategy):
                 )
             check_sizes(role.spec.load_config(), pp, tp, *self._schedule_at(pp))
 
-    def _make_mesh(self) -> Any:
+    def _make_mesh(self) -> dist.ProcessGroup:
         sizes = (self.pp, self.dp_size, self.tp)
         mesh = self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=AXES)
         self._ends[mesh] = ends_group(mesh)
@@ -158,11 +159,10 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
         """Splits a model in place, the policy with the head on its body; collective over its place's ranks, or all."""
-        any_model: Any = model
         mesh = self.device_mesh if place is None else place.mesh
         schedule, stages_per_rank = self._schedule_at(mesh["pp"].size())
         split = split_model(
-            any_model,
+            cast("PreTrainedModel", model),
             mesh,
             ends=self._ends[mesh],
             schedule=schedule,
@@ -186,7 +186,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         assert isinstance(ranks, ProcessRanks)
         return Parallel3DModel(self._splits[model], settings, group=ranks.control_group)
 
-    def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Over all axes: each rank scales its parts by the norm of the whole gradient."""
         gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
         present = [gradient for gradient in gradients if gradient is not None]
@@ -249,7 +249,7 @@ class Parallel3DModel:
         Gradients must be None or zero before; afterwards they are averaged over dp and complete on the other axes.
         """
         microbatches = list(microbatches)  # a pipeline returns to each
-        feeds = self._feeds(microbatches, [asked_of_policy(microbatch) for microbatch in microbatches])
+        feeds = self._feeds(microbatches, [teacher_candidates(microbatch) for microbatch in microbatches])
         results: dict[int, Tensor] = {}
 
         def run_forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
@@ -290,11 +290,11 @@ class Parallel3DModel:
         for stage in self.split.stages.values():  # not the model: FSDP holds its parts by stage
             stage.to(device)
 
-    def _feeds(self, microbatches: Sequence[Experience], asked: Sequence[More]) -> list[Feed]:
+    def _feeds(self, microbatches: Sequence[Experience], candidates: Sequence[Candidates]) -> list[Feed]:
         size, has_logprobs = self.split.mesh["tp"].size(), self.split.has_logprobs
         return [
             Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, is_packed=self.is_packed)
-            for part, num in zip(microbatches, asked, strict=True)
+            for part, num in zip(microbatches, candidates, strict=True)
         ]
 
     def _forward_stage(self, stage: int, hidden: Tensor | None, feed: Feed) -> Tensor:
@@ -317,12 +317,12 @@ class Parallel3DModel:
 
     def _outputs(self, result: Tensor, feed: Feed, microbatch: Experience) -> Outputs:
         shape = microbatch.token_ids.shape
-        logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.places, shape) for index in range(3))
+        logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.positions, shape) for index in range(3))
         outputs = Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)
-        num = feed.num_more
+        num = feed.num_candidates
         if num == 0:
             return outputs
-        topk = aligned_to_tokens(result[:, 3 : 3 + num], *feed.places, shape)
-        has_ids = isinstance(feed.more, int)
-        ids = aligned_to_tokens(result[:, 3 + num :].long(), *feed.places, shape) if has_ids else None
+        topk = aligned_to_tokens(result[:, 3 : 3 + num], *feed.positions, shape)
+        has_ids = isinstance(feed.candidates, int)
+        ids = aligned_to_tokens(result[:, 3 + num :].long(), *feed.positions, shape) if has_ids else None
         return replace(outputs, teacher_topk=topk, teacher_topk_ids=ids)

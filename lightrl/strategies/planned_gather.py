@@ -23,7 +23,7 @@ Combine = Callable[[str, Sequence[Tensor]], Tensor]
 class PlannedGather:
     """Gathers the parameters of one sharded model; its layout must not change. Every call is collective over `group`.
 
-    A rank holds at most one bucket beside its own part of the model. With NCCL the first transfer creates connections,
+    A rank holds at most one bucket besides its own part of the model. With NCCL the first transfer creates connections,
     for which the run's default group must have been used before, as Lightning's setup does.
 
     Args:
@@ -55,7 +55,7 @@ class PlannedGather:
             )
             for name, (shape, dtype) in whole_of.items()
         ]
-        self._plans: dict[Any, GatherPlan] = {}
+        self._plans: dict[tuple[str, int, bool], GatherPlan] = {}
 
     def buckets(
         self,
@@ -85,7 +85,7 @@ class PlannedGather:
             tensors.clear()
 
     def plan(self, sources: Mapping[str, Sequence[str]], *, bucket_bytes: int, is_spread: bool) -> GatherPlan:
-        key = (tuple(sources.items()).__repr__(), bucket_bytes, is_spread)
+        key = (repr(tuple(sources.items())), bucket_bytes, is_spread)
         if key not in self._plans:
             ranks = list(range(dist.get_world_size(self._group))) if is_spread else [0]
             self._plans[key] = make_plan(self._layouts, sources, ranks=ranks, bucket_bytes=bucket_bytes)
@@ -101,7 +101,7 @@ class PlannedGather:
     ) -> dict[str, Tensor]:
         """Sends and receives what this round moves; the exported tensors that this rank owns."""
         own = [name for name in names if plan.owners[name] == self._rank]
-        whole = {source: self._begun(source, held.get(source)) for name in own for source in sources[name]}
+        whole = {source: self._start_whole(source, held.get(source)) for name in own for source in sources[name]}
         operations: list[dist.P2POp] = []
         unpacked: list[tuple[Tensor, Tensor]] = []  # (part, where it belongs)
         for send in (send for name in names for send in plan.sends[name]):
@@ -120,19 +120,19 @@ class PlannedGather:
             place.copy_(part)
         return {name: combine(name, [whole[source] for source in sources[name]]) for name in own}
 
-    def _begun(self, name: str, held: Tensor | None) -> Tensor:
-        """The whole parameter with what this rank holds of it; the held tensor itself if that is all."""
+    def _start_whole(self, name: str, held: Tensor | None) -> Tensor:
+        """Make the whole parameter with what this rank holds of it; the held tensor itself if that is all."""
         shape = self._shapes[name]
         if held is None:
             return torch.empty(shape, dtype=self._dtypes[name], device=self._device)
         part = local(held.detach())
         if part.shape == shape:
             return part
-        begun = torch.empty(shape, dtype=part.dtype, device=part.device)
-        _view(begun, _box(held)).copy_(part)
-        return begun
+        whole = torch.empty(shape, dtype=part.dtype, device=part.device)
+        _view(whole, _box(held)).copy_(part)
+        return whole
 
-    def _operation(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+    def _operation(self, kind: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, peer if self._group is None else dist.get_global_rank(self._group, peer))
 
 

@@ -6,8 +6,8 @@ far, time without a step) in a store on rank 0, and checks the store for failure
 ranks, and all watch rank 0.
 
     rank 1 raises ──► its traceback into the store ──► the others print it ──► they end by themselves, or are ended
-    rank 1 is killed ──► connections break ──► who publishes no state any more? ──► the same way, naming rank 1
-    a rank waits for longer than the deadline ──► who is behind? ──► the same way, with every rank's stack
+    rank 1 is killed ──► connections break ──► which publishes no state? ──► the same way, naming rank 1
+    a rank waits for longer than the deadline ──► which is behind? ──► the same way, with every rank's stack
     rank 1 publishes nothing for as long (SIGSTOP) ──► the same way, whatever its last phase allows
     rank 0 is stopped, and its store ──► a second thread counts how long the store has not answered
 """
@@ -89,7 +89,7 @@ def find_behind(states: Mapping[int, RankState]) -> list[int]:
 
 
 def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float) -> str:
-    """The error of rank `waiting`, which waited too long: who is behind, and the states of all."""
+    """The error of rank `waiting`, which waited too long: which are behind, and the states of all."""
     behind = find_behind(states)
     where = "; ".join(f"rank {rank} {state.place} for {state.idle_s:.0f} s" for rank, state in sorted(states.items()))
     limit = f"hang_timeout_s={timeout_s:g}"
@@ -146,12 +146,12 @@ class RankWatch:
         self._stepped_s = 0.0
         self._answered_s = 0.0  # when the store last did
         self._num_published = 0
-        self._heard: dict[int, tuple[RankState | None, float]] = {}  # by rank: its last state, and when that was new
+        self._states: dict[int, tuple[RankState | None, float]] = {}  # rank → its last state, and when that was new
         self._error: BaseException | None = None  # this rank's; the others do not know it yet
-        self._is_told = threading.Event()  # the error is in the store, or nobody can be told
+        self._is_reported = threading.Event()  # the error is in the store, or the store is gone
         self._is_known = threading.Event()  # to all ranks; an error of another rank: printed
-        self._roll_call: dict[int, RankState | None] = {}  # the states at the error, of those not heard of since
-        self._roll_call_s: float | None = None  # when it began
+        self._roll_call: dict[int, RankState | None] = {}  # rank → its state at the error, if none came since
+        self._roll_call_s: float | None = None  # when it started
         self._changed = threading.Event()
         self._is_published = threading.Event()  # the present phase
         self._closed = threading.Event()
@@ -164,8 +164,6 @@ class RankWatch:
         ]
         for thread in self._threads:
             thread.start()
-
-    # ------------------------------------------------------------------ the main thread's side
 
     def enter(self, phase: str, *, has_own_deadline: bool = False) -> None:
         self._phases.append((phase, has_own_deadline))
@@ -197,7 +195,7 @@ class RankWatch:
         self._restart_clock()
 
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
-        """Tells the others that this rank failed, and waits briefly until they know: the store may end with us.
+        """Reports that this rank failed, and waits briefly until the others know: the store may end with us.
 
         If another rank failed first, this error follows from that one: only waits, until that one is printed.
         """
@@ -206,7 +204,7 @@ class RankWatch:
         if self.failed_before is None:
             self._error = error
             self._changed.set()
-            self._is_told.wait((ROLL_CALL_POLLS + 2) * POLL_S)
+            self._is_reported.wait((ROLL_CALL_POLLS + 2) * POLL_S)
         self._is_known.wait(timeout_s)
 
     def close(self) -> None:
@@ -220,10 +218,16 @@ class RankWatch:
         """The current state of this rank."""
         phase, has_own_deadline = self._phases[-1]
         return RankState(
-            phase, self._num_phases, self._num_steps, self._now_s - self._stepped_s, has_own_deadline,
-            has_ended=self._closed.is_set(), host=socket.gethostname(), process=own_mark(),
+            phase=phase,
+            num_phases=self._num_phases,
+            num_steps=self._num_steps,
+            idle_s=self._now_s - self._stepped_s,
+            has_own_deadline=has_own_deadline,
+            has_ended=self._closed.is_set(),
+            host=socket.gethostname(),
+            process=own_mark(),
             num_published=self._num_published,
-        )  # fmt: skip
+        )
 
     def _restart_clock(self) -> None:
         self._num_phases += 1
@@ -233,8 +237,6 @@ class RankWatch:
         self._changed.set()
         if self._threads[0].is_alive():
             self._is_published.wait(POLL_S)  # a rank that stops from here on is found in this phase
-
-    # ------------------------------------------------------------------ the threads
 
     def _tick(self) -> None:
         """Advances the clock, and ends this process if the store has not answered for too long."""
@@ -268,7 +270,7 @@ class RankWatch:
                 self.failed_before = self.failed_before or f"Rank 0 {_GONE}."
                 self._end(f"Rank 0 {_GONE}.", [])
         finally:
-            self._is_told.set()
+            self._is_reported.set()
             self._is_known.set()
 
     def _publish(self) -> None:
@@ -280,40 +282,40 @@ class RankWatch:
 
     def _check(self) -> tuple[str, list[int]] | None:
         """The failure that ends this rank, if there is one, and the ranks that are gone or stand still."""
-        error = None if self._is_told.is_set() else self._error
+        error = None if self._is_reported.is_set() else self._error
         self._read_states(all_ranks=error is not None or self._rank == 0)
         if self._store.check([_FAILURE]):
             first = self._store.get(_FAILURE)
         else:
-            found = self._find_hang() if error is None else self._report(error)
-            if found is None:
+            failure = self._find_hang() if error is None else self._report(error)
+            if failure is None:
                 return None
-            first = self._store.compare_set(_FAILURE, "", json.dumps(found))  # another rank may be faster
-        rank, text, short, gone = json.loads(first)
+            first = self._store.compare_set(_FAILURE, "", json.dumps(failure))  # another rank may be faster
+        rank, text, short, dead_ranks = json.loads(first)
         if rank != self._rank:
             self.failed_before = short or None
-        self._is_told.set()
-        with contextlib.suppress(*_STORE_IS_GONE):  # rank 0 was told and has ended
+        self._is_reported.set()
+        with contextlib.suppress(*_STORE_IS_GONE):  # rank 0 has read it and ended
             self._store.set(f"knows/{self._rank}", "yes")
             if rank == self._rank and self._store.check([f"knows/{other}" for other in range(self._size)]):
                 self._is_known.set()
-        return None if rank == self._rank else (text, gone)
+        return None if rank == self._rank else (text, dead_ranks)
 
     def _read_states(self, *, all_ranks: bool) -> None:
         ranks = range(self._size if all_ranks else 1)
         for rank, text in zip(ranks, self._store.multi_get([f"state/{rank}" for rank in ranks]), strict=True):
             values = json.loads(text)
             state = None if values is None else RankState(**values)
-            if rank not in self._heard or self._heard[rank][0] != state:
-                self._heard[rank] = state, self._now_s
+            if rank not in self._states or self._states[rank][0] != state:
+                self._states[rank] = state, self._now_s
                 self._roll_call.pop(rank, None)
 
     def _find_hang(self) -> Failure | None:
         """A rank that stands still, or that others wait for, as seen by rank 0; the others see rank 0."""
-        for rank, (state, heard_s) in self._heard.items():
-            if self._now_s - heard_s > self._hang_timeout_s and not (state is not None and state.has_ended):
+        for rank in self._running():
+            if self._now_s - self._states[rank][1] > self._hang_timeout_s:
                 return -1, self._silence_of(rank), "", [rank]
-        states = {rank: state for rank, (state, _) in self._heard.items() if state is not None and not state.has_ended}
+        states = {rank: state for rank, state in self._running().items() if state is not None}
         late = [rank for rank, state in states.items() if state.is_late(self._hang_timeout_s)]
         if self._rank != 0 or not late:
             return None
@@ -323,60 +325,62 @@ class RankWatch:
         waiting = next((rank for rank in late if rank not in behind), late[0])
         return -1, hang_message(states, waiting, self._hang_timeout_s), "", []
 
+    def _running(self) -> dict[int, RankState | None]:
+        """The last states of the ranks that have not ended as planned; None for one that has published nothing."""
+        states = {rank: state for rank, (state, _) in self._states.items()}
+        return {rank: state for rank, state in states.items() if state is None or not state.has_ended}
+
     def _silence_of(self, rank: int) -> str:
-        return silence_message(rank, self._heard.get(rank, (None, 0.0))[0], self._hang_timeout_s)
+        return silence_message(rank, self._states.get(rank, (None, 0.0))[0], self._hang_timeout_s)
 
     def _report(self, error: BaseException) -> Failure | None:
         """The message about this rank's error. A broken connection is another's error: None until it is clear whose."""
         where = f"failed in {self._phases[-1][0]!r}"
         what = "".join(traceback.format_exception_only(error)).strip()
-        if found := _TIMED_OUT.search(what):
-            number, name, size, limit = found.groups()
-            states = {rank: state for rank, (state, _) in self._heard.items() if state is not None}
+        if match := _TIMED_OUT.search(what):
+            number, name, size, limit = match.groups()
+            states = {rank: state for rank, (state, _) in self._states.items() if state is not None}
             behind = ", ".join(map(str, find_behind({**states, self._rank: self.state()})))
             what += f" It waited {int(limit) / 1000:g} s in collective {number}, {name} of {size} numbers, which"
             what += f" another rank did not enter. The furthest behind: rank {behind}."
         if _may_be_a_broken_connection(error):
             if self._roll_call_s is None:
                 self._roll_call_s = self._now_s
-                self._roll_call = {
-                    rank: state
-                    for rank, (state, _) in self._heard.items()
-                    if rank != self._rank and not (state is not None and state.has_ended)
-                }
+                self._roll_call = self._running()
+                self._roll_call.pop(self._rank, None)
             if self._roll_call and self._now_s - self._roll_call_s < ROLL_CALL_POLLS * POLL_S:
                 return None
             if self._roll_call:
                 rank, state = next(iter(self._roll_call.items()))
-                gone = f"Rank {rank} {_GONE}. It was {'about to start' if state is None else state.place}."
-                return rank, f"{gone} Rank {self._rank} {where} for that reason: {what}", gone, [*self._roll_call]
+                death = f"Rank {rank} {_GONE}. It was {'about to start' if state is None else state.place}."
+                return rank, f"{death} Rank {self._rank} {where} for that reason: {what}", death, [*self._roll_call]
         lines = "".join(traceback.format_exception(error))
         return self._rank, f"Rank {self._rank} {where}:\n{lines}", f"Rank {self._rank} {where}: {what}", []
 
-    def _end(self, failure: str, gone: list[int]) -> None:
+    def _end(self, failure: str, dead_ranks: list[int]) -> None:
         """Prints the stack, then the failure; ends the process if the main thread does not end in time."""
         with self._end_lock:
             if self._has_reported:
                 return
             self._has_reported = True
-        self._is_told.set()
+        self._is_reported.set()
         frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         phase = self._phases[-1][0]
         sys.stderr.write(f"\nRank {self._rank} is here:\n{stack}\n[rank {self._rank}, in {phase!r}] {failure}\n")
         sys.stderr.flush()
         if self._rank == 0 and threading.current_thread() is self._threads[0]:  # the store's
-            self._wait_until_known(gone)
+            self._wait_until_known(dead_ranks)
         self._is_known.set()
-        for state in (self._heard[rank][0] for rank in gone if rank in self._heard):
+        for state in (self._states[rank][0] for rank in dead_ranks if rank in self._states):
             if state is not None and state.host == socket.gethostname():
                 kill_owner(state.process)  # a stopped process would outlive the run, and keep its memory
         if not self._closed.wait(GRACE_S):
             self._end_process()
 
-    def _wait_until_known(self, gone: list[int], timeout_s: float = 3.0) -> None:
+    def _wait_until_known(self, dead_ranks: list[int], timeout_s: float = 3.0) -> None:
         """The store ends with rank 0: the others read the failure first."""
-        keys = [f"knows/{rank}" for rank in range(1, self._size) if rank not in gone]
+        keys = [f"knows/{rank}" for rank in range(1, self._size) if rank not in dead_ranks]
         deadline = time.monotonic() + timeout_s
         while keys and not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(POLL_S / 5)

@@ -70,7 +70,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process has controller, engine and judge, writes files and prints."""
+        """Whether this process has controller, engine and reward workers, writes files and prints."""
         return self.is_here and self.rank == 0
 
     def of_role(self, role: str) -> Ranks:
@@ -99,8 +99,8 @@ class Ranks:
         """The norm of all gradients, which may be sharded; the same on each rank."""
         if not gradients:
             return 0.0
-        norm: Any = torch.nn.utils.get_total_norm(gradients)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def send(self, message: Message, source: int = 0) -> None:
         """Sends from rank `source` to all others, which `receive` it."""
@@ -119,11 +119,7 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """Gathers on rank 0 every rank's value, by rank; empty on the others; plain JSON.
-
-        Raises:
-            RuntimeError: at the deadline; it names the ranks that have not come.
-        """
+        """Gathers on rank 0 every rank's plain JSON, by rank; at the deadline a RuntimeError names those that lack."""
         return [value]
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
@@ -172,8 +168,8 @@ class ProcessRanks(Ranks):
     def __init__(
         self,
         *,
-        dp_group: Any,
-        control_group: Any,
+        dp_group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
         device: torch.device,
         watch: RankWatch,
         dp_members: Sequence[Sequence[int]] | None = None,
@@ -192,11 +188,11 @@ class ProcessRanks(Ranks):
         self.dp_members = self._ask_members() if dp_members is None else dp_members
 
     def _ask_members(self) -> list[list[int]]:
-        places = torch.zeros(self.size, dtype=torch.int64)
-        places[self.rank] = self.dp_rank
-        dist.all_reduce(places, group=self.control_group)
+        dp_ranks = torch.zeros(self.size, dtype=torch.int64)
+        dp_ranks[self.rank] = self.dp_rank
+        dist.all_reduce(dp_ranks, group=self.control_group)
         members: list[list[int]] = [[] for _ in range(self.dp_size)]
-        for rank, dp_rank in enumerate(places.tolist()):
+        for rank, dp_rank in enumerate(dp_ranks.tolist()):
             members[dp_rank].append(self.first_rank + rank)
         return members
 
@@ -320,7 +316,7 @@ class OtherRanks(Ranks):
         self.dp_members = dp_members
 
 
-def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -> RankWatch:
+def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeout_s: float) -> RankWatch:
     """Starts watching this rank, through a store on rank 0's machine, `main_address`; collective."""
     rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
     store = _watch_store(main_address) if rank == 0 else None
@@ -331,7 +327,7 @@ def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -
     return RankWatch(PrefixStore(bytes(sent[1:].tolist()).hex(), store), rank, size, hang_timeout_s=hang_timeout_s)
 
 
-def allow_long_waits(group: Any) -> None:
+def allow_long_waits(group: dist.ProcessGroup) -> None:
     """Makes RankWatch, not the group's own deadline, end a wait in this group."""
     _set_pg_timeout(_WATCHED_TIMEOUT, group)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,9 @@ def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
             )
 
 
-def make_place(world: ProcessRanks, members: range, sizes: Sequence[int], names: Sequence[str], device: Any) -> Place:
+def make_place(
+    world: ProcessRanks, members: range, sizes: Sequence[int], names: Sequence[str], device: torch.device
+) -> Place:
     """A role's place on the ranks `members`; the ranks of axis `dp` have different rows. Collective over the run."""
     numbers = torch.arange(members.start, members.stop).reshape(*sizes)
     mesh = DeviceMesh(device.type, numbers, mesh_dim_names=tuple(names))
@@ -74,14 +76,8 @@ def make_place(world: ProcessRanks, members: range, sizes: Sequence[int], names:
     dp_members = numbers.movedim(list(names).index("dp"), 0).reshape(sizes[list(names).index("dp")], -1).tolist()
     if world.rank not in members:
         return Place(mesh, OtherRanks(first_rank=members.start, size=len(members), dp_members=dp_members))
-    ranks = ProcessRanks(
-        dp_group=mesh["dp"].get_group(),
-        control_group=control_group,
-        device=device,
-        watch=world.watch,
-        dp_members=dp_members,
-    )
-    return Place(mesh, ranks)
+    groups = {"dp_group": mesh["dp"].get_group(), "control_group": control_group}
+    return Place(mesh, ProcessRanks(**groups, device=device, watch=world.watch, dp_members=dp_members))
 
 
 def empty_out(model: torch.nn.Module) -> None:

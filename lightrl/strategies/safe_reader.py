@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _METADATA_FILE = ".metadata"
 # A damaged or crafted pickle fails in as many ways as there are operations.
-_DAMAGE = (pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, EOFError, ImportError,
-           RuntimeError, MemoryError, OverflowError, struct.error, zipfile.BadZipFile)  # fmt: skip
+_OPERATIONS_FAIL = (ValueError, TypeError, AttributeError, LookupError, ImportError, MemoryError, ArithmeticError)
+_DAMAGE = (*_OPERATIONS_FAIL, pickle.UnpicklingError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
 _CLASSES: tuple[type, ...] = (
     metadata.Metadata,
     metadata.StorageMeta,
@@ -52,15 +52,15 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint's file is not what was written."""
 
 
-def load_plain(file: Path, **options: Any) -> dict[str, Any]:
+def load_plain(file: Path, *, mmap: bool = False) -> dict[str, Any]:
     """The content of a checkpoint's file, on the CPU; raises ValueError if it is damaged or more than plain data."""
     with named(file):
         check_records(file)
-        content = torch.load(file, map_location="cpu", weights_only=True, **options)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     return of_run(content, file)
 
 
-def of_run(content: Any, file: str | Path) -> dict[str, Any]:
+def of_run(content: object, file: str | Path) -> dict[str, Any]:
     """`content`, if Lightning wrote it; raises ValueError for anything else that torch can read."""
     if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
         raise ValueError(f"{str(file)!r} is not a checkpoint of a run. To start from weights, set model.policy.")
@@ -98,14 +98,10 @@ def _without_advice(error: BaseException) -> BaseException:
     return ValueError(f"it names code to run, {code[1]}" if code else "it is damaged, or holds more than plain data")
 
 
-def load_parts(state: dict[str, Any], folder: Path, **options: Any) -> None:
-    """Fills a state in place from a checkpoint folder; collective unless `no_dist`.
-
-    Raises:
-        ValueError: if the folder is damaged, or holds more than plain data.
-    """
+def load_parts(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:
+    """Fills a state in place from a checkpoint folder, or raises ValueError; collective unless `no_dist`."""
     try:
-        dcp.state_dict_loader.load(state, storage_reader=SafeReader(folder), planner=_SafePlanner(), **options)
+        dcp.state_dict_loader.load(state, storage_reader=SafeReader(folder), planner=_SafePlanner(), no_dist=no_dist)
     except CheckpointException as error:
         rank, (failure, _) = next(iter(error.failures.items()))
         if isinstance(failure, DamagedCheckpoint):
@@ -116,11 +112,7 @@ def load_parts(state: dict[str, Any], folder: Path, **options: Any) -> None:
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder: checks every byte, and has a fixed list of what `.metadata` may name.
-
-    Args:
-        folder: of the checkpoint.
-    """
+    """torch's reader of a checkpoint folder: checks every byte, and has a fixed list of what `.metadata` may name."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads what the folder holds; raises ValueError if `.metadata` is not what torch writes."""
@@ -163,16 +155,16 @@ class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         # Functions of this object alone, since a pickle can set attributes of what it names.
-        self._names: dict[tuple[str, str], Any] = {
+        self._names: dict[tuple[str, str], object] = {
             **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
-            **dict.fromkeys([(room, "PosixPath") for room in _PATHLIB], lambda *parts: "/".join(parts)),
-            **dict.fromkeys([(room, "WindowsPath") for room in _PATHLIB], lambda *parts: "\\".join(parts)),
+            **dict.fromkeys([(module, "PosixPath") for module in _PATHLIB], lambda *parts: "/".join(parts)),
+            **dict.fromkeys([(module, "WindowsPath") for module in _PATHLIB], lambda *parts: "\\".join(parts)),
             ("torch", "Size"): torch.Size,
             ("torch.serialization", "_get_layout"): lambda name: {"torch.strided": torch.strided}[name],
             ("collections", "OrderedDict"): dict,
         }
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         value = self._names.get((module, name))
         if value is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             value = getattr(torch, name)
@@ -202,15 +194,15 @@ def _unchanged_classes() -> Iterator[None]:
         raise ValueError(f"it changes the class {changed[0].__name__}")
 
 
-def _checked(read: Any) -> Metadata:
+def _checked(read: object) -> Metadata:
     """The argument; raises ValueError unless it is the metadata of tensors and values in files of the same folder."""
     if not isinstance(read, Metadata) or not isinstance(read.state_dict_metadata, dict):
         raise ValueError(f"it holds {type(read).__name__}")
-    places = read.storage_data
-    if not isinstance(places, dict):
+    files = read.storage_data
+    if not isinstance(files, dict):
         raise ValueError("it does not say where tensors are")
-    for place in places.values():
-        name = getattr(place, "relative_path", None)
-        if not isinstance(place, filesystem._StorageInfo) or not isinstance(name, str) or Path(name).name != name:
+    for file in files.values():
+        name = getattr(file, "relative_path", None)
+        if not isinstance(file, filesystem._StorageInfo) or not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"it names the file {name!r}, which is not in the folder")
     return read

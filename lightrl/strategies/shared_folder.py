@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from lightrl.checks.disk_errors import nearest_folder
 from lightrl.strategies.ranks import Ranks, mark_as_on_all_ranks
@@ -22,18 +21,14 @@ _ARRIVE_WITHIN_S = 300.0  # ranks at this place, after rank 0
 
 
 def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
-    """The ranks that do not share rank 0's folder, or cannot write there, each with its host's name; collective.
-
-    Raises:
-        OSError: on rank 0 if it cannot write there itself.
-    """
+    """The ranks that do not share rank 0's folder, or cannot write there, each with its host's name; collective."""
     mark = f".seen-by-all-{secrets.token_hex(8)}"
     if ranks.is_main:
         (folder / mark).touch()
     root, mark = ranks.broadcast_json([str(folder), mark])
     has_left = leave_mark(Path(root), ranks.rank, mark)
     answers = ranks.gather_json([socket.gethostname(), has_left], timeout_s=_ARRIVE_WITHIN_S)
-    missing: list[Any] = []
+    missing: list[tuple[int, str]] = []
     if ranks.is_main:
         left = [rank for rank, (_, has_left) in enumerate(answers) if has_left]
         unseen = set(range(ranks.size)) - set(_wait_for(folder, left, mark))
@@ -45,17 +40,13 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
 
 
 def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
-    """Refuses folders for checkpoints that a rank does not share; collective. They need not exist yet.
-
-    Raises:
-        ValueError: on all ranks; it names the hosts.
-    """
+    """Raises ValueError on all ranks for a folder that a rank does not share; collective. It need not exist yet."""
     for folder in folders:
         if missing := ranks_without(nearest_folder(folder), ranks):
             who = ", ".join(f"rank {rank} on {host}" for rank, host in missing)
             raise mark_as_on_all_ranks(
                 ValueError(
-                    f"Checkpoints go to {folder}, where {who} cannot see the files of rank 0 and write beside them: a "
+                    f"Checkpoints go to {folder}, where {who} cannot see the files of rank 0 and write next to them: a "
                     "checkpoint would lack the weights of those ranks. Set trainer.default_root_dir, or the dirpath of "
                     "ModelCheckpoint, to a folder that all hosts share under the same path."
                 )

@@ -24,7 +24,7 @@ from lightrl.experience import Experience
 from lightrl.functional import bins, on_host, rectangles, to_device
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
 # Cost in tokens of one more forward: below it, padding is cheaper than another call of every layer.
 CALL_OVERHEAD_TOKENS = 256
@@ -143,7 +143,7 @@ def shared_hidden(
             into the model's arguments.
     """
     device = token_ids.device
-    cache: Any = None
+    cache: DynamicCache | None = None
     for rows, following in pairwise([*plan, []]):
         tokens = _Tokens.of(rows, on_host(token_ids))
         inputs: dict[str, Any] = {"input_ids": to_device(tokens.token_ids, device)}
@@ -158,7 +158,7 @@ def shared_hidden(
             inputs["position_ids"] = to_device(tokens.positions, device)
             inputs["attention_mask"] = mask_of(to_device(tokens.segments, device), model.dtype)
         hidden = model.base_model(**inputs, use_cache="past_key_values" in inputs).last_hidden_state
-        place = tokens.places[predicting]
+        place = tokens.flat_indices[predicting]
         at, columns, place = (to_device(values[place >= 0], device) for values in (*predicting, place))
         yield at, columns, hidden.flatten(0, 1)[place]
 
@@ -169,7 +169,7 @@ class _Tokens(NamedTuple):
     token_ids: Tensor  # [R, T]
     positions: Tensor  # [R, T], in the trajectory
     segments: Tensor  # [R, T]: 0 is the prompt, then each completion; -1 is padding
-    places: Tensor  # [B, T of the trajectories], of the tokens that are here, in the rows end to end; others -1
+    flat_indices: Tensor  # [B, T of the trajectories], each token's index in the rows end to end; others -1
 
     @classmethod
     def of(cls, rows: Sequence[Row], token_ids: Tensor) -> _Tokens:
@@ -190,22 +190,18 @@ class _Tokens(NamedTuple):
         filled = torch.zeros(3, len(rows) * width, dtype=torch.int64)
         filled[2] = -1
         filled[:, place] = torch.stack([token_ids[sources, positions], positions, segments])
-        places = torch.full(token_ids.shape, -1)
-        places[sources, positions] = place
+        flat_indices = torch.full(token_ids.shape, -1)
+        flat_indices[sources, positions] = place
         for number, row in enumerate(rows):
             if row.stored is None:  # the prompt's last position predicts the first token of each completion
                 last = row.num_prompt_tokens - 1
-                places[row.members, last] = number * width + last
+                flat_indices[row.members, last] = number * width + last
         ids, positions, segments = filled.view(3, len(rows), width)
-        return cls(ids, positions, segments, places)
+        return cls(ids, positions, segments, flat_indices)
 
 
 def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in the prompt (segment 0) and its own segment.
-
-    Args:
-        segments: int64 [R, T].
-    """
+    """The mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in the prompt (segment 0) and its own segment."""
     num_tokens = segments.shape[1]
     is_before = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segments.device).tril()
     is_seen = is_before & ((segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0))
@@ -213,14 +209,14 @@ def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~is_seen, float("-inf"))[:, None]
 
 
-def new_cache(model: PreTrainedModel) -> Any:
+def new_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty key-value cache of the model's kind."""
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
 
 
-def repeated_cache(model: PreTrainedModel, cache: Any, stored: Tensor) -> Any:
+def repeated_cache(model: PreTrainedModel, cache: DynamicCache, stored: Tensor) -> DynamicCache:
     """The key-values of these rows as a new cache; gradients flow back to them."""
     repeated = new_cache(model)
     for index, layer in enumerate(cache.layers):

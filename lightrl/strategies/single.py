@@ -9,6 +9,7 @@ states at the N positions, so no [B, T, V] exists.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,16 +33,29 @@ from lightrl.functional import (
     token_logprobs,
     token_topk,
 )
-from lightrl.models import CONTEXT, Backward, LossFunction, More, Outputs, asked_of_policy, context_tokens, scalar_head
+from lightrl.models import (
+    CONTEXT,
+    Backward,
+    Candidates,
+    LossFunction,
+    Outputs,
+    context_tokens,
+    scalar_head,
+    teacher_candidates,
+)
 from lightrl.models.images import input_embeddings
 from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
-from lightrl.strategies.packed_attention import PackedRows, arguments
+from lightrl.strategies.packed_attention import TOLERANCE, NotPackable, PackedRows, arguments, make_packable
 from lightrl.strategies.shared_prefix import (
     CALL_OVERHEAD_TOKENS,
+    LAYOUTS,
+    Layout,
     Plan,
+    Row,
     cost,
     find_shared_prompts,
+    new_cache,
     shared_hidden,
     whole_rows,
 )
@@ -49,18 +63,9 @@ from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-import inspect
-from typing import TYPE_CHECKING
 
-from lightrl.strategies.packed_attention import NotPackable, make_packable
-from lightrl.strategies.shared_prefix import LAYOUTS, Layout, Row, new_cache
-
-# What a model supports, found by running a few tokens: a plain head, shared prefixes, packed rows.
-#
-# Model families differ, and a wrong guess would silently train on wrong logprobs; so nothing is assumed by name.
-
-# Relative to the largest value: rounding errors are far smaller, a token that sees too much or too little far larger.
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# A run on a few tokens shows what a model supports: a plain head, shared prefixes, packed rows. Families differ, and a
+# wrong guess would silently train on wrong logprobs, so nothing is assumed by name.
 
 # Kinds of rotary embedding whose angles depend on the number of tokens in a forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -124,9 +129,9 @@ def can_pack(model: PreTrainedModel) -> bool:
         return False
     token_ids = _some_tokens(model, 6)
     position_ids = torch.arange(3, device=model.device).repeat(2)[None]
-    told = arguments(model, PackedRows((3, 3), model.device, {model.dtype: "sdpa"}))
+    starts = arguments(model, PackedRows((3, 3), model.device, {model.dtype: "sdpa"}))
     try:
-        output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **told)
+        output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
     except (NotPackable, TypeError):  # TypeError: the model takes no further arguments
         return False
     return _is_close(output.last_hidden_state[:, 3:], _hidden(model, token_ids[:, 3:]))
@@ -153,7 +158,7 @@ def _rope_depends_on_length(model: PreTrainedModel) -> bool:
 
 
 def _is_close(left: Tensor, right: Tensor) -> bool:
-    tolerance = _TOLERANCE.get(left.dtype, 1e-3) * max(1e-6, float(right.float().abs().max()))
+    tolerance = TOLERANCE.get(left.dtype, 1e-3) * max(1e-6, float(right.float().abs().max()))
     return torch.allclose(left.float(), right.float(), rtol=0, atol=tolerance)
 
 
@@ -172,10 +177,10 @@ class LogprobSettings:
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     entropy_needs_gradient: bool = True
-    num_ids: int | None = None  # size of the policy's vocabulary, for a teacher's likeliest tokens; None for all
+    num_ids: int | None = None  # the top-k is among these first ids, the policy's vocabulary; None for all
 
     def masks(self, masked_rows: Tensor | None, device: torch.device) -> dict[str, Any]:
-        """The mask arguments of the logprob functions, if stop tokens could not be drawn in these rows."""
+        """Return the mask arguments of the logprob functions, if stop tokens could not be sampled in these rows."""
         ids = None if masked_rows is None else to_device(torch.tensor(self.stop_token_ids, dtype=torch.int64), device)
         return {"masked_ids": ids, "masked_rows": masked_rows}
 
@@ -238,11 +243,11 @@ class SingleModel:
         for microbatch in microbatches:
             halves = cut_in_halves(microbatch) if halves_pay(self.model, microbatch, self.num_cores) else None
             if halves is None:
-                backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
+                backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
             else:
                 forward_backward_halves(
                     halves,
-                    lambda half: self._outputs(half, asked_of_policy(half)),
+                    lambda half: self._outputs(half, teacher_candidates(half)),
                     loss_fn,
                     backward,
                     self._trained_parameters(),
@@ -265,13 +270,13 @@ class SingleModel:
     def move_to(self, device: torch.device) -> None:
         self.model.to(device)
 
-    def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
+    def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
         if self._max_row is not None and (longest := int(on_host(experience.lengths).max())) > self._max_row:
             raise ValueError(
                 f"A trajectory of {longest} tokens exceeds {CONTEXT}, {self._max_row} tokens. Leave it out."
             )
         if not self.head_is_plain:
-            rows, columns, results = self._read_logits(experience, more)
+            rows, columns, results = self._read_logits(experience, candidates)
         else:
             parts = list(self._hidden(experience))
             # A single part stays as it is: the host knows its rows and columns.
@@ -279,15 +284,15 @@ class SingleModel:
             zeros = torch.zeros(len(rows), device=hidden.device)
             results = {"logprobs": zeros, "entropy": zeros}
             if self.has_logprobs:
-                results = self._read_hidden(experience, rows, columns, hidden, more)
+                results = self._read_hidden(experience, rows, columns, hidden, candidates)
             if self.value_head is not None:
-                # A token's value is that of the state before it was drawn.
+                # A token's value is that of the state before it was sampled.
                 results["values"] = self.value_head(hidden)[:, 0].float()
         shape = experience.token_ids.shape
         return Outputs(**{name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()})
 
     def _read_hidden(
-        self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor, more: More
+        self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor, candidates: Candidates
     ) -> dict[str, Tensor]:
         """Fields of Outputs for the tokens that the positions (rows [N], columns [N]) predict."""
         head, settings = self.model.get_output_embeddings(), self.settings
@@ -296,7 +301,7 @@ class SingleModel:
         inputs = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
         ids = ids_to_read(
             predicted_token_ids(experience.token_ids, rows, columns),
-            more if isinstance(more, int) else predicted_token_ids(more, rows, columns),
+            candidates if isinstance(candidates, int) else predicted_token_ids(candidates, rows, columns),
             lambda num: hidden_topk(num=num, num_ids=settings.num_ids, **inputs),
         )
         logprobs, entropy = hidden_logprobs(
@@ -306,7 +311,7 @@ class SingleModel:
             supports=supports_at(experience, rows, columns),
             **inputs,
         )
-        return as_outputs(logprobs, entropy, ids, more)
+        return as_outputs(logprobs, entropy, ids, candidates)
 
     def _hidden(self, experience: Experience) -> Iterator[_Part]:
         """Rows [N], columns [N] and hidden states [N, H] of the predicting positions."""
@@ -351,19 +356,19 @@ class SingleModel:
             yield picked, experience.token_ids[picked, : max(lengths[row] for row in members)]
 
     def _packed_hidden(self, experience: Experience) -> _Part:
-        """All trajectories end to end in one row; attention is told where each starts."""
+        """Run all trajectories end to end in one row; attention gets their starts."""
         lengths = on_host(experience.lengths).tolist()
         packed = pack(experience.token_ids, lengths)
-        told = arguments(self.model, PackedRows(lengths, packed.rows.device))
+        starts = arguments(self.model, PackedRows(lengths, packed.rows.device))
         all_rows = torch.arange(len(experience), device=packed.rows.device)
         inputs = self._layer_input(experience, all_rows, experience.token_ids)
-        inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()} | told
+        inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()} | starts
         body = self.model.base_model
         hidden = body(**inputs, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
         rows, columns = predicting_positions(experience.loss_mask)
         return rows, columns, hidden[packed.starts[rows] + columns]
 
-    def _read_logits(self, experience: Experience, more: More) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _read_logits(self, experience: Experience, candidates: Candidates) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Rows [N], columns [N] and fields of Outputs, from the model's logits: for heads that are not plain."""
         settings = self.settings
         masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
@@ -375,17 +380,17 @@ class SingleModel:
             masks = settings.masks(None if masked is None else masked[picked, :width], logits.device)
             ids = ids_to_read(
                 experience.token_ids[picked, :width],
-                more if isinstance(more, int) else more[picked, :width],
+                candidates if isinstance(candidates, int) else candidates[picked, :width],
                 functools.partial(token_topk, logits, num_ids=settings.num_ids, **masks),
             )
-            every = torch.cartesian_prod(picked, torch.arange(width - 1, device=picked.device))
-            supports = supports_at(experience, *every.unbind(-1))
+            positions = torch.cartesian_prod(picked, torch.arange(width - 1, device=picked.device))
+            supports = supports_at(experience, *positions.unbind(-1))
             logprobs, entropy = token_logprobs(logits, ids, settings.temperature, supports=supports, **masks)
             rows, columns = predicting_positions(experience.loss_mask[picked, :width])
             results = (predicted_token_ids(values, rows, columns) for values in (logprobs, entropy, ids))
             parts.append((picked[rows], columns, *results))
         rows, columns, logprobs, entropy, ids = (torch.cat(values) for values in zip(*parts, strict=True))
-        return rows, columns, as_outputs(logprobs, entropy, ids, more)
+        return rows, columns, as_outputs(logprobs, entropy, ids, candidates)
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -394,21 +399,21 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def ids_to_read(token_ids: Tensor, more: More, likeliest: Callable[[int], Tensor]) -> Tensor:
-    """The predicted tokens [...], or [..., 1 + K] with K more at each position: `more`, or the `more` likeliest."""
-    if isinstance(more, int):
-        if more == 0:
+def ids_to_read(token_ids: Tensor, candidates: Candidates, topk: Callable[[int], Tensor]) -> Tensor:
+    """Return the predicted tokens [...], or [..., 1 + K] with K candidates at each position, given or by `topk`."""
+    if isinstance(candidates, int):
+        if candidates == 0:
             return token_ids
-        more = likeliest(more)
-    return torch.cat([token_ids[..., None], more], -1)
+        candidates = topk(candidates)
+    return torch.cat([token_ids[..., None], candidates], -1)
 
 
-def as_outputs(logprobs: Tensor, entropy: Tensor, ids: Tensor, more: More) -> dict[str, Tensor]:
+def as_outputs(logprobs: Tensor, entropy: Tensor, ids: Tensor, candidates: Candidates) -> dict[str, Tensor]:
     """The fields of Outputs, [N] or [N, K] each, from the logprobs of `ids_to_read`."""
     if logprobs.dim() == 1:
         return {"logprobs": logprobs, "entropy": entropy}
     outputs = {"logprobs": logprobs[:, 0], "entropy": entropy, "teacher_topk": logprobs[:, 1:]}
-    return {**outputs, "teacher_topk_ids": ids[:, 1:]} if isinstance(more, int) else outputs
+    return {**outputs, "teacher_topk_ids": ids[:, 1:]} if isinstance(candidates, int) else outputs
 
 
 def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Supports | None:
@@ -419,13 +424,13 @@ def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Suppor
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:
-    """[B, T], True where the engine could not draw a stop token: the first `min_new_tokens` of each turn.
+    """[B, T], True where the engine could not sample a stop token: the first `min_new_tokens` of each turn.
 
-    Uses the versions, which mark what the policy wrote; a callback may have removed tokens from the loss mask since.
+    The versions mark what the policy generated; a callback may have removed tokens from the loss mask since.
     """
     if min_new_tokens == 0:
         return None
-    is_written = weight_versions >= 0
-    count = is_written.long().cumsum(1)
-    before_turn = torch.where(is_written, 0, count).cummax(1).values
-    return is_written & (count - before_turn <= min_new_tokens)
+    is_generated = weight_versions >= 0
+    count = is_generated.long().cumsum(1)
+    before_turn = torch.where(is_generated, 0, count).cummax(1).values
+    return is_generated & (count - before_turn <= min_new_tokens)

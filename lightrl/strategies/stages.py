@@ -10,7 +10,7 @@ tokens of a teacher at each; H hidden size. Stages send each other [R, W / tp, H
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from lightrl.functional import (
     predicted_token_ids,
     predicting_positions,
 )
-from lightrl.models import ModelSpec, More, scalar_head
+from lightrl.models import Candidates, ModelSpec, scalar_head
 from lightrl.strategies.empty_model import give_memory, parameter_reader, take_role
 from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.packed_attention import PackedRows, no_mask
@@ -63,18 +63,18 @@ class Feed:
     packed_rows: PackedRows | None  # the packed row's, for its attention
     rows: Tensor  # [N], the predicting positions in [R, W]
     columns: Tensor
-    places: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
+    positions: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
     targets: Tensor  # int64 [N], the tokens predicted there
-    masked_rows: Tensor | None  # bool [N], True if stop tokens could not be drawn
-    supports: Supports | None  # what each token was drawn from; None if nothing was left out
-    more: More  # [N, K] further tokens to give the logprobs of, or K for the K likeliest
+    masked_rows: Tensor | None  # bool [N], True if stop tokens could not be sampled
+    supports: Supports | None  # the tokens that could be sampled; None for all
+    candidates: Candidates  # [N, K] further tokens to give the logprobs of, or K for the top-k
 
     @classmethod
     def of(
-        cls, experience: Experience, settings: LogprobSettings, more: More, *, multiple: int, is_packed: bool
+        cls, experience: Experience, settings: LogprobSettings, topk: Candidates, *, multiple: int, is_packed: bool
     ) -> Feed:
         """The feed of a microbatch; W is a multiple of `multiple`."""
-        rows, columns = places = predicting_positions(experience.loss_mask)
+        rows, columns = positions = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
         packed_rows = None
         if is_packed:
@@ -98,22 +98,22 @@ class Feed:
             packed_rows=packed_rows,
             rows=rows,
             columns=columns,
-            places=places,
-            targets=predicted_token_ids(experience.token_ids, *places),
-            masked_rows=None if masked is None else predicted_token_ids(masked, *places),
-            supports=supports_at(experience, *places),
-            more=more if isinstance(more, int) else predicted_token_ids(more, *places),
+            positions=positions,
+            targets=predicted_token_ids(experience.token_ids, *positions),
+            masked_rows=None if masked is None else predicted_token_ids(masked, *positions),
+            supports=supports_at(experience, *positions),
+            candidates=topk if isinstance(topk, int) else predicted_token_ids(topk, *positions),
         )
 
     @property
-    def num_more(self) -> int:
+    def num_candidates(self) -> int:
         """K."""
-        return self.more if isinstance(self.more, int) else self.more.shape[1]
+        return self.candidates if isinstance(self.candidates, int) else self.candidates.shape[1]
 
     @property
     def width(self) -> int:
         """How many numbers the last stage returns per position."""
-        return 3 + self.num_more * (2 if isinstance(self.more, int) else 1)
+        return 3 + self.num_candidates * (2 if isinstance(self.candidates, int) else 1)
 
 
 class Stage(nn.Module):
@@ -124,7 +124,7 @@ class Stage(nn.Module):
         layers: which of its layers.
         is_first: takes token ids instead of hidden states.
         is_last: returns, instead of hidden states, logprob, entropy and value of each predicted token, [N, 3], 0 if the
-            model has no head for it; then the logprobs of the K further tokens, and the ids of the likeliest.
+            model has no head for it; then the logprobs of the K further tokens, and the ids of the top-k.
         tp: mesh of the tp axis.
         value_head: the critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
     """
@@ -140,7 +140,7 @@ class Stage(nn.Module):
         value_head: nn.Linear | None = None,
     ) -> None:
         super().__init__()
-        body: Any = model.base_model
+        body = model.base_model
         self.is_first, self.is_last, self.tp = is_first, is_last, tp
         self.config: PretrainedConfig = model.config
         self.family: Family = family_of(model.config)
@@ -157,10 +157,12 @@ class Stage(nn.Module):
 
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
         """Hidden states [R, W / tp, H] from those of the previous stage, None for the first; at the end [N, width]."""
-        hidden = self._embed(feed.token_ids) if self.is_first else hidden
-        assert hidden is not None
+        if hidden is None:
+            assert self.embedding is not None
+            is_split = self.tp.size() > 1
+            hidden = embed(self.embedding, feed.token_ids, self.tp) if is_split else self.embedding(feed.token_ids)
         masks = self._masks(feed, hidden)
-        told = {} if feed.packed_rows is None else {"packed_rows": feed.packed_rows}
+        packed = {} if feed.packed_rows is None else {"packed_rows": feed.packed_rows}
         ropes = self._ropes(feed, hidden)
         for layer, kind in zip(self.layers, self.kinds, strict=True):
             hidden = layer(
@@ -169,16 +171,9 @@ class Stage(nn.Module):
                 position_embeddings=ropes[kind],
                 position_ids=feed.position_ids,
                 past_key_values=None,
-                **told,
+                **packed,
             )
         return self._results(hidden, feed, settings) if self.is_last else hidden
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        embedding: Any = self.embedding
-        if self.tp.size() > 1:
-            return embed(embedding, token_ids, self.tp)
-        embedded: Tensor = embedding(token_ids)
-        return embedded
 
     def _masks(self, feed: Feed, hidden: Tensor) -> dict[str, Any]:
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -189,12 +184,7 @@ class Stage(nn.Module):
         # Only its shape, dtype and device are read; `hidden` may be a part of the whole width.
         like = hidden.new_empty(1).expand(*feed.token_ids.shape, self.config.hidden_size)
         return {
-            kind: make[kind](
-                config=self.config,
-                inputs_embeds=like,
-                attention_mask=None,
-                past_key_values=None,
-            )
+            kind: make[kind](config=self.config, inputs_embeds=like, attention_mask=None, past_key_values=None)
             for kind in set(self.kinds)
         }
 
@@ -209,20 +199,20 @@ class Stage(nn.Module):
         is_split = self.tp.size() > 1
         zeros = torch.zeros(len(feed.rows), 1, dtype=torch.float32, device=hidden.device)
         logprobs, entropy, values = zeros, zeros, zeros
-        more = zeros.expand(-1, feed.width - 3)
+        further = zeros.expand(-1, feed.width - 3)
         if self.value_head is not None:
             scalars = self.value_head(hidden)
             scalars = whole_sequence(scalars, self.tp, gradients_add_up=False) if is_split else scalars
             values = scalars[feed.rows, feed.columns].float()
         if self.head is not None:
             whole = whole_sequence(hidden, self.tp, gradients_add_up=True) if is_split else hidden
-            logprobs, entropy, more = self._logprobs(whole[feed.rows, feed.columns], feed, settings)
-        return torch.cat([logprobs, entropy, values, more], 1)
+            logprobs, entropy, further = self._logprobs(whole[feed.rows, feed.columns], feed, settings)
+        return torch.cat([logprobs, entropy, values, further], 1)
 
     def _logprobs(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> tuple[Tensor, Tensor, Tensor]:
         """Logprobs of the predicted tokens [N, 1], entropies [N, 1], and further results [N, width - 3]."""
         topk, read = self._readers(hidden, settings.masks(feed.masked_rows, hidden.device))
-        ids = ids_to_read(feed.targets, feed.more, lambda num: topk(num=num, num_ids=settings.num_ids))
+        ids = ids_to_read(feed.targets, feed.candidates, lambda num: topk(num=num, num_ids=settings.num_ids))
         logprobs, entropy = read(
             token_ids=ids,
             temperature=settings.temperature,
@@ -231,13 +221,13 @@ class Stage(nn.Module):
         )
         if ids.dim() == 1:
             return logprobs[:, None], entropy[:, None], logprobs.new_empty(len(ids), 0)
-        more = logprobs[:, 1:]
-        if isinstance(feed.more, int):
-            more = torch.cat([more, ids[:, 1:].float()], 1)  # exact up to 2^24, which no vocabulary reaches
-        return logprobs[:, :1], entropy[:, None], more
+        further = logprobs[:, 1:]
+        if isinstance(feed.candidates, int):
+            further = torch.cat([further, ids[:, 1:].float()], 1)  # exact up to 2^24, which no vocabulary reaches
+        return logprobs[:, :1], entropy[:, None], further
 
     def _readers(self, hidden: Tensor, masks: dict[str, Any]) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-        """The functions that find the likeliest tokens and read logprobs at these positions."""
+        """Return the functions that find the top-k tokens and read logprobs at these positions."""
         head: Any = self.head
         if self.tp.size() == 1 and self.cap is None:
             plain = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
@@ -276,7 +266,7 @@ class SplitModel:
 
     def finish_gradients(self) -> None:
         """After the last backward: sums the summands of tp ranks, and the two ends of a tied embedding."""
-        for parameter in self.own_parameters():
+        for parameter in (parameter for stage in self.stages.values() for parameter in stage.parameters()):
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -284,10 +274,6 @@ class SplitModel:
             if self.tied.grad is None:
                 self.tied.grad = torch.zeros_like(self.tied)
             dist.all_reduce(local(self.tied.grad), group=self.tied_group)
-
-    def own_parameters(self) -> Iterator[Tensor]:
-        """The model's part on this rank, with a critic's head on its body."""
-        return (parameter for stage in self.stages.values() for parameter in stage.parameters())
 
     @property
     def copy(self) -> Tensor | None:
@@ -332,7 +318,7 @@ def split_model(
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
     parameters = [(name, value.shape, value.dtype, _stage_of(name, ranges)) for name, value in model.named_parameters()]
-    body: Any = model.base_model
+    body = model.base_model
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
     has_values = value_head is not None or scalar_head(model) is not None
@@ -366,9 +352,9 @@ def _drop_other_stages(
     model: PreTrainedModel, value_head: nn.Linear | None, held: Mapping[int, range], last: int
 ) -> None:
     """Removes the parts of a model, and of the head on its body, that only other ranks need."""
-    body: Any = model.base_model
-    kept = {str(index) for layers in held.values() for index in layers}
-    for name in [name for name, _ in body.layers.named_children() if name not in kept]:
+    body = model.base_model
+    held_layers = {str(index) for layers in held.values() for index in layers}
+    for name in [name for name, _ in body.layers.named_children() if name not in held_layers]:
         delattr(body.layers, name)
     if 0 not in held:
         body.embed_tokens = None
@@ -405,7 +391,7 @@ def _shard_over_dp(stages: Iterable[Stage], mesh: DeviceMesh) -> None:
 def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *, is_tied: bool) -> None:
     """Gives the part that this rank holds of a model without memory its weights, which the rank reads itself."""
     give_memory(model, device)
-    body: Any = model.base_model
+    body = model.base_model
     head = model.get_output_embeddings()
     if is_tied and head is not None and body.embed_tokens is not None:
         head.weight = body.embed_tokens.weight

@@ -137,17 +137,9 @@ def vocab_parallel_logprobs(
     Args:
         hidden: [N, H], the same on all ranks; its gradient is this rank's summand.
         weight: [V / tp, H], this rank's rows of the head.
-        token_ids: int64 [N], or [N, J] for several at each position.
-        temperature: divides the logits; above 0.
+        token_ids, temperature, entropy_gradient, masked_ids, masked_rows, supports: as for one rank.
         group: of the tp axis; None for one rank.
         cap: logits are cap · tanh(logits / cap) before the temperature; None for no cap.
-        entropy_gradient: False detaches the entropy.
-        masked_ids: int64 [K], ids that could not be drawn at some positions.
-        masked_rows: bool [N], True at those positions.
-        supports: the tokens that could be drawn at each position; None for all.
-
-    Returns:
-        Logprobs, of the shape of `token_ids`, and entropies, [N], the same on all ranks.
     """
     hidden, weight, first, mask = _prepared(hidden, weight, group, masked_ids, masked_rows)
     ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first
@@ -162,7 +154,7 @@ def vocab_parallel_logprobs(
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
             return read(slice(None))
-        assert token_ids.dim() == 1, "only the drawn tokens have logprobs within their supports"
+        assert token_ids.dim() == 1, "only sampled tokens have logprobs within their supports"
         scores = support_scores(
             hidden[supports.limited],
             weight,
@@ -189,7 +181,7 @@ def vocab_parallel_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """`functional.hidden_topk` over the ranks of `group`, from the likeliest of each rank; int64 [N, num].
+    """`functional.hidden_topk` over the ranks of `group`, from the top-k of each rank; int64 [N, num].
 
     Args:
         hidden, weight, group, cap, masked_ids, masked_rows: as for `vocab_parallel_logprobs`.
@@ -249,7 +241,7 @@ def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, max(1, hidden.shape[0]), step)]
 
 
-# Ids [K] of this rank's part that could not be drawn, and bool [N], the positions; or None.
+# (ids [K] of this rank's part that could not be sampled, bool [N] at which positions).
 _Mask = tuple[Tensor, Tensor]
 
 
@@ -342,8 +334,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             gradient.scatter_add_(1, ids[chunk], torch.where(is_here[chunk], grad_logprobs[chunk], 0))
             gradient /= ctx.temperature
             if ctx.mask is not None:
-                places = (ctx.mask[1][chunk].nonzero(), ctx.mask[0])
-                gradient.index_put_(places, gradient.new_zeros(()))
+                masked = (ctx.mask[1][chunk].nonzero(), ctx.mask[0])
+                gradient.index_put_(masked, gradient.new_zeros(()))
             if slope is not None:
                 gradient *= slope
             gradient = gradient.to(hidden.dtype)

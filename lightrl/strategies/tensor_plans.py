@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightrl.strategies.ranks import divisors
 
@@ -149,8 +149,8 @@ def layer_parameters(config: PretrainedConfig) -> int:
 
 def logit_cap(config: PretrainedConfig) -> float | None:
     """c if the logits are c · tanh(logits / c), as in Gemma 2; None without a cap."""
-    cap: Any = getattr(config, "final_logit_softcapping", None)
-    return None if cap is None else float(cap)
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    return cap
 
 
 def _listed(sizes: list[int]) -> str:

@@ -10,14 +10,12 @@ May import: nothing of lightrl, nor torch (memory.py looks for it among what is 
 trace and prints the summary; `lightrl inspect` shows the files. To trace one more thing: `with span(...)` around it.
 """
 
-from lightrl.trace.areas import AREAS, AreaTimes, Summary, area_times
+from lightrl.trace.areas import Summary, area_times
 from lightrl.trace.file import TraceFile, join_traces, trace_files
 from lightrl.trace.memory import MemoryPeaks
 from lightrl.trace.spans import Event, Tape, clock_offset_ns, in_microbatch_spans, keep, record, span
 
 __all__ = [
-    "AREAS",
-    "AreaTimes",
     "Event",
     "MemoryPeaks",
     "Summary",

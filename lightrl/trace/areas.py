@@ -21,10 +21,11 @@ from lightrl.trace.spans import Event
 AREAS = ("rollout", "reward", "score", "update", "sync", "data")
 _PHASES = {"rewards": "reward", "score": "score", "update": "update", "sync": "sync"}
 
+SummaryJson = dict[str, Any]  # see `Summary.to_json`
 Intervals = list[tuple[int, int]]  # disjoint, in order
 
 _ADVICE = {
-    "reward": "Give the reward more processes (reward_workers) or make it faster; a judge's server may need replicas.",
+    "reward": "Give the reward more processes (reward_workers) or make it faster; an LLM judge may need replicas.",
     "score": "Raise microbatch_tokens while memory lasts, or drop a model that nothing needs.",
     "update": "Raise microbatch_tokens while memory lasts, use more devices, or update_epochs=1.",
     "sync": "Fewer, larger iterations sync less often, and so does WeightSync.every_n_iterations.",
@@ -56,14 +57,14 @@ def area_times(events: Iterable[Event], start_ns: int, end_ns: int) -> AreaTimes
             waiting.append((phase.start_ns, phase.end_ns))
         else:
             areas[_PHASES[phase.name]] += phase.end_ns - phase.start_ns
-    writing, judging, making = (
+    generating, rewarding, making = (
         union((event.start_ns, event.end_ns) for event in by_category.get(category, ()))
         for category in ("generate", "reward", "data")
     )
-    areas["reward"] += length(only_judged := without(common(waiting, judging), writing))
-    areas["data"] += length(only_made := without(common(waiting, making), writing + judging))
+    areas["reward"] += length(only_rewards := without(common(waiting, rewarding), generating))
+    areas["data"] += length(only_data := without(common(waiting, making), generating + rewarding))
     areas["data"] += sum(one.end_ns - one.start_ns for one in by_category.get("loader", ()))
-    areas["rollout"] += length(waiting) - length(only_judged) - length(only_made)
+    areas["rollout"] += length(waiting) - length(only_rewards) - length(only_data)
     servers: dict[str, list[tuple[int, int]]] = {}
     for event in by_category.get("server", ()):
         servers.setdefault(event.track, []).append((event.start_ns, event.end_ns))
@@ -138,7 +139,7 @@ class Summary:
     def add(self, times: AreaTimes) -> None:
         self._times.append(times)
 
-    def to_json(self, *, overlaps: bool = False) -> dict[str, Any] | None:
+    def to_json(self, *, overlaps: bool = False) -> SummaryJson | None:
         """The means in seconds, and where to look first; None without an iteration.
 
         `gain` is how often faster an iteration would be if the area took no time, so the most that work on it gives.
@@ -164,10 +165,10 @@ class Summary:
         }
 
 
-def summary_text(summary: dict[str, Any]) -> str:
+def summary_text(summary: SummaryJson) -> str:
     """Writes the summary that a run prints at its end."""
     total, areas, first = summary["total_s"], summary["areas_s"], summary["look_first_at"]
-    lines = [f"Where the time went: {_seconds(total)} an iteration, the mean of {summary['iterations']} traced ones"]
+    lines = [f"Where the time went: {_seconds(total)} an iteration, traced iterations: {summary['iterations']}"]
     for name, seconds in areas.items():
         gain = f"  at most {summary['gain'][name]:.2f}x" if name in summary["gain"] else ""
         lines.append(f"  {name:<8} {_seconds(seconds):>8} {seconds / total:>5.0%}{gain}")
@@ -180,7 +181,7 @@ def summary_text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rollout_advice(summary: dict[str, Any]) -> str:
+def _rollout_advice(summary: SummaryJson) -> str:
     rollout = summary["areas_s"]["rollout"]
     advice = []
     if summary["overlap_gain"] is not None:

@@ -11,7 +11,6 @@ import heapq
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lightrl.trace.spans import Event
 
@@ -22,7 +21,7 @@ _OPEN = "[\n"
 class TraceFile:
     """The events of one process, `<folder>/rank-00003.json`, with a marker before each iteration.
 
-    When it has half of `max_bytes` it becomes `rank-00003.before.json`, in place of an earlier one, and begins anew:
+    When it has half of `max_bytes` it becomes `rank-00003.before.json`, in place of an earlier one, and begins again:
     the last iterations of a long run are there.
 
     Args:
@@ -40,7 +39,7 @@ class TraceFile:
         self._begin()
 
     def add(self, iteration: int, start_ns: int, events: Iterable[Event], memory: Mapping[str, float]) -> None:
-        """Appends an iteration, the marker first; `memory` is drawn as a curve, in MiB."""
+        """Appends an iteration, the marker first; `memory` becomes a curve, in MiB."""
         marker = {"name": f"iteration {iteration}", "ph": "i", "s": "p", "ts": self._us(start_ns), "pid": self._rank}
         lines = [{**marker, "tid": 0, "args": {"iteration": iteration}}]
         for event in sorted(events, key=lambda one: one.start_ns):
@@ -52,7 +51,7 @@ class TraceFile:
             lines.append({**marker, "name": "memory (MiB)", "ph": "C", "args": dict(memory)})
         self._write(lines)
 
-    def _row(self, event: Event, lines: list[dict[str, Any]]) -> int:
+    def _row(self, event: Event, lines: list[dict[str, object]]) -> int:
         """The `tid` of a row of the track that is free when the event starts; names a new one."""
         number = self._numbers.setdefault(event.track, len(self._numbers) + 1)
         rows = self._rows.setdefault(event.track, [])
@@ -82,7 +81,7 @@ class TraceFile:
             {**head, "name": "process_sort_index", "args": {"sort_index": self._rank}},
         ])  # fmt: skip
 
-    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, lines: Sequence[Mapping[str, object]]) -> None:
         encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
         text = "".join(f"{encode(line)},\n" for line in lines)
         with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -93,7 +92,7 @@ class TraceFile:
             self._begin()
 
 
-OVERLAPPING = frozenset({"generations", "rewards"})  # tracks beside those of servers, whose names are addresses
+OVERLAPPING = frozenset({"generations", "rewards"})  # tracks besides those of servers, whose names are addresses
 
 
 def trace_files(folder: Path) -> list[Path]:

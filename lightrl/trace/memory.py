@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ class MemoryPeaks:
 
     def __init__(self) -> None:
         self.peaks: dict[str, dict[str, int]] = {}  # block → kind → bytes
-
-    @contextlib.contextmanager
-    def within(self, name: str) -> Iterator[None]:
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end(name)
 
     def begin(self) -> None:
         with contextlib.suppress(OSError):

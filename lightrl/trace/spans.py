@@ -35,10 +35,10 @@ class Event(NamedTuple):
 
     name: str
     category: str  # phase, step, generate, reward, data, loader, score, update, collective, sync, wait, server
-    track: str  # the line that it is drawn on; its events may overlap unless it is a thread's
+    track: str  # its line in the viewer; its events may overlap unless it is a thread's
     start_ns: int
     end_ns: int
-    args: dict[str, Any]
+    args: dict[str, object]
 
 
 class Tape:
@@ -63,7 +63,7 @@ def keep(tape: Tape | None) -> None:
     _tape = tape
 
 
-def record(name: str, category: str, track: str, start_ns: int, **args: Any) -> None:
+def record(name: str, category: str, track: str, start_ns: int, **args: object) -> None:
     """Keeps a block that ends now, for those that are no block in the code."""
     tape = _tape
     if tape is not None and tape.is_recording:
@@ -75,13 +75,13 @@ class span:
 
     Args:
         name, category: of the event.
-        track: where it is drawn; the thread's name if empty. Blocks that overlap need one of their own.
+        track: its line in the viewer; the thread's name if empty. Blocks that overlap need one of their own.
         args: shown with the event; more may be put into `measured.args` inside.
     """
 
     __slots__ = ("args", "category", "end_ns", "name", "start_ns", "track")
 
-    def __init__(self, name: str, category: str, track: str = "", **args: Any) -> None:
+    def __init__(self, name: str, category: str, track: str = "", **args: object) -> None:
         self.name, self.category, self.track, self.args = name, category, track, args
         self.start_ns = self.end_ns = 0
 

@@ -9,10 +9,10 @@ Reading order:
     broadcast.py      a process group of trainer and servers, outside the default one
     shared_memory.py  a bucket for servers of the same host
 
-Within a process a bucket needs no carrier. engines/sglang/sync/server_sync.py has the requests around a transfer.
+Within a process a bucket needs no carrier. engines/servers/sync/server_sync.py has the requests around a transfer.
 
 May import: errors, checks, trajectory, experience, functional. To add a transport: its sender here, which takes buckets
-one by one and needs at most one more bucket of memory; its requests in engines/sglang/sync/transports/.
+one by one and needs at most one more bucket of memory; its requests in engines/servers/sync/transports/.
 """
 
 from lightrl.weights.broadcast import BroadcastGroup

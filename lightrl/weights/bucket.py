@@ -32,13 +32,13 @@ class Bucket:
 
     tensors: dict[str, Tensor]
     is_last: bool = False
-    written: tuple[WrittenFile, ...] = ()  # further parameters, for an engine that loads files
+    files: tuple[WrittenFile, ...] = ()  # further parameters, for an engine that loads files
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Hugging Face name → shape of all its parameters, the written ones too."""
+        """Hugging Face name → shape of all its parameters, those in `files` too."""
         shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
-        for file in self.written:
+        for file in self.files:
             shapes |= file.shapes
         return shapes
 

@@ -245,9 +245,6 @@ class HostCopy:
 
     Holds the whole model once, outside the bound of a bucket. Each copy reuses the storage of the previous one, to save
     the allocation of pages: `add` changes buckets that were handed out before.
-
-    Args:
-        form: dtype and names to keep.
     """
 
     def __init__(self, form: ServerForm | None = None) -> None:
@@ -298,7 +295,7 @@ class DeltaCopy(HostCopy):
     def __init__(self, form: ServerForm | None = None) -> None:
         super().__init__(form)
         self.checksums: dict[str, list[int]] = {}  # parameter → checksums of its chunks
-        # OpenMP's threads would spin beside those of the pool.
+        # With more, OpenMP's threads would spin next to those of the pool.
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
 
     def close(self) -> None:

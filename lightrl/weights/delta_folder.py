@@ -5,7 +5,7 @@
     root/.changing/          the version above, while a delta is applied in place; a rename begins and ends this
     root/undo/               the parts of the last delta, which also lead back
 
-So the model is there once, beside a delta. Whatever is killed at whatever moment: a folder named version-… is whole,
+So the model is there once, and a delta. Whatever is killed at whatever moment: a folder named version-… is whole,
 and anything else is removed at the next start. Before a version gets its name, its digest is computed from the files
 and must equal the trainer's.
 """
@@ -100,7 +100,7 @@ class DeltaFolder:
         Args:
             session: a word of the sender's choice, which its parts repeat.
             base: the digest of the version that the delta starts from; empty for a full version, which removes the
-                present one at once, so that there is room.
+                present one at once, to free its space.
         """
         self._session = ""
         self._remove("incoming")
@@ -116,7 +116,7 @@ class DeltaFolder:
         self._check_session(session)
         if checksum(content) != check:
             raise DeltaError(f"Part {index} is torn: its checksum differs.")
-        _check_room(self.root, len(content))
+        _check_space(self.root, len(content))
         (self.root / "incoming" / self._part(index)).write_bytes(content)
         self._checks[index] = check
 
@@ -188,10 +188,9 @@ class DeltaFolder:
 
     def _check_session(self, session: str) -> None:
         if not session or session != self._session:
-            raise NotTheBase("This version has not begun here, or another one has replaced it.")
+            raise NotTheBase("No upload of this version has started here, or another one has replaced it.")
 
     def _change(self, parts: Sequence[Path], target: Version, *, backward: bool = False) -> None:
-        """Applies the parts in place."""
         changing = self.root / ".changing"
         source = self.path
         sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
@@ -289,7 +288,7 @@ def _mapped(path: Path) -> Iterator[tuple[str, Bits]]:
         raise DeltaError(f"{path.name} is torn: {error}.") from error
 
 
-def _check_room(root: Path, num_bytes: int) -> None:
+def _check_space(root: Path, num_bytes: int) -> None:
     """Raises OSError (ENOSPC); a folder in memory needs memory, which its file system does not count."""
     free = shutil.disk_usage(root).free
     if root.is_relative_to("/dev/shm"):

@@ -7,7 +7,7 @@ one, each rank's shard, the vocabulary padded with zeros. `Digests` computes the
                   (q, k, v)         no: kept as a copy
 
 Source: SGLang 0.5.23, srt/utils/weight_checker.py, layers/linear.py, layers/vocab_parallel_embedding.py,
-configs/update_config.py (the padding on a CPU), kernels/ops/memory/gpu_tensor_hash.py.
+configs/update_config.py (the padding on a CPU), kernels/ops/memory/gpu_tensor_hash.py (a Triton kernel).
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # SGLang's hash of a tensor on a GPU, in torch: each 32-bit word mixed with its position, summed by tiles of 8192.
-#
-# Source: SGLang 0.5.23, sglang/kernels/ops/memory/gpu_tensor_hash.py (a Triton kernel).
-
 _SEED = 0x243F6A88
 _SECOND_SEED = ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF
 _MIX = (0x85EBCA6B, 0xC2B2AE35)
@@ -120,14 +117,12 @@ def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None
 
 
 class Digests:
-    """Hashes the buckets of one version beside their transfer; keeps at most the parts of incomplete tensors.
+    """Hashes the buckets of one version during their transfer; keeps at most the parts of incomplete tensors.
 
     Args:
-        config: of the trainer's model.
         form: dtype and names that are sent.
         layouts: of the servers.
         timeout_s: for the hashes of one bucket.
-        num_threads: that hash.
     """
 
     def __init__(

@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import is_disk_full
 from lightrl.errors import WeightSyncError
 from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile
@@ -30,6 +29,7 @@ from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+KEPT_VERSIONS = 2  # the newest: servers can go back to the previous one if a sync fails
 INDEX_FILE = "model.safetensors.index.json"
 _FINISHED = re.compile(r"version-(\d+)")
 _DTYPE_NAMES = {
@@ -42,32 +42,19 @@ _DTYPE_NAMES = {
 class WeightFolder:
     """Versions of a model's weights in one folder; the newest are kept, for a rollback and for late servers.
 
-    A version is written under a hidden name, flushed to the disk and renamed, so a reader never sees half of one, even
-    after a power cut. The next write removes what a killed writer left. Only one process may write.
+    A version is written under a hidden name and renamed, so a reader never sees half of one. The next write removes
+    what a killed writer left. Only one process may write.
 
     Args:
         root: holds the versions; created if missing, readable by the servers. Below /dev/shm it is memory.
-        config: the model's, written beside the weights.
+        config: the model's, written next to the weights.
         form: dtype and names that the servers need.
-        keep: number of newest versions to keep; 2, so that servers can go back to the previous one if a sync fails.
-        is_durable: waits until the disk has it; False if `root` is memory or a lost version does not matter.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        config: PretrainedConfig,
-        *,
-        form: ServerForm | None = None,
-        keep: int = 2,
-        is_durable: bool = True,
-    ) -> None:
-        check_bounds(1, keep=keep)  # the version that the servers have
+    def __init__(self, root: str | Path, config: PretrainedConfig, *, form: ServerForm | None = None) -> None:
         self.root = Path(root).absolute()
         self.config = config
         self.form = form or ServerForm.of(config)
-        self.keep = keep
-        self.is_durable = is_durable
 
     def write(self, buckets: Iterable[Bucket], weight_version: int) -> Path:
         """The folder of the new version, from all its buckets.
@@ -103,9 +90,9 @@ class WeightFolder:
         return [number for number in numbers if is_whole(self.path_of(number))]
 
     def remove_old(self, but: Iterable[int] = ()) -> None:
-        """Removes all but the `keep` newest versions and those in `but`, which a server may be reading."""
+        """Removes all but the newest versions and those in `but`, which a server may be reading."""
         numbers = self.versions()
-        for number in set(numbers[: -self.keep]) - set(but):
+        for number in set(numbers[:-KEPT_VERSIONS]) - set(but):
             shutil.rmtree(self.path_of(number), ignore_errors=True)
 
 
@@ -125,7 +112,7 @@ class VersionWriter:
 
     def add(self, bucket: Bucket) -> None:
         """Writes the bucket as a file, and takes over the files that other ranks have written."""
-        for rank_file in bucket.written:
+        for rank_file in bucket.files:
             self._adopt(rank_file)
         layout = self.folder.form.layout(bucket)
         if not layout:
@@ -136,15 +123,13 @@ class VersionWriter:
             self._place.mkdir(exist_ok=True)
             with (self._place / name).open("wb", buffering=0) as file:
                 self._files[name] = write_safetensors(file, layout, self.folder.form.tensors(bucket))
-                if self.folder.is_durable:
-                    os.fsync(file.fileno())
         except OSError as error:
             raise _disk_error(error, self.folder.root, self.weight_version, self.num_bytes) from error
         self.num_bytes += self._files[name]
         self._file_of.update({parameter: name for parameter, _, _ in layout})
 
     def finish(self) -> Path:
-        """The complete folder of the version, under its name; removes versions beyond `keep`."""
+        """The complete folder of the version, under its name; removes old versions."""
         if not self._files:
             raise WeightSyncError(f"Version {self.weight_version} has no parameters.")
         metadata = {"weight_version": self.weight_version, "file_bytes": self._files, "total_size": self.num_bytes}
@@ -152,14 +137,13 @@ class VersionWriter:
         place = self.folder.path_of(self.weight_version)
         replaced = self.folder.root / f".replaced-{self.weight_version:08d}-{os.getpid()}"
         try:
-            self._write_text("config.json", json.dumps(served_config(self.folder.config, self.folder.form), indent=2))
-            self._write_text(INDEX_FILE, json.dumps(index, indent=2))
-            _sync_folder(self._place)
+            config = served_config(self.folder.config, self.folder.form)
+            (self._place / "config.json").write_text(json.dumps(config, indent=2))
+            (self._place / INDEX_FILE).write_text(json.dumps(index, indent=2))
             if place.exists():  # from before this run was resumed from an older checkpoint
                 shutil.rmtree(replaced, ignore_errors=True)
                 place.rename(replaced)
             self._place.rename(place)
-            _sync_folder(self.folder.root)
         except OSError as error:
             raise _disk_error(error, self.folder.root, self.weight_version, self.num_bytes) from error
         shutil.rmtree(replaced, ignore_errors=True)
@@ -192,16 +176,9 @@ class VersionWriter:
         if twice:
             raise WeightSyncError(f"Parameter {twice[0]!r} arrived twice in version {self.weight_version}.")
 
-    def _write_text(self, name: str, text: str) -> None:
-        with (self._place / name).open("w") as file:
-            file.write(text)
-            file.flush()
-            if self.folder.is_durable:
-                os.fsync(file.fileno())
-
 
 def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, object]:
-    """The content of config.json beside weights in this form."""
+    """The content of config.json next to weights in this form."""
     values: dict[str, object] = json.loads(config.to_json_string(use_diff=False))
     if form.dtype is not None:
         values["dtype"] = str(form.dtype).removeprefix("torch.")
@@ -247,25 +224,16 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def _sync_folder(folder: Path) -> None:
-    """Flushes a folder: only then are its renames and new files on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int) -> WeightSyncError:
-    written = f"after {num_bytes / 2**20:.0f} MiB"
+    after = f"after {num_bytes / 2**20:.0f} MiB"
     if is_disk_full(error):
         return WeightSyncError(
-            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {written}. It needs "
-            "room for `keep` + 1 versions of the model. The servers keep the old weights. Free space there, or set "
+            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {after}. It needs "
+            "space for 3 versions of the model. The servers keep the old weights. Free space there, or set "
             "another weight_folder."
         )
     return WeightSyncError(
-        f"Writing weight version {weight_version} to {str(root)!r} failed {written}: {error}. The servers keep the old "
+        f"Writing weight version {weight_version} to {str(root)!r} failed {after}: {error}. The servers keep the old "
         "weights. Make the folder writable, or set another weight_folder."
     )
 
@@ -288,10 +256,6 @@ class ShareWriter:
     """Writes each bucket of this rank as a file. A failure is kept for `record`: the other ranks need the rest.
 
     Removes what an earlier version left of this rank.
-
-    Args:
-        folder: of all ranks.
-        rank: of this process.
     """
 
     def __init__(self, folder: SharedFolder, rank: int) -> None:
@@ -299,7 +263,7 @@ class ShareWriter:
         self.files: list[WrittenFile] = []
         self._form = folder.form
         self._rank = rank
-        self._place = share_place(folder.root, rank)
+        self._place = Path(folder.root) / f".share-{rank}"
         shutil.rmtree(self._place, ignore_errors=True)
 
     def add(self, bucket: Bucket) -> None:
@@ -343,7 +307,3 @@ def read_back(files: Iterable[WrittenFile]) -> Iterator[Bucket]:
     """The files' tensors, file by file, as they are in the folder now: for digests of what servers will load."""
     for file in files:
         yield Bucket(load_file(file.path))
-
-
-def share_place(root: str | Path, rank: int) -> Path:
-    return Path(root) / f".share-{rank}"

@@ -2,13 +2,13 @@
 
 A request that continues an answer (the messages of an earlier request, then our answer, then new ones) gets exactly the
 tokens of that earlier request and answer; only the new messages are encoded. Any other request starts a new branch: the
-agent has rewritten history, plays two conversations, or sent the same request twice.
+agent has rewritten history, holds two conversations, or sent the same request twice.
 
     request A ─► answer ─┬─► request B (A + answer + tool result) ─► answer          a branch of 2 turns
                          └─► request C (A + answer + another question) ─► answer     a branch of 2 turns
     request D (A, shortened) ─► answer                                               a branch of 1 turn
 
-The branch in which the policy wrote most tokens (the latest of equals) is trained on; the metric `dropped_branches`
+The branch in which the policy generated most tokens (the latest of equals) is trained on; the metric `dropped_branches`
 counts the others.
 """
 
@@ -18,13 +18,13 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import LightRLError, RolloutError
-from lightrl.trajectory import Prompt, Trajectory
+from lightrl.trajectory import JsonObject, Prompt, Trajectory
 from lightrl.workflows.chat_protocol import Answer, ChatRequest, MessageKey, RequestRefused, find_calls
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.tools import ToolParser, parse_hermes
@@ -40,7 +40,7 @@ class _Answered:
 
     conversation: Conversation
     keys: list[MessageKey]  # all messages', the answer's last
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     is_leaf: bool = True
 
 
@@ -68,19 +68,19 @@ class AgentSession:
         self.renderer = renderer
         self.max_tokens = sys.maxsize if max_tokens is None else max_tokens
         self.tool_parser = tool_parser
-        self.is_out_of_room = False  # max_tokens left no room for a request
+        self.exceeds_max_tokens = False  # max_tokens left no space for a request
         # Fails the trajectory, whatever the agent does; set once.
         self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
         self._generate = generate
         self._answered: list[_Answered] = []
-        self._writing: set[asyncio.Task[Completion]] = set()
+        self._pending: set[asyncio.Task[Completion]] = set()
         self._is_closed = False
 
     async def complete(self, request: ChatRequest) -> Answer:
         """The policy's answer; waits for the engine. On cancellation the engine drops the completion.
 
         Raises:
-            RequestRefused: if there is no room for it, the session is over, or generation failed, which sets `failure`.
+            RequestRefused: if it is too long, the session is over, or generation failed, which sets `failure`.
         """
         if self._is_closed:
             raise _over()
@@ -98,7 +98,7 @@ class AgentSession:
     def close(self) -> None:
         """Cancels pending completions; later requests are refused. May be called twice."""
         self._is_closed = True
-        for task in self._writing:
+        for task in self._pending:
             task.cancel()
 
     def trajectory(self, reward: float | None) -> Trajectory:
@@ -120,7 +120,7 @@ class AgentSession:
         num_turns = len(longest.turns)
         trajectory = longest.trajectory(
             [0.0] * (num_turns - 1) + [reward or 0.0],
-            is_truncated=self.is_out_of_room or longest.turns[-1].finish_reason == "length",
+            is_truncated=self.exceeds_max_tokens or longest.turns[-1].finish_reason == "length",
             metrics={"turns": float(num_turns), "dropped_branches": float(len(branches) - 1)},
         )
         trajectory.prompt = replace(trajectory.prompt, messages=self.prompt.messages)
@@ -138,7 +138,7 @@ class AgentSession:
             new = request.messages[len(parent.keys) :]
             conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
         num_prompt_tokens = len(conversation.token_ids)
-        completion = await self._write(conversation.token_ids, request.max_new_tokens)
+        completion = await self._request_completion(conversation.token_ids, request.max_new_tokens)
         text = conversation.add_completion(completion)
         calls = find_calls(text, completion, request.tools, self.tool_parser)
         shown = completion.token_ids if request.wants_logprobs else []
@@ -149,8 +149,8 @@ class AgentSession:
             parent.is_leaf = False
         return answer
 
-    async def _encoded(self, request: ChatRequest, encode: Callable[..., _T], *args: Any) -> _T:
-        """The result of `encode`; of long messages from a thread, so that the other sessions go on meanwhile."""
+    async def _encoded(self, request: ChatRequest, encode: Callable[..., _T], *args: object) -> _T:
+        """The result of `encode`; of long messages from a thread, so that the other sessions continue meanwhile."""
         if sum(len(message["content"]) for message in request.messages) < _LONG_CHARS:
             return encode(*args)
         encoded = await in_thread(encode, *args, name="lightrl-encode")
@@ -169,22 +169,22 @@ class AgentSession:
         ]
         return max(earlier, key=lambda answered: len(answered.keys), default=None)
 
-    async def _write(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
-        room = self.max_tokens - len(token_ids)
-        if room < 1:
-            self.is_out_of_room = True
+    async def _request_completion(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
+        longest = self.max_tokens - len(token_ids)
+        if longest < 1:
+            self.exceeds_max_tokens = True
             raise RequestRefused(
                 f"The messages have {len(token_ids)} tokens, but must have fewer than the workflow's "
                 f"max_tokens={self.max_tokens}.",
                 code="context_length_exceeded",
             )
-        longest = room if max_new_tokens is None else min(room, max_new_tokens)
+        longest = longest if max_new_tokens is None else min(longest, max_new_tokens)
         task = asyncio.ensure_future(self._generate(list(token_ids), max_new_tokens=longest))
-        self._writing.add(task)
+        self._pending.add(task)
         try:
             await wait_or_abandon(task)
         finally:
-            self._writing.discard(task)
+            self._pending.discard(task)
         if task.cancelled():
             raise _over()
         try:
@@ -192,7 +192,7 @@ class AgentSession:
         except ValueError as error:  # the engine's: outside the vocabulary, or longer than the context
             raise RequestRefused(str(error)) from error
         if not completion.token_ids:
-            raise RolloutError(f"The policy wrote no token for prompt {self.prompt.id!r}.")
+            raise RolloutError(f"The policy generated no token for prompt {self.prompt.id!r}.")
         return completion
 
 

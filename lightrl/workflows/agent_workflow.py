@@ -40,7 +40,7 @@ class AgentWorkflow(Workflow):
     The function's chat completions become one trajectory (see agent_session.py: which requests continue which, and
     what happens to the others). The loss mask is True on the policy's tokens only. The function's return value goes
     into `Trajectory.rewards`, on the last token: with `reward: lightrl.rewards.environment_reward` that is the
-    judgment; any other reward judges the trajectory instead. None leaves `Trajectory.rewards` unset.
+    reward; any other reward function replaces it. None leaves `Trajectory.rewards` unset.
 
     A function that raises, hangs, returns no number or sends no request drops its trajectory, which is counted.
 
@@ -97,7 +97,7 @@ class AgentWorkflow(Workflow):
         check_bounds(2, max_tokens=settings.get("max_tokens"))  # one for the prompt
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Plays one trajectory; waits for the agent until its deadline, and fails at once if the engine fails.
+        """Runs one trajectory; waits for the agent until its deadline, and fails at once if the engine fails.
 
         On cancellation the agent is cancelled (a thread is abandoned), and so are its pending completions.
         """
@@ -122,7 +122,7 @@ class AgentWorkflow(Workflow):
         except CallTimeout:
             raise
         except RolloutError:
-            if session.is_out_of_room:
+            if session.exceeds_max_tokens:
                 return self.truncated_reward
             raise
         if returned is None:

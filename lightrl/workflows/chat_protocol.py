@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.engines.engine import Completion
+from lightrl.trajectory import JsonMapping, JsonObject
 from lightrl.workflows.tools import ToolCall, ToolParser, without_thinking
 
 MODEL = "policy"
@@ -31,7 +32,7 @@ _SERVED = {
 _HARMLESS = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"}
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Each with the values that request nothing, and what to do instead.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "Send several requests."),
     "stop": (([], ""), "Cut the text in the agent, or set sampling.stop_token_ids in the run."),
     "response_format": (({"type": "text"},), "Parse the text in the agent, and let the reward check the format."),
@@ -50,7 +51,7 @@ class RequestRefused(Exception):
 
     Args:
         message: what is wrong and how to fix it.
-        status: of HTTP; the official client retries 408, 409, 429 and 5xx unless told not to.
+        status: of HTTP; the official client retries 408, 409, 429 and 5xx by default.
         code: one word for programs.
     """
 
@@ -59,7 +60,7 @@ class RequestRefused(Exception):
         self.status = status
         self.code = code
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
@@ -68,9 +69,9 @@ class RequestRefused(Exception):
 class ChatRequest:
     """A request that can be served."""
 
-    messages: list[dict[str, Any]]  # for chat templates: contents are text, arguments of calls are objects
+    messages: list[JsonObject]  # for chat templates: contents are text, arguments of calls are objects
     keys: list[MessageKey]  # one for each message
-    tools: list[dict[str, Any]]  # JSON schemas; empty with tool_choice="none"
+    tools: list[JsonObject]  # JSON schemas; empty with tool_choice="none"
     max_new_tokens: int | None
     is_streamed: bool
     includes_usage: bool  # at the end of a stream
@@ -127,18 +128,18 @@ class ChatRequest:
         )
 
 
-def _max_new_tokens(fields: Mapping[str, Any]) -> int | None:
+def _max_new_tokens(fields: JsonMapping) -> int | None:
     limits = [fields[name] for name in ("max_tokens", "max_completion_tokens") if name in fields]
     if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in limits):
         raise RequestRefused(f"max_tokens must be an integer >= 1, got {limits[0]!r:.80}.")
     return min(limits, default=None)
 
 
-def _read_message(message: object) -> dict[str, Any]:
+def _read_message(message: object) -> JsonObject:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(message, Mapping) or not isinstance(role, str) or role not in _ROLES:
         raise RequestRefused(f"The role of a message must be one of {', '.join(_ROLES)}, got {message!r:.120}.")
-    read: dict[str, Any] = {"role": _ROLES[role], "content": _text(message.get("content"))}
+    read: JsonObject = {"role": _ROLES[role], "content": _text(message.get("content"))}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             read[name] = message[name]
@@ -157,7 +158,7 @@ def _text(content: object) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _read_call(call: object) -> dict[str, Any]:
+def _read_call(call: object) -> JsonObject:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestRefused(f"A tool call must have a function with a name, got {call!r:.120}.")
@@ -168,7 +169,7 @@ def _read_call(call: object) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def message_key(message: Mapping[str, Any]) -> MessageKey:
+def message_key(message: JsonMapping) -> MessageKey:
     """Equal for equivalent messages: call ids, and white space around the policy's text, do not count."""
     calls = tuple(
         (str(call["function"]["name"]), json.dumps(call["function"]["arguments"], sort_keys=True))
@@ -195,8 +196,8 @@ class Answer:
             return self.text
         return self.text[: len(without_thinking(self.text).partition("<tool_call>")[0])].strip() or None
 
-    def message(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+    def message(self) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": self.content}
         if self.calls:
             message["tool_calls"] = [
                 {
@@ -213,9 +214,7 @@ class Answer:
         return message_key(_read_message(self.message()))
 
 
-def find_calls(
-    text: str, completion: Completion, tools: Sequence[Mapping[str, Any]], parser: ToolParser
-) -> list[ToolCall]:
+def find_calls(text: str, completion: Completion, tools: Sequence[JsonMapping], parser: ToolParser) -> list[ToolCall]:
     """The tool calls of a completion; none if one of them is malformed: then the agent gets all of the text."""
     if not tools or completion.finish_reason != "stop":
         return []
@@ -223,7 +222,7 @@ def find_calls(
     return [] if any(call.error is not None for call in calls) else calls
 
 
-def render_completion(answer: Answer, request: ChatRequest) -> dict[str, Any]:
+def render_completion(answer: Answer, request: ChatRequest) -> JsonObject:
     """The body of an unstreamed answer."""
     choice = {
         "index": 0,
@@ -234,13 +233,13 @@ def render_completion(answer: Answer, request: ChatRequest) -> dict[str, Any]:
     return {**_envelope(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
-def render_chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, Any]]:
+def render_chunks(answer: Answer, request: ChatRequest) -> Iterator[JsonObject]:
     """The events of a stream; the text comes in one piece, because the engine returns whole completions."""
     envelope = _envelope(answer, "chat.completion.chunk")
     message = answer.message()
     calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", []))]
     logprobs = _logprobs(answer) if request.wants_logprobs else None
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas: list[JsonObject] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": message["content"]}] if message["content"] is not None else []
     deltas += [{"tool_calls": calls}] if calls else []
     for delta in deltas:
@@ -252,12 +251,12 @@ def render_chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, An
         yield {**envelope, "choices": [], "usage": _usage(answer)}
 
 
-def render_models() -> dict[str, Any]:
+def render_models() -> JsonObject:
     """The list of models: the policy."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "lightrl"}]}
 
 
-def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
+def _envelope(answer: Answer, kind: str) -> JsonObject:
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": kind,
@@ -272,15 +271,15 @@ def _finish_reason(answer: Answer) -> str:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    written = len(answer.completion.token_ids)
+    num_generated = len(answer.completion.token_ids)
     return {
         "prompt_tokens": answer.num_prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": answer.num_prompt_tokens + written,
+        "completion_tokens": num_generated,
+        "total_tokens": answer.num_prompt_tokens + num_generated,
     }
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
+def _logprobs(answer: Answer) -> JsonObject:
     sampled = zip(answer.token_texts, answer.completion.logprobs, strict=True)
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}

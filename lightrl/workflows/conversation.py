@@ -14,19 +14,18 @@ opens of the policy's turn, such as `<think>`, is part of that turn's message.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightrl.checks.user_code import user_code
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.functional import joined_supports
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, opened, with_turn
-from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn, plain_text
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, TokenArray, Trajectory, Turn, plain_text
 
 # Arguments of known templates that let earlier thinking stay, or leave thinking out.
-_KEEP_HISTORY: tuple[dict[str, Any], ...] = (
+_KEEP_HISTORY: tuple[JsonObject, ...] = (
     {"preserve_thinking": True},
     {"truncate_history_thinking": False},
     {"clear_thinking": False},
@@ -44,7 +43,7 @@ class TurnRenderer(ChatTemplate):
     Without a chat template, and for prompts that are only token ids, the text of an observation is encoded as it is.
     """
 
-    def check_template(self, role: str, tools: Sequence[dict[str, Any]]) -> None:
+    def check_template(self, role: str, tools: Sequence[JsonObject]) -> None:
         """Renders a short conversation in which the policy thinks and a message of this role answers.
 
         Raises:
@@ -60,7 +59,7 @@ class TurnRenderer(ChatTemplate):
                 raise ValueError(f"{rewritten} Set data.chat_template_kwargs to {arguments}, with which it does not.")
         raise ValueError(f"{rewritten} {KEEP_HISTORY}")
 
-    def _rewritten(self, role: str, arguments: Mapping[str, Any]) -> str | None:
+    def _rewritten(self, role: str, arguments: JsonMapping) -> str | None:
         """How the template rewrites history with these arguments; None if it does not."""
 
         def failed(error: BaseException) -> ValueError:
@@ -74,23 +73,23 @@ class TurnRenderer(ChatTemplate):
             before = self.render(question, arguments)
             opening = opened(before)
             thinking = "" if "</think>" in opening else "One and one.\n</think>\n\n"
-            written = f"{thinking}2" if opening else f"<think>\n{thinking}2"
+            completion = f"{thinking}2" if opening else f"<think>\n{thinking}2"
             try:
                 answer = [{"role": role, "name": "tool", "content": "Go on."}]
-                self.after_turn(question, before, written, answer, arguments)
+                self.after_turn(question, before, completion, answer, arguments)
             except _RewritesHistory as error:
                 return str(error)
         return None
 
     def after_turn(
-        self, messages: Messages, before: str, content: str, answer: Messages, arguments: Mapping[str, Any]
-    ) -> tuple[list[Mapping[str, Any]], str, str]:
+        self, messages: Messages, before: str, content: str, answer: Messages, arguments: JsonMapping
+    ) -> tuple[list[JsonMapping], str, str]:
         """All messages after a turn of the policy and an answer to it, their text, and the part that is new.
 
         Args:
             messages: before the turn.
             before: their text.
-            content: what the policy wrote.
+            content: what the policy generated.
         """
         turn = {"role": "assistant", "content": content}
         forms = [[*chat, *answer] for chat in with_turn(messages, opened(before), turn)]
@@ -107,7 +106,7 @@ class Observed:
     """The addition of an observation to a conversation."""
 
     token_ids: list[int]
-    messages: list[Mapping[str, Any]] | None  # the whole conversation's, observation included
+    messages: list[JsonMapping] | None  # the whole conversation's, observation included
     text: str  # all these messages in one
 
 
@@ -128,13 +127,13 @@ class Conversation:
         self,
         renderer: TurnRenderer,
         prompt: Prompt,
-        opening: Sequence[dict[str, Any]] = (),
-        tools: Sequence[dict[str, Any]] | None = None,
+        opening: Sequence[JsonObject] = (),
+        tools: Sequence[JsonObject] | None = None,
     ) -> None:
         self.renderer = renderer
-        self.arguments: Mapping[str, Any] = {}
-        self.messages: list[Mapping[str, Any]] | None = None  # None if observations are encoded as they are
-        self.text = ""  # the messages so far, completions as the policy wrote them
+        self.arguments: JsonMapping = {}
+        self.messages: list[JsonMapping] | None = None  # None if observations are encoded as they are
+        self.text = ""  # the messages so far, completions as generated
         self.turns: list[Turn] = []
         token_ids = list(prompt.token_ids or [])
         if prompt.messages is not None and renderer.chat_template is not None:
@@ -158,7 +157,7 @@ class Conversation:
         self.loss_mask: TokenArray[bool] = TokenArray((), "?")
         self.logprobs: TokenArray[float] = TokenArray((), "f")
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
-        self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a draw was truncated
+        self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a distribution was truncated
         self._add_read(token_ids)
 
     def copy(self) -> Conversation:
@@ -169,29 +168,28 @@ class Conversation:
 
     def add_completion(self, completion: Completion) -> str:
         """Appends a completion; returns the turn's text, with the thinking that the prompt opened."""
-        start, written = len(self.token_ids), completion.token_ids
+        start = len(self.token_ids)
         self._opening = self.renderer.opened_thinking(self.prompt, self.token_ids)
-        self._add(
-            written, completion.logprobs, completion.weight_versions, is_written=True, supports=completion.supports
-        )
+        logprobs, versions = completion.logprobs, completion.weight_versions
+        self._add(completion.token_ids, logprobs, versions, is_generated=True, supports=completion.supports)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
-        return self._text_of_turn(written)
+        return self._text_of_turn(completion.token_ids)
 
-    def _text_of_turn(self, written: Sequence[int]) -> str:
-        return self._opening + self.renderer.text_of(written)
+    def _text_of_turn(self, turn_ids: Sequence[int]) -> str:
+        return self._opening + self.renderer.text_of(turn_ids)
 
-    def encode_observation(self, messages: Sequence[dict[str, Any]]) -> Observed:
+    def encode_observation(self, messages: Sequence[JsonObject]) -> Observed:
         """The tokens that these messages would add after the last completion.
 
-        If that was cut off, they start with the end of turn that the policy did not write.
+        If that was cut off, they start with the end of turn that the policy did not generate.
 
         Raises:
             RolloutError: if the template rewrites earlier text, or adds nothing.
         """
         turn = self.turns[-1]
-        written = self.token_ids[turn.start : turn.end]
+        turn_ids = self.token_ids[turn.start : turn.end]
         has_end = turn.finish_reason == "stop"
-        end_token, content = written[-1], self.renderer.decode(written[:-1] if has_end else written)
+        end_token, content = turn_ids[-1], self.renderer.decode(turn_ids[:-1] if has_end else turn_ids)
         if self.messages is None:
             observed = Observed(self.renderer.encode_after(end_token, plain_text(messages)), None, "")
         else:
@@ -202,7 +200,7 @@ class Conversation:
             except _RewritesHistory as error:
                 raise RolloutError(f"{error} {KEEP_HISTORY}") from error
             end_text = self.renderer.decode([end_token])
-            if has_end and added.lstrip().startswith(end_text):  # the policy wrote its end of turn itself
+            if has_end and added.lstrip().startswith(end_text):  # the policy generated its end of turn itself
                 added = added.lstrip()[len(end_text) :]
             observed = Observed(self.renderer.encode_after(end_token, added), after_turn, rendered)
         if not observed.token_ids:
@@ -215,7 +213,7 @@ class Conversation:
         self.messages, self.text = observed.messages, observed.text
 
     def trajectory(self, rewards: Sequence[float], *, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
-        """The trajectory up to the last token that the policy wrote.
+        """The trajectory up to the last token that the policy generated.
 
         Args:
             rewards: one for each turn, placed on the turn's last token.
@@ -225,7 +223,7 @@ class Conversation:
         starts = [0, *(turn.end for turn in self.turns[:-1])]
         for start, turn, reward in zip(starts, self.turns, rewards, strict=True):
             reward_runs += [(0.0, turn.end - 1 - start), (reward, 1)]
-        written, num_after = self.token_ids[last.start : last.end], len(self.token_ids) - last.end
+        turn_ids, num_after = self.token_ids[last.start : last.end], len(self.token_ids) - last.end
         return Trajectory(
             prompt=self.prompt,
             group_id=-1,
@@ -234,8 +232,8 @@ class Conversation:
             loss_mask=self.loss_mask[: last.end],
             behavior_logprobs=self.logprobs[: last.end],
             weight_versions=self.weight_versions[: last.end],
-            completion_ids=written,
-            completion=self._text_of_turn(written),
+            completion_ids=turn_ids,
+            completion=self._text_of_turn(turn_ids),
             finish_reason=last.finish_reason,
             is_truncated=is_truncated,
             rewards=TokenArray.of_runs(reward_runs, "d"),
@@ -248,7 +246,7 @@ class Conversation:
     def _add_read(self, token_ids: Sequence[int]) -> None:
         num = len(token_ids)
         nothing: TokenArray[float] = TokenArray.of_runs([(0.0, num)], "f")
-        self._add(token_ids, nothing, TokenArray.of_runs([(-1, num)], "i"), is_written=False)
+        self._add(token_ids, nothing, TokenArray.of_runs([(-1, num)], "i"), is_generated=False)
 
     def _add(
         self,
@@ -256,14 +254,14 @@ class Conversation:
         logprobs: Sequence[float],
         versions: Sequence[int],
         *,
-        is_written: bool,
+        is_generated: bool,
         supports: Sequence[int] | None = None,
     ) -> None:
         self.supports = joined_supports([(len(self.token_ids), self.supports), (len(token_ids), supports)])
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
-        added: TokenArray[bool] = TokenArray.of_runs([(is_written, len(token_ids))], "?")
+        added: TokenArray[bool] = TokenArray.of_runs([(is_generated, len(token_ids))], "?")
         self.loss_mask = TokenArray.joined([self.loss_mask, added], "?", as_runs=True)
 
 

@@ -23,11 +23,11 @@ from lightrl.checks.bounds import finite_number
 from lightrl.checks.user_code import function_of
 from lightrl.concurrency.in_thread import call_within
 from lightrl.errors import RolloutError
-from lightrl.rewards import Judgment
-from lightrl.trajectory import Prompt, Trajectory
+from lightrl.rewards import RewardResult
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
 
 # What the policy reads next: the text of a user's turn, one chat message, or several; None adds nothing.
-Observation: TypeAlias = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+Observation: TypeAlias = str | JsonMapping | Sequence[JsonMapping] | None
 # observation, reward of the turn, done
 Step: TypeAlias = tuple[Observation, float, bool]
 _MAX_CHARS = 4_000_000  # the longest observation: it is encoded on the rollouts' event loop
@@ -40,7 +40,7 @@ class Environment(ABC):
     `step_timeout_s`; one that raises or hangs drops its trajectory, which is counted.
 
     A resumed run starts conversations again that a checkpoint, or the end of the process, cut short. With `state_dict`
-    and `load_state_dict` they go on where they were, and no `reset` or `step` that was answered is called again. With
+    and `load_state_dict` they continue where they were: no `reset` or `step` that was answered is called again. With
     `has_side_effects` each answer is also written to the run's journal at once, so that this holds after `kill -9` too.
     """
 
@@ -48,14 +48,14 @@ class Environment(ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it can go on in another process."""
+        """Whether it can continue in another process."""
         return type(self).state_dict is not Environment.state_dict
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> JsonObject | None:
         """All that the next `step` depends on, as JSON; called after `reset` and after each `step`."""
         return None
 
-    def load_state_dict(self, prompt: Prompt, state: dict[str, Any]) -> None:
+    def load_state_dict(self, prompt: Prompt, state: JsonObject) -> None:
         """Takes the place of the calls up to this state, in a new object; `close` follows as usual."""
         raise NotImplementedError(f"{type(self).__name__} has state_dict, but no load_state_dict.")
 
@@ -87,7 +87,7 @@ class Environment(ABC):
         """Releases what `reset` acquired; called once at the end of every trajectory that started, however it ended."""
         return None
 
-    def tool_schemas(self) -> list[dict[str, Any]]:
+    def tool_schemas(self) -> list[JsonObject]:
         """JSON schemas of the tools that the chat template shows to the policy in the prompt; the same every time."""
         return []
 
@@ -96,7 +96,7 @@ class Environment(ABC):
 class CheckedStep:
     """The checked return value of `step`."""
 
-    messages: list[dict[str, Any]]  # the observation's
+    messages: list[JsonObject]  # the observation's
     reward: float
     is_done: bool
 
@@ -126,15 +126,15 @@ class CheckedStep:
 def checked_metrics(value: object, name: str) -> dict[str, float]:
     """Checks what `metrics` returned; raises RolloutError if it is not some finite numbers by name."""
     numbers = {str(key): finite_number(item) for key, item in value.items()} if isinstance(value, Mapping) else None
-    found = {key: item for key, item in (numbers or {}).items() if item is not None}
-    if found != numbers or len(found) > 1000:
+    metrics = {key: item for key, item in (numbers or {}).items() if item is not None}
+    if metrics != numbers or len(metrics) > 1000:
         raise RolloutError(
             f"{name}.metrics must return at most 1,000 numbers up to 1e15 in a dict by name, got {value!r:.200}."
         )
-    return found
+    return metrics
 
 
-def as_messages(observation: object, name: str) -> list[dict[str, Any]]:
+def as_messages(observation: object, name: str) -> list[JsonObject]:
     """An observation as chat messages.
 
     Raises:
@@ -159,7 +159,7 @@ def as_messages(observation: object, name: str) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-async def call_environment(environment: Environment, method: str, *arguments: Any, timeout_s: float | None) -> Any:
+async def call_environment(environment: Environment, method: str, *arguments: object, timeout_s: float | None) -> Any:
     """The result of a method, within a deadline; a default of Environment needs no thread."""
     function = getattr(environment, method)
     if getattr(type(environment), method) is getattr(Environment, method):
@@ -169,13 +169,13 @@ async def call_environment(environment: Environment, method: str, *arguments: An
 
 
 class RetryWithFeedback(Environment):
-    """Tells the policy that it is wrong and lets it try again, until the reward is high enough.
+    """Answers that the completion is wrong and lets the policy try again, until the reward is high enough.
 
     Each turn earns what it adds to the best reward so far, so the rewards of a trajectory sum to its best one (less the
     discount), and failing first never pays.
 
     Args:
-        reward: judges each completion: a sync function of a Trajectory or its dotted path. It sees `prompt` and
+        reward: of each completion: a sync function of a Trajectory or its dotted path. It sees `prompt` and
             `completion`, no token ids, and runs in a thread of this process, with the deadline of a step.
         feedback: what the policy reads after a wrong completion; a format string that may use the reward function's
             metrics, such as `{format}`.
@@ -184,7 +184,7 @@ class RetryWithFeedback(Environment):
 
     def __init__(
         self,
-        reward: str | Callable[[Trajectory], Any] = "lightrl.rewards.math_answer",
+        reward: str | Callable[[Trajectory], object] = "lightrl.rewards.math_answer",
         *,
         feedback: str = "That is not right. Try again.",
         solved_reward: float = 1.0,
@@ -201,24 +201,24 @@ class RetryWithFeedback(Environment):
         self.prompt = prompt
 
     def step(self, completion: str) -> Step:
-        judgment = self._judge(completion)
-        earned = judgment.reward if self.best is None else max(0.0, judgment.reward - self.best)
-        self.best = judgment.reward if self.best is None else max(self.best, judgment.reward)
-        solved = judgment.reward >= self.solved_reward
-        self.accuracies.append(judgment.metrics.get("accuracy", float(solved)))
-        return self.feedback.format_map({**judgment.metrics, "reward": judgment.reward}), earned, solved
+        result = self._compute_reward(completion)
+        earned = result.reward if self.best is None else max(0.0, result.reward - self.best)
+        self.best = result.reward if self.best is None else max(self.best, result.reward)
+        solved = result.reward >= self.solved_reward
+        self.accuracies.append(result.metrics.get("accuracy", float(solved)))
+        return self.feedback.format_map({**result.metrics, "reward": result.reward}), earned, solved
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"best": self.best, "accuracies": self.accuracies}
 
-    def load_state_dict(self, prompt: Prompt, state: dict[str, Any]) -> None:
+    def load_state_dict(self, prompt: Prompt, state: JsonObject) -> None:
         self.prompt, self.best, self.accuracies = prompt, state["best"], list(state["accuracies"])
 
     async def metrics(self) -> dict[str, float]:
         first = self.accuracies[0] if self.accuracies else 0.0  # empty if the first turn was cut off
         return {"accuracy": max(self.accuracies, default=0.0), "first_turn_accuracy": first}
 
-    def _judge(self, completion: str) -> Judgment:
+    def _compute_reward(self, completion: str) -> RewardResult:
         trajectory = Trajectory(
             self.prompt,
             group_id=-1,
@@ -230,4 +230,4 @@ class RetryWithFeedback(Environment):
             completion_ids=[],
             completion=completion,
         )
-        return Judgment.of(self.reward(trajectory), trajectory)
+        return RewardResult.of(self.reward(trajectory), trajectory)

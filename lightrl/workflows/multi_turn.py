@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_bounds, check_positive
@@ -34,9 +34,9 @@ class MultiTurn(Workflow):
 
     The loss mask is True on the policy's tokens only. `Trajectory.rewards` has the reward of turn k (from 0), times
     `discount**k`, on the last token of that turn; with `reward: lightrl.rewards.environment_reward` they are the
-    judgment. Any other reward judges the trajectory instead, as after a single turn.
+    reward. Any other reward function replaces them, as after a single turn.
 
-    A trajectory is truncated if a completion was cut off (`sampling.max_new_tokens`), `max_tokens` leaves no room for
+    A trajectory is truncated if a completion was cut off (`sampling.max_new_tokens`), `max_tokens` leaves no space for
     another, or its time is over. Reaching `max_turns` is not a truncation but a rule of the game.
 
     Args:
@@ -83,7 +83,7 @@ class MultiTurn(Workflow):
         if first.has_side_effects and not first.keeps_state:
             raise ValueError(
                 f"{type(first).__name__} has side effects, which a resumed run must not repeat, so it needs state_dict "
-                "and load_state_dict to go on where it was. Write them, or set has_side_effects to False."
+                "and load_state_dict to continue where it was. Write them, or set has_side_effects to False."
             )
         self.continues = first.keeps_state
         self.has_side_effects = first.has_side_effects
@@ -98,23 +98,23 @@ class MultiTurn(Workflow):
             raise ValueError(f"discount must be above 0 and at most 1, got {settings['discount']}.")
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Plays one conversation; waits for the environment and the policy in turn, each with a deadline.
+        """Runs one conversation; waits for the environment and the policy in turn, each with a deadline.
 
         On cancellation the environment's call is cancelled (a thread is abandoned) and the environment is closed.
         """
         environment = self._make()
         try:
-            return await self._play(environment, prompt, generate, getattr(generate, "turn_log", None))
+            return await self._converse(environment, prompt, generate, getattr(generate, "turn_log", None))
         finally:
             await self._close(environment, prompt)
 
-    async def _play(
+    async def _converse(
         self, environment: Environment, prompt: Prompt, generate: Generate, log: TurnLog | None
     ) -> Trajectory:
         name = type(environment).__name__
         deadline = asyncio.get_running_loop().time() + self.time_limit_s
 
-        async def answer(method: str, argument: Any) -> Any:
+        async def answer(method: str, argument: object) -> object:
             if log is None or not self.continues:
                 return await self._ask(environment, method, argument)
             return await log.ask(environment, method, prompt, argument, timeout_s=self.step_timeout_s)
@@ -124,8 +124,8 @@ class MultiTurn(Workflow):
         rewards: list[float] = []
         is_truncated = True  # unless the environment or max_turns ends it
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
-        while (room := max_tokens - len(conversation.token_ids)) > 0:
-            completion = await _within(deadline, generate(list(conversation.token_ids), max_new_tokens=room))
+        while (longest := max_tokens - len(conversation.token_ids)) > 0:
+            completion = await _within(deadline, generate(list(conversation.token_ids), max_new_tokens=longest))
             if completion is None or not completion.token_ids:
                 break
             text = conversation.add_completion(completion)
@@ -161,7 +161,7 @@ class MultiTurn(Workflow):
             )
         return environment
 
-    async def _ask(self, environment: Environment, method: str, *arguments: Any) -> Any:
+    async def _ask(self, environment: Environment, method: str, *arguments: object) -> object:
         return await call_environment(environment, method, *arguments, timeout_s=self.step_timeout_s)
 
     async def _close(self, environment: Environment, prompt: Prompt) -> None:
@@ -171,7 +171,7 @@ class MultiTurn(Workflow):
             log.warning("Closing the environment of prompt %r failed: %s", prompt.id, error)
 
 
-async def _within(deadline: float, completing: Any) -> Completion | None:
+async def _within(deadline: float, completing: Awaitable[Completion]) -> Completion | None:
     """The completion, or None at the deadline (in the event loop's time), when it is cancelled."""
     task = asyncio.ensure_future(completing)
     await wait_or_abandon(task, within_s=max(0.0, deadline - asyncio.get_running_loop().time()))

@@ -17,12 +17,12 @@ import secrets
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from aiohttp import web
 
 from lightrl.checks.user_code import user_code
 from lightrl.errors import RolloutError
+from lightrl.trajectory import JsonObject
 from lightrl.workflows.agent_session import AgentSession
 from lightrl.workflows.chat_protocol import (
     ChatRequest,
@@ -215,7 +215,7 @@ def _warn_of_proxy() -> None:
         )
 
 
-async def _stream(request: web.Request, chunks: Iterator[dict[str, Any]]) -> web.StreamResponse:
+async def _stream(request: web.Request, chunks: Iterator[JsonObject]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for chunk in chunks:

@@ -25,7 +25,7 @@ import math
 import operator
 import queue
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from lightrl.checks.user_code import function_of, user_code
 from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rewards.sandbox import Limits, LocalSandbox
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt
 from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -50,10 +50,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the policy wrote; if its form is wrong, `error` says why and the rest is ignored."""
+    """One call of the policy; if its form is wrong, `error` says why and the rest is ignored."""
 
     name: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: JsonMapping = field(default_factory=dict)
     error: str | None = None
 
 
@@ -92,12 +92,12 @@ class Tool:
     """A function with the JSON schema that the policy reads."""
 
     name: str
-    function: Callable[..., Any]
-    schema: dict[str, Any]
+    function: Callable[..., object]
+    schema: JsonObject
 
     @classmethod
     @functools.lru_cache(maxsize=256)
-    def of(cls, source: str | Callable[..., Any]) -> Tool:
+    def of(cls, source: str | Callable[..., object]) -> Tool:
         """
         Args:
             source: a function, or its dotted path; each argument has a type and a line under `Args:`.
@@ -118,7 +118,7 @@ class Tool:
             schema = get_json_schema(function)
         return cls(schema["function"]["name"], function, schema)
 
-    def mismatch(self, arguments: Mapping[str, Any]) -> str | None:
+    def mismatch(self, arguments: JsonMapping) -> str | None:
         """Says what is wrong with the arguments of a call, for the policy to read; None if they are right."""
         try:
             inspect.signature(self.function).bind(**arguments)
@@ -154,7 +154,7 @@ class ToolEnvironment(Environment):
 
     def __init__(
         self,
-        tools: Sequence[str | Callable[..., Any]],
+        tools: Sequence[str | Callable[..., object]],
         environment: Callable[[], Environment] | None = None,
         *,
         parser: str | ToolParser = parse_hermes,
@@ -177,7 +177,7 @@ class ToolEnvironment(Environment):
         self.num_calls = 0
         self.num_errors = 0
 
-    def tool_schemas(self) -> list[dict[str, Any]]:
+    def tool_schemas(self) -> list[JsonObject]:
         return [tool.schema for tool in self.tools.values()]
 
     async def reset(self, prompt: Prompt) -> Observation:
@@ -196,11 +196,11 @@ class ToolEnvironment(Environment):
     def keeps_state(self) -> bool:
         return self.environment is None or self.environment.keeps_state
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> JsonObject | None:
         inner = None if self.environment is None else self.environment.state_dict()
         return {"num_calls": self.num_calls, "num_errors": self.num_errors, "environment": inner}
 
-    def load_state_dict(self, prompt: Prompt, state: dict[str, Any]) -> None:
+    def load_state_dict(self, prompt: Prompt, state: JsonObject) -> None:
         self.num_calls, self.num_errors = state["num_calls"], state["num_errors"]
         if self.environment is not None:
             self.environment.load_state_dict(prompt, state["environment"])
@@ -213,7 +213,7 @@ class ToolEnvironment(Environment):
         if self.environment is not None:
             await self._ask("close")
 
-    async def _answer(self, call: ToolCall, index: int) -> dict[str, Any]:
+    async def _answer(self, call: ToolCall, index: int) -> JsonObject:
         """The message about this call, for the policy to read."""
         error = self._refusal(call, index)
         result = ""
@@ -249,7 +249,7 @@ class ToolEnvironment(Environment):
         result = await call_within(function, timeout_s=self.tool_timeout_s, name=call.name)
         return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def _ask(self, method: str, *arguments: object) -> Any:
         assert self.environment is not None
         # no deadline: the workflow's step_timeout_s applies to the whole step
         return await call_environment(self.environment, method, *arguments, timeout_s=None)
@@ -258,7 +258,7 @@ class ToolEnvironment(Environment):
 _MAX_EXPRESSION_CHARS = 200
 _MAX_ABS = 1e100
 _MAX_POWER_BITS = 400  # the longest integer power, checked before it is computed
-_OPERATORS: dict[type, Callable[..., Any]] = {
+_OPERATORS: dict[type, Callable[..., complex]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -276,7 +276,7 @@ def _round(value: float, digits: int = 0) -> float:
     return round(value, digits) if digits else round(value)
 
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"abs": abs, "max": max, "min": min, "round": _round, "sqrt": math.sqrt}
+_FUNCTIONS: dict[str, Callable[..., float]] = {"abs": abs, "max": max, "min": min, "round": _round, "sqrt": math.sqrt}
 
 
 def calculator(expression: str) -> str:
@@ -318,7 +318,7 @@ def _value(node: ast.expr) -> int | float:
     raise ValueError("expected numbers, + - * / // % ** and parentheses only")
 
 
-def _power(base: int | float, exponent: int | float) -> Any:
+def _power(base: int | float, exponent: int | float) -> complex:
     are_integers = isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1
     if are_integers and int(base).bit_length() * abs(exponent) > _MAX_POWER_BITS:
         raise ValueError("the power is too large")

@@ -18,7 +18,7 @@ from typing import Any
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import JsonObject, Prompt
 from lightrl.workflows.environment import Environment, call_environment
 
 
@@ -27,7 +27,7 @@ class Journal:
 
     Args:
         path: created with the first line; of an earlier run, it is read, and continued.
-        first: position of the prompt stream; what earlier groups wrote is left out.
+        first: position of the prompt stream; what earlier groups generated is left out.
     """
 
     def __init__(self, path: Path, *, first: int = 0) -> None:
@@ -40,12 +40,12 @@ class Journal:
     def _read(self, first: int) -> None:
         with self.path.open("rb") as file:
             for line in file:
-                if not line.endswith(b"\n"):  # half a line of a killed run: what it announced has not begun
+                if not line.endswith(b"\n"):  # half a line of a killed run: what it announced has not started
                     os.truncate(self.path, file.tell() - len(line))
                 elif int(line.split(b'"', 4)[3].partition(b":")[0]) >= first:  # a session begins with its position
                     self._take(json.loads(line))
 
-    def _take(self, record: dict[str, Any]) -> None:
+    def _take(self, record: JsonObject) -> None:
         log = self.logs.setdefault(record["session"], TurnLog(record["session"], self))
         if "completion" in record:
             log.completions.append(Completion.from_state(record["completion"]))
@@ -53,7 +53,7 @@ class Journal:
             log.answers.append((record["end"], record["answer"], record["state"]))
         log.is_in_doubt = "begin" in record
 
-    async def add(self, session: str, **record: Any) -> None:
+    async def add(self, session: str, **record: object) -> None:
         """Returns when the line is on the disk.
 
         Raises:
@@ -71,7 +71,7 @@ class Journal:
         except OSError as error:
             raise RolloutError(
                 f"The journal {self.path} cannot be written: {error}. Without it a resumed run would repeat side "
-                "effects. Make room on the disk."
+                "effects. Free space on the disk."
             ) from error
 
 
@@ -87,12 +87,12 @@ class TurnLog:
     _num_given: int = 0
 
     async def ask(
-        self, environment: Environment, method: str, prompt: Prompt, *arguments: Any, timeout_s: float
+        self, environment: Environment, method: str, prompt: Prompt, *arguments: object, timeout_s: float
     ) -> Any:
         """The environment's answer; one of the earlier run is not asked for again.
 
         Raises:
-            RolloutError: if the call fails, its answer or the state are not JSON, or the earlier run died amid it.
+            RolloutError: if the call fails, its answer or the state are not JSON, or the earlier run died during it.
         """
         name = f"{type(environment).__name__}.{method}"
         if self._num_given < len(self.answers):
@@ -101,7 +101,7 @@ class TurnLog:
                 raise RolloutError(f"{name} is called where the earlier run called {then!r}.")
             environment.load_state_dict(prompt, state)
         elif self.is_in_doubt:
-            raise RolloutError(f"The earlier run was killed amid {name}, which may have acted; it is not called again.")
+            raise RolloutError(f"The earlier run was killed in {name}, which may have acted; it is not called again.")
         else:
             if self.journal is not None:
                 await self.journal.add(self.session, begin=method)
@@ -119,7 +119,7 @@ class TurnLog:
         self._num_given += 1
         return answer
 
-    def state_dict(self) -> list[list[Any]]:
+    def state_dict(self) -> list[list[object]]:
         return [list(answer) for answer in self.answers]
 
     @classmethod

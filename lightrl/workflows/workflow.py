@@ -67,8 +67,8 @@ class Workflow(ABC):
     # for workflows that set deadlines on all that they await.
     own_timeout_s: float | None = 600.0
 
-    # Whether an interaction that a checkpoint cut short can go on in a resumed run; otherwise it starts again. `run` is
-    # then called again, and `generate` returns what the checkpoint has before it asks the engine, so the same
+    # Whether an interaction that a checkpoint cut short can continue in a resumed run; otherwise it starts again. `run`
+    # is then called again, and `generate` returns what the checkpoint has before it asks the engine, so the same
     # completions must lead to the same calls.
     continues: bool = False
     # Whether completions are written to the run's journal at once: what follows from them must not happen twice.
@@ -225,7 +225,7 @@ class _OwnTime:
         self._generate = generate
         self._num_generating = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[object] | None = None
 
     @property
     def turn_log(self) -> TurnLog | None:

@@ -35,17 +35,17 @@ CASES: dict[str, Any] = {
     "SFT, two batches an update": lambda _: (make_module(CONFIG), UnequalSums(batch_size=3, validation_batch_size=7)),
     "SFT with scaled logits": lambda _: (make_module(SCALED_HEAD), UnequalSums(batch_size=7, validation_batch_size=7)),
     "DPO": lambda _: (DPO(tiny_spec("qwen3"), lr=0.01), Digits(None, batch_size=3, validation_batch_size=3)),
-    "RewardModel": lambda folder: (RewardModel(str(folder / "judge"), lr=0.01), Digits(None, batch_size=3)),
+    "RewardModel": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), Digits(None, batch_size=3)),
 }
 
 
-def save_judge(folder: Path) -> None:
+def save_reward_model(folder: Path) -> None:
     """A reward model to start from: a head that says 0 sends nothing back to its body."""
     module = RewardModel(tiny_spec("qwen3"))
     module.configure_model()
     torch.nn.init.normal_(module.reward_model.score.weight, generator=torch.Generator().manual_seed(3))
-    module.reward_model.save_pretrained(folder / "judge")
-    module.tokenizer.save_pretrained(folder / "judge")
+    module.reward_model.save_pretrained(folder / "reward_model")
+    module.tokenizer.save_pretrained(folder / "reward_model")
 
 
 class FirstGradients(Callback):

@@ -25,15 +25,15 @@ def test_the_advantage_of_a_token_is_what_the_teacher_thinks_of_it() -> None:
     behavior[0, -2:] = torch.tensor([0.25, 0.5]).log()
     teacher = torch.zeros(experience.token_ids.shape)
     teacher[0, -2:] = torch.tensor([0.5, 0.125]).log()
-    found = make().advantages(replace(experience, behavior_logprobs=behavior, teacher_logprobs=teacher))
-    torch.testing.assert_close(found[0, -2:], torch.tensor([2.0, 0.25]).log())
+    actual = make().advantages(replace(experience, behavior_logprobs=behavior, teacher_logprobs=teacher))
+    torch.testing.assert_close(actual[0, -2:], torch.tensor([2.0, 0.25]).log())
 
 
 def test_a_reward_can_be_trained_on_too() -> None:
     experience = random_experience()
-    plain, judged = make().advantages(experience), make(reward_coef=0.5, group_size=3).advantages(experience)
+    plain, rewarded = make().advantages(experience), make(reward_coef=0.5, group_size=3).advantages(experience)
     expected = 0.5 * group_advantages(experience.rewards, experience.group_ids)[:, None].expand(plain.shape)
-    torch.testing.assert_close(judged - plain, expected)
+    torch.testing.assert_close(rewarded - plain, expected)
 
 
 def test_on_policy_the_gradient_is_that_of_the_sampled_reverse_kl() -> None:
@@ -45,9 +45,9 @@ def test_on_policy_the_gradient_is_that_of_the_sampled_reverse_kl() -> None:
     expected = gradients(module)
     on_policy = replace(experience, behavior_logprobs=logprobs.detach(), teacher_logprobs=teacher)
     advantages = torch.where(experience.loss_mask, module.advantages(on_policy), 0.0)
-    found, metrics = minibatch_gradient(module, replace(on_policy, advantages=advantages))
+    actual, metrics = minibatch_gradient(module, replace(on_policy, advantages=advantages))
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-5)
     divergence = (logprobs.detach() - teacher)[experience.loss_mask].mean()
     assert metrics["kl_teacher_nats"] == pytest.approx(float(divergence), rel=1e-4)
 
@@ -55,7 +55,7 @@ def test_on_policy_the_gradient_is_that_of_the_sampled_reverse_kl() -> None:
 def test_the_teacher_is_a_frozen_role_with_a_call_of_its_own() -> None:
     module = make(num_minibatches=2, decoupled=True)
     module.configure_model()
-    assert [call.name for call in module.score_calls()] == ["proximal_logprobs", "teacher_logprobs"]
+    assert [call.name for call in module.model_calls()] == ["proximal_logprobs", "teacher_logprobs"]
     assert not any(parameter.requires_grad for parameter in module.teacher.parameters())
 
 
@@ -84,25 +84,25 @@ def test_the_loss_of_the_top_k_tokens_is_the_divergence_from_the_teacher(diverge
     }[divergence].sum(-1)
     expected.mean().backward()
     gradient = gradients(module)
-    found, metrics = minibatch_gradient(module, experience)
+    actual, metrics = minibatch_gradient(module, experience)
     largest = max(float(value.abs().max()) for value in gradient.values())
     for name, value in gradient.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * largest)
+        torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-4 * largest)
     assert metrics["loss"] == pytest.approx(float(expected.detach().mean()), rel=1e-4)
     assert metrics["teacher_divergence_nats"] == pytest.approx(float(expected.detach().mean()), rel=1e-4)
     assert metrics["teacher_rest_fraction"] == pytest.approx(0, abs=1e-5)
 
 
 def test_fewer_tokens_leave_a_rest_and_less_of_the_divergence() -> None:
-    found = {}
+    actual = {}
     for num in (1, 4, VOCABULARY):
         module = make(teacher_topk=num)
         module.configure_model()
         module.parallel_models = {"teacher": SingleModel(module.teacher, LogprobSettings())}
-        found[num] = minibatch_gradient(module, score(module, random_experience()).local)[1]
-    rests = [metrics["teacher_rest_fraction"] for metrics in found.values()]
+        actual[num] = minibatch_gradient(module, score(module, random_experience()).local)[1]
+    rests = [metrics["teacher_rest_fraction"] for metrics in actual.values()]
     assert 0.9 > rests[0] > rests[1] > rests[2]
-    divergences = [metrics["teacher_divergence_nats"] for metrics in found.values()]
+    divergences = [metrics["teacher_divergence_nats"] for metrics in actual.values()]
     assert 0 < divergences[0] < divergences[1] < divergences[2]
 
 
@@ -111,7 +111,7 @@ def test_tokens_that_the_policy_does_not_have_are_refused() -> None:
     module, experience = make(teacher_topk=3), random_experience(topk=3)
     module.configure_model()
     unknown = {"teacher_topk_ids": experience["teacher_topk_ids"] + VOCABULARY}
-    with pytest.raises(ValueError, match=r"likeliest tokens include id \d\d, but the policy's vocabulary has"):
+    with pytest.raises(ValueError, match=r"tokens include id \d\d, but the policy's vocabulary has"):
         module.advantages(experience.with_tensors(unknown))
 
 

@@ -22,7 +22,7 @@ KL = ReferenceKL(0.1, tiny_spec())
 
 
 def names(module: GRPO) -> list[str]:
-    return [call.outputs[0] for call in module.score_calls()]
+    return [call.outputs[0] for call in module.model_calls()]
 
 
 def make_loss(module: GRPO, minibatch: Experience) -> Tensor:
@@ -37,9 +37,9 @@ def test_on_policy_the_gradient_is_advantage_times_the_gradient_of_the_logprob()
     minibatch = replace(minibatch, behavior_logprobs=logprobs.detach())
     (-(minibatch.advantages * logprobs).sum() / minibatch.num_loss_tokens).backward()
     expected = gradients(module)
-    found, _ = minibatch_gradient(module, minibatch)
+    actual, _ = minibatch_gradient(module, minibatch)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_the_loss_equals_the_papers_formula_token_by_token() -> None:
@@ -134,7 +134,7 @@ def test_the_reference_policy_is_a_model_of_its_own_or_the_policy_without_its_ad
     assert set(GRPO(tiny_spec(), reward=len, reference=KL).models()) == {"policy", "reference"}
     adapted = GRPO(Role(tiny_spec(), lora=LoRA(rank=2)), reward=len, reference=ReferenceKL(0.1))
     assert set(adapted.models()) == {"policy"}
-    assert [(call.role, call.adapters_off) for call in adapted.score_calls()] == [("policy", True)]
+    assert [(call.role, call.adapters_off) for call in adapted.model_calls()] == [("policy", True)]
 
 
 def test_the_kl_term_adds_its_estimate_to_the_loss() -> None:

@@ -88,12 +88,12 @@ def test_permuting_groups_permutes_advantages_and_keeps_the_loss(algorithm: str)
     advantages = advantages_of(module, experience)
     torch.testing.assert_close(advantages_of(module, shuffled), advantages[rows])
 
-    def judged(part: Experience, values: torch.Tensor) -> Experience:
+    def with_advantages(part: Experience, values: torch.Tensor) -> Experience:
         spread = values if values.dim() == 2 else values[:, None]
         return replace(part, advantages=torch.where(part.loss_mask, spread, 0.0))
 
-    expected = minibatch_gradient(module, judged(experience, advantages))
-    assert_same(minibatch_gradient(module, judged(shuffled, advantages[rows])), expected)
+    expected = minibatch_gradient(module, with_advantages(experience, advantages))
+    assert_same(minibatch_gradient(module, with_advantages(shuffled, advantages[rows])), expected)
 
 
 @every_algorithm

@@ -40,7 +40,7 @@ def test_advantages_and_returns_are_those_of_a_loop_over_each_trajectory(seed: i
     """KL in the reward, outcome on the last loss token, bootstrap where truncated; gamma 0.9, lam 0.8."""
     module = ppo(gamma=0.9, lam=0.8, reference=KL, reward_shaping=RewardShaping(bias=-0.25, scaling=2.0))
     experience = experience_of(seed)
-    found = module.advantages(experience)
+    actual = module.advantages(experience)
     for row in range(len(experience)):
         steps = experience.loss_mask[row].nonzero()[:, 0].tolist()
         advantage, value = 0.0, float(experience.bootstrap_values[row])
@@ -50,8 +50,8 @@ def test_advantages_and_returns_are_those_of_a_loop_over_each_trajectory(seed: i
             now = float(experience.values[row, t])
             advantage = reward + 0.9 * value - now + 0.9 * 0.8 * advantage
             value = now
-            assert float(found["advantages"][row, t]) == pytest.approx(advantage, abs=1e-5)
-            assert float(found["returns"][row, t]) == pytest.approx(advantage + now, abs=1e-5)
+            assert float(actual["advantages"][row, t]) == pytest.approx(advantage, abs=1e-5)
+            assert float(actual["returns"][row, t]) == pytest.approx(advantage + now, abs=1e-5)
 
 
 def test_besides_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() -> None:
@@ -60,11 +60,11 @@ def test_besides_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones()
     columns = torch.arange(experience.token_ids.shape[1])
     num_tokens = torch.tensor([4, 6, 8])[:, None]
     experience = replace(experience, loss_mask=(columns >= 1) & (columns <= num_tokens))
-    judged = torch.where(experience.loss_mask, 0.5, 0.0)
+    given = torch.where(experience.loss_mask, 0.5, 0.0)
     module = ppo(reward_shaping=RewardShaping(bias=-0.25, scaling=2.0), overlong_penalty=OverlongPenalty(4))
-    found = module.token_rewards(replace(experience, token_rewards=judged))
+    actual = module.token_rewards(replace(experience, token_rewards=given))
     lost = torch.where(columns == num_tokens, torch.tensor([[0.25], [0.75], [1.25]]), 0.0)
-    torch.testing.assert_close(found, 2 * (judged - lost))
+    torch.testing.assert_close(actual, 2 * (given - lost))
 
 
 def test_the_kl_weight_of_the_next_iteration_follows_the_kl_of_the_loss_tokens() -> None:
@@ -82,9 +82,9 @@ def test_the_kl_weight_of_the_next_iteration_follows_the_kl_of_the_loss_tokens()
 
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_loss_tokens() -> None:
     experience = experience_of()
-    found = ppo(whiten_advantages=True).advantages(experience)["advantages"][experience.loss_mask]
-    assert float(found.mean()) == pytest.approx(0, abs=1e-5)
-    assert float(found.std()) == pytest.approx(1, abs=1e-3)
+    actual = ppo(whiten_advantages=True).advantages(experience)["advantages"][experience.loss_mask]
+    assert float(actual.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(actual.std()) == pytest.approx(1, abs=1e-3)
 
 
 def test_normalized_values_are_taken_back_before_and_returns_normalized_after() -> None:

@@ -106,9 +106,9 @@ def test_with_adapters_the_policy_without_them_is_the_reference(tmp_path: Path) 
     plain = DPO(Role(tiny_spec(), lora=LoRA(rank=2)), reference=tiny_spec(), lr=1e-2)
     other = make_trainer(tmp_path, max_epochs=2)
     other.fit(plain, Digits(None, batch_size=5))
-    found, expected = (float(one.callback_metrics["dpo/margin_nats"]) for one in (trainer, other))
-    assert found != 0
-    assert found == pytest.approx(expected, rel=1e-5)
+    actual, expected = (float(one.callback_metrics["dpo/margin_nats"]) for one in (trainer, other))
+    assert actual != 0
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def reward_of(model: Any, token_ids: torch.Tensor) -> float:
@@ -142,7 +142,7 @@ def test_training_learns_which_answer_is_preferred_and_logs_it(tmp_path: Path, k
     assert after["val/accuracy_fraction"] == 1.0
     assert after["val/loss"] < 0.5 * before["val/loss"]
     header = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0]
-    assert {f"{kind.log_room}/{name}" for name in ("loss", "accuracy_fraction")} <= set(header.split(","))
+    assert {f"{kind.log_prefix}/{name}" for name in ("loss", "accuracy_fraction")} <= set(header.split(","))
 
 
 @pytest.mark.parametrize("kind", [DPO, RewardModel], ids=lambda kind: kind.__name__)
@@ -158,8 +158,8 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path, kind: type[Sup
     run(2)
     resumed = run(5, tmp_path / "2.ckpt")
     trained = getattr(plain, kind.trained_role).state_dict()
-    found = getattr(resumed, kind.trained_role).state_dict()
-    assert all(torch.equal(value, found[name]) for name, value in trained.items())
+    actual = getattr(resumed, kind.trained_role).state_dict()
+    assert all(torch.equal(value, actual[name]) for name, value in trained.items())
 
 
 def test_exports_load_as_what_they_are_and_begin_the_next_stage(tmp_path: Path) -> None:
@@ -169,16 +169,16 @@ def test_exports_load_as_what_they_are_and_begin_the_next_stage(tmp_path: Path) 
             module, Digits(None, batch_size=5)
         )
 
-    policy, judge = DPO(tiny_spec()), RewardModel(tiny_spec())
+    policy, trained = DPO(tiny_spec()), RewardModel(tiny_spec())
     train(policy, "dpo")
-    train(judge, "reward_model")
+    train(trained, "reward_model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dpo")
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in policy.policy.state_dict().items())
     scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model").eval()
     token_ids = make_batch().token_ids[1]
-    assert reward_of(scorer, token_ids) == pytest.approx(reward_of(judge.reward_model.eval(), token_ids), rel=1e-5)
+    assert reward_of(scorer, token_ids) == pytest.approx(reward_of(trained.reward_model.eval(), token_ids), rel=1e-5)
     again = attached(RewardModel(ModelSpec(path=str(tmp_path / "reward_model"))), tmp_path)
-    assert torch.equal(again.reward_model.score.weight, judge.reward_model.score.weight)
+    assert torch.equal(again.reward_model.score.weight, trained.reward_model.score.weight)
     from_language_model = attached(RewardModel(ModelSpec(path=str(tmp_path / "dpo"))), tmp_path)
     torch.testing.assert_close(
         from_language_model.reward_model.model.embed_tokens.weight, loaded.model.embed_tokens.weight

@@ -30,7 +30,7 @@ from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights
 
 
-def judged(rewards: list[float], group_ids: list[int]) -> Experience:
+def experience_with(rewards: list[float], group_ids: list[int]) -> Experience:
     experience = random_experience(num_groups=len(rewards), group_size=1)
     return replace(experience, rewards=torch.tensor(rewards), group_ids=torch.tensor(group_ids))
 
@@ -58,8 +58,8 @@ def judged(rewards: list[float], group_ids: list[int]) -> Experience:
 )
 def test_advantages_are_those_of_the_paper(algorithm: type[GRPO], expected: list[float]) -> None:
     module = algorithm(tiny_spec(), reward=len)
-    found = module.advantages(judged([1.0, 0.0, 0.0, 0.0, 1.0, 1.0], [5, 5, 5, 5, 2, 2]))
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-6)
+    actual = module.advantages(experience_with([1.0, 0.0, 0.0, 0.0, 1.0, 1.0], [5, 5, 5, 5, 2, 2]))
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_gspo_clips_whole_trajectories() -> None:
         total = total - torch.minimum(ratio * advantages[row], ratio.clamp(0.9, 1.1) * advantages[row])
     (total / len(minibatch)).backward()
     expected = gradients(module)
-    found, _ = minibatch_gradient(module, minibatch)
+    actual, _ = minibatch_gradient(module, minibatch)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-4)
 
 
 def test_cispo_weighs_the_policy_gradient_by_the_clipped_ratio() -> None:
@@ -106,9 +106,9 @@ def test_cispo_weighs_the_policy_gradient_by_the_clipped_ratio() -> None:
     weights = (logprobs.detach() - minibatch.behavior_logprobs).exp().clamp(0.0, 1.5)
     (-(weights * minibatch.advantages * logprobs)[minibatch.loss_mask].mean()).backward()
     expected = gradients(module)
-    found, _ = minibatch_gradient(module, minibatch)
+    actual, _ = minibatch_gradient(module, minibatch)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(actual[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("algorithm", ["GRPO", "CISPO", "TOPR", "OAPL", "IcePop"])
@@ -149,8 +149,8 @@ def test_on_policy_all_of_one_reduction_have_the_same_gradient() -> None:
     expected, _ = minibatch_gradient(first, minibatch)
     relatives = ["DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "CISPO", "SAPO", "M2PO", "OAPL", "TOPR", "DPPO"]
     for algorithm in ["GRPO decoupled", *relatives]:
-        found, _ = minibatch_gradient(make_module(algorithm, loss_reduction="token"), minibatch)
-        assert_same((found, {}), (expected, {}))
+        actual, _ = minibatch_gradient(make_module(algorithm, loss_reduction="token"), minibatch)
+        assert_same((actual, {}), (expected, {}))
 
 
 def two_trajectories(rewards: tuple[float, float]) -> Experience:
@@ -173,21 +173,21 @@ def two_trajectories(rewards: tuple[float, float]) -> Experience:
 def test_reinforce_plus_plus_normalizes_returns_over_all_tokens_of_the_batch() -> None:
     """k1 is 0.2, -0.4 and 0.1; at 0.5 the returns are 1 - 0.5·(0.2 - 0.4) = 1.1, 1 + 0.2 = 1.2 and 0 - 0.05."""
     module = ReinforcePlusPlus(tiny_spec(), reward=len, reference=ReferenceKL(0.5, tiny_spec()))
-    found = module.advantages(two_trajectories((1.0, 0.0)))
+    actual = module.advantages(two_trajectories((1.0, 0.0)))
     returns = torch.tensor([1.1, 1.2, -0.05])
     expected = (returns - returns.mean()) / returns.std()
-    torch.testing.assert_close(found[[0, 0, 1], [1, 2, 1]], expected, rtol=1e-4, atol=1e-5)
-    assert found[0, 0] == found[1, 0] == found[1, 2] == 0
+    torch.testing.assert_close(actual[[0, 0, 1], [1, 2, 1]], expected, rtol=1e-4, atol=1e-5)
+    assert actual[0, 0] == actual[1, 0] == actual[1, 2] == 0
 
 
 def test_the_baseline_of_reinforce_plus_plus_is_taken_off_first() -> None:
     module = ReinforcePlusPlus(tiny_spec(), reward=len, advantage_mean="group", group_size=2)
-    experience = judged([1.0, 0.0, 5.0, 5.0], [0, 0, 1, 1])
-    found = module.advantages(experience)
-    assert (found[:2].sum(1).sign() == torch.tensor([1, -1])).all()
+    experience = experience_with([1.0, 0.0, 5.0, 5.0], [0, 0, 1, 1])
+    actual = module.advantages(experience)
+    assert (actual[:2].sum(1).sign() == torch.tensor([1, -1])).all()
     centered = torch.tensor([0.5, -0.5, 0.0, 0.0])[:, None].expand(experience.loss_mask.shape)[experience.loss_mask]
     expected = (centered - centered.mean()) / centered.std()
-    torch.testing.assert_close(found[experience.loss_mask], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual[experience.loss_mask], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_m2po_leaves_out_outliers_and_clips_nothing() -> None:
@@ -207,9 +207,9 @@ def test_m2po_leaves_out_outliers_and_clips_nothing() -> None:
 
 def test_m2po_has_its_proximal_logprobs_even_for_a_single_update() -> None:
     module = M2PO(tiny_spec(), reward=len, num_minibatches=1)
-    assert [call.name for call in module.score_calls()] == ["proximal_logprobs"]
+    assert [call.name for call in module.model_calls()] == ["proximal_logprobs"]
     decoupled = M2PO(tiny_spec(), reward=len, num_minibatches=2, decoupled=True)
-    assert [call.name for call in decoupled.score_calls()] == ["proximal_logprobs"]
+    assert [call.name for call in decoupled.model_calls()] == ["proximal_logprobs"]
 
 
 def test_sapo_has_the_papers_loss_token_by_token() -> None:
@@ -225,7 +225,10 @@ def test_sapo_has_the_papers_loss_token_by_token() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SAPO(tiny_spec(), reward=len, temperature_negative=0.0), "must be above 0, got 1.0 and 0.0"),
+        (
+            lambda: SAPO(tiny_spec(), reward=len, temperature_negative=0.0),
+            r"must be above 0 \(1 and 1.05 in the paper\), got 1.0 and 0.0",
+        ),
         (lambda: M2PO(tiny_spec(), reward=len, second_moment_threshold=0.0), "second_moment_threshold must be above 0"),
         (
             lambda: M2PO(tiny_spec(), reward=len, decoupled=ImportanceWeights(approximate_proximal=True)),
@@ -264,14 +267,14 @@ def test_settings_that_an_algorithm_does_not_read_are_none_of_its_settings(algor
 
 def test_a_guessed_proximal_policy_needs_no_forward_and_lies_between_behavior_and_policy() -> None:
     module = make_module("GRPO with a guessed proximal policy")
-    assert module.score_calls() == []
+    assert module.model_calls() == []
     minibatch = random_experience()
     logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
     minibatch = replace(minibatch, weight_versions=torch.where(minibatch.loss_mask, -3, -1))  # the module is at 0
     behavior = minibatch.behavior_logprobs
     given = replace(minibatch, proximal_logprobs=behavior + 0.75 * (logprobs - behavior))
-    found = minibatch_gradient(module, replace(minibatch, proximal_logprobs=None))
-    assert_same(found, minibatch_gradient(make_module("GRPO", decoupled=True), given))
+    actual = minibatch_gradient(module, replace(minibatch, proximal_logprobs=None))
+    assert_same(actual, minibatch_gradient(make_module("GRPO", decoupled=True), given))
 
 
 @pytest.mark.parametrize(

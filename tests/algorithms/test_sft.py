@@ -215,6 +215,6 @@ def test_several_labeled_validation_sources_have_a_loss_each(tmp_path: Path):
     data = SFTDataModule(
         None, sources, batch_size=2, chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}"
     )
-    (found,) = lightrl.Trainer(**(QUIET | {"default_root_dir": tmp_path})).validate(make_module(), data)
-    both, short, long = (found[f"val/loss_nats{name}"] for name in ("", "/short", "/long"))
+    (actual,) = lightrl.Trainer(**(QUIET | {"default_root_dir": tmp_path})).validate(make_module(), data)
+    both, short, long = (actual[f"val/loss_nats{name}"] for name in ("", "/short", "/long"))
     assert both == pytest.approx((2 * short + 3 * long) / 5)  # tokens, with the end token

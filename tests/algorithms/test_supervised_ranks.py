@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rank_scripts import ROUNDING, left_by, run
-from supervised_ranks_run import CASES, save_judge, train
+from supervised_ranks_run import CASES, save_reward_model, train
 from transformers import AutoModelForCausalLM
 
 from lightrl import Trainer
@@ -20,7 +20,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder that two processes worked in, and what each of them found."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    save_judge(folder)
+    save_reward_model(folder)
     run(Path(__file__).with_name("supervised_ranks_run.py"), folder)
     return folder, left_by(2, folder)
 
@@ -28,17 +28,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("one_process")
-    save_judge(folder)
+    save_reward_model(folder)
     return {name: train(name, folder, devices=1) for name in CASES}
 
 
 @every_case
 def test_the_first_gradients_are_those_of_one_process(name: str, two_ranks: Any, one_process: Any) -> None:
-    found, expected = two_ranks[1][0][name]["gradients"], one_process[name]["gradients"]
-    assert len(found) == len(expected) > 10
+    actual, expected = two_ranks[1][0][name]["gradients"], one_process[name]["gradients"]
+    assert len(actual) == len(expected) > 10
     for key, gradient in expected.items():
         assert gradient.abs().max() > 0, key
-        assert (found[key] - gradient).abs().max() <= ROUNDING * gradient.abs().max(), key
+        assert (actual[key] - gradient).abs().max() <= ROUNDING * gradient.abs().max(), key
 
 
 @every_case
@@ -52,15 +52,15 @@ def test_two_ranks_learn_what_one_process_learns(name: str, two_ranks: Any, one_
 
 @every_case
 def test_every_rank_has_the_same_weights_and_metrics(name: str, two_ranks: Any) -> None:
-    first, second = (found[name] for found in two_ranks[1])
+    first, second = (actual[name] for actual in two_ranks[1])
     assert first["metrics"] == second["metrics"]
     assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
 
 
 def test_the_export_of_two_ranks_is_the_trained_model(two_ranks: Any) -> None:
-    folder, (found, _) = two_ranks
+    folder, (actual, _) = two_ranks
     exported = dict(AutoModelForCausalLM.from_pretrained(folder / "SFT" / "export").named_parameters())
-    assert all(torch.equal(exported[key], weight) for key, weight in found["SFT"]["weights"].items())
+    assert all(torch.equal(exported[key], weight) for key, weight in actual["SFT"]["weights"].items())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

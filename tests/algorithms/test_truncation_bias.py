@@ -15,7 +15,7 @@ TOKEN_IDS = torch.tensor([[0, arm] for arm in range(ARMS)])  # the first is the 
 
 
 def supports_of(draws: torch.Tensor) -> Supports:
-    """Of each arm, as an engine records them; an arm that cannot be drawn has weight 0 and is in its own."""
+    """Of each arm, as an engine records them; an arm that cannot be sampled has weight 0 and is in its own."""
     allowed = (draws > 0) | torch.eye(ARMS, dtype=torch.bool)
     places = allowed.nonzero().numpy()
     codes = encode_supports(places[:, 0], places[:, 1], TOKEN_IDS[:, 1].numpy(), ARMS)
@@ -45,7 +45,7 @@ def test_a_truncated_policy_finds_the_best_arm() -> None:
     assert trained_probabilities(has_supports=True)[2] > 0.99
 
 
-def test_a_softmax_over_all_arms_is_biased_to_the_most_likely_one() -> None:
-    """It raises the whole support with every reward, the likelier arms most: the support shrinks until the best arm is
+def test_a_softmax_over_all_arms_is_biased_to_the_likeliest() -> None:
+    """It raises the whole support with every reward, more likely arms most: the support shrinks until the best arm is
     never drawn again."""
     assert trained_probabilities(has_supports=False)[0] > 0.99

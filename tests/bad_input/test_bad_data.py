@@ -11,7 +11,7 @@ from bad_input_rows import each, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrl.data import PromptDataModule, TrajectoryDataModule
+from lightrl.data import DataSource, PromptDataModule, TrajectoryDataModule
 from lightrl.data.chat import row_messages
 from lightrl.data.rows import read_csv, read_json, read_lines, require_column
 
@@ -80,7 +80,7 @@ SETTINGS = [
     row("a template with an unknown column", {"prompt_template": "{quest}"}, "prompt_template uses 'quest'", "Row 1 of 'a.jsonl'"),
     row("a template with a position", {"prompt_template": "{0}"}, "prompt_template='{0}'", "Row 1 of 'a.jsonl'"),
     row("a template with a wrong format", {"prompt_template": "{question:d}"}, "prompt_template", "Row 1 of 'a.jsonl'", "'d'"),
-    row("columns that are not there", {"columns": {"question": "q"}}, "Row 1 of 'a.jsonl' has no column 'q'"),
+    row("columns that are not there", {"file": DataSource("a.jsonl", columns={"question": "q"})}, "Row 1 of 'a.jsonl' has no column 'q'"),
     row("a filter that is not there", {"row_filter": "json.nothing"}, "row_filter='json.nothing'", "dotted path"),
     row("a filter that raises", {"row_filter": lambda row: row["x"]}, "row_filter raised KeyError('x') on Row 1 of 'a.jsonl'"),
     row("a chat template that does not parse", {"chat_template": "{% for m in messages %}"}, "Row 1 of 'a.jsonl'", "chat template", "endfor"),
@@ -90,7 +90,6 @@ SETTINGS = [
     row("a prompt that is too long", {"max_prompt_tokens": 1, "prompt_template": "{prompt} {prompt}"}, "Row 1 of 'a.jsonl'", "at most 1 fit"),
     row("a batch of 0", {"batch_size": 0}, "batch_size must be >= 1, got 0"),
     row("a limit of 0 tokens", {"max_prompt_tokens": 0}, "max_prompt_tokens must be >= 1, got 0"),
-    row("no train prompts allowed", {"max_train_prompts": 0}, "max_train_prompts must be >= 1, got 0"),
     row("an unknown overflow", {"prompt_overflow": "cut"}, "prompt_overflow must be error or drop, got 'cut'"),
     row("a validation file that is not there", {"validation": "b.jsonl"}, "'b.jsonl' does not exist", "a.jsonl"),
     row("a file of another kind", {"validation": "a.txt"}, "a.txt"),
@@ -124,7 +123,7 @@ def test_a_file_is_refused_with_its_name_and_line(case, streaming):
     name, content = case.given
     Path(name).write_bytes(content)
     with pytest.raises(ValueError, match=name) as caught:
-        set_up(name, streaming=streaming)
+        set_up(DataSource(name, streaming=streaming))
     case.check(str(caught.value))
 
 
@@ -161,7 +160,7 @@ def test_recorded_trajectories_are_refused_with_file_and_line(case):
 )
 def test_what_can_be_read_is_read(name, content, streaming):
     Path(name).write_bytes(content)
-    assert set_up(name, streaming=streaming).prompt_stream[0].fields["question"] == "1"
+    assert set_up(DataSource(name, streaming=streaming)).prompt_stream[0].fields["question"] == "1"
 
 
 def test_repeated_prompts_and_a_validation_on_train_prompts_are_logged(caplog):

@@ -117,11 +117,11 @@ def test_the_copy_of_a_reward_that_forks_in_this_process_ends():
     hook = RewardHook(lambda trajectory: fork()[1], timeout_s=30)
     hook.start()
 
-    async def judged():
+    async def computed():
         trajectory = await play(MultiTurn(chat_tokenizer(), lambda: Scripted(DONE)), writes([END]), chat_prompt())
-        return await hook.score(trajectory)
+        return await hook.compute_reward(trajectory)
 
-    assert asyncio.run(judged()).reward == 1.0
+    assert asyncio.run(computed()).reward == 1.0
     hook.close()
     assert ended_within_a_minute(int(os.read(read, 99)))
 

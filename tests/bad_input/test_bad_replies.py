@@ -10,9 +10,10 @@ from bad_input_rows import each, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrl.engines.sglang import connection
-from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, read_answer
+from lightrl.engines.servers import connection
+from lightrl.engines.servers.connection import Connection
+from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
+from lightrl.engines.sglang.generation import read_answer
 from lightrl.errors import EngineUnreachable
 from lightrl.trajectory import Sampling
 

@@ -5,7 +5,7 @@ import tiny
 from bad_input_rows import each, row
 
 from lightrl.errors import RewardError
-from lightrl.rewards import Judgment
+from lightrl.rewards import RewardResult
 
 pytestmark = pytest.mark.bad_input
 
@@ -35,6 +35,6 @@ def test_a_return_value_is_refused(case):
     if isinstance(given, dict) and given.get("rewards") == "zeros":
         given = {**given, "rewards": [0.0] * len(trajectory.token_ids)}
     with pytest.raises(RewardError) as caught:
-        Judgment.of(given, trajectory)
+        RewardResult.of(given, trajectory)
     case.check(str(caught.value))
     assert len(str(caught.value)) < 2000

@@ -71,7 +71,7 @@ def test_another_metric_of_validation_can_be_drawn(tmp_path: Path) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val/token_accuracy_fraction", 0.5 + self.trainer.global_step / 16)
 
-    curve = LearningCurve(held_out="val/token_accuracy_fraction", held_out_label="tokens")
+    curve = LearningCurve(held_out="val/token_accuracy_fraction")
     fit(curve, tmp_path, module=WithTokens(make_groups))
     rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
     assert [row[2] for row in rows[1:] if row[2]] == ["0.625", "0.75"]

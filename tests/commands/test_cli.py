@@ -21,7 +21,7 @@ from lightrl.commands.cli import last_checkpoint, without_secrets
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported, silence_irrelevant
 from lightrl.commands.main import COMMANDS, main
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.errors import OtherRankFailed
 
 
@@ -127,7 +127,7 @@ def test_ckpt_path_last_goes_on_from_the_newest_run_and_keeps_its_files(settings
     assert not list(Path("lightning_logs/version_1/checkpoints").glob("*step=1.ckpt"))
 
 
-def test_predict_writes_judged_trajectories(settings, config):
+def test_predict_writes_trajectories_with_rewards(settings, config):
     assert main(["predict", "--config", config(settings)]) == 0
     lines = Path("lightning_logs/version_0/predictions.jsonl").read_text().splitlines()
     assert len(lines) == 8

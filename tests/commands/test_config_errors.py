@@ -1,11 +1,18 @@
 """What a wrong flag, layer or file is answered with; wrong settings of a file are in bad_input/test_bad_yaml.py."""
 
+import inspect
+from pathlib import Path
+
+import lightning
 import pytest
+import yaml
 from parsed import parsed
 
 from lightrl.commands.config_layers import UsageError
 
 pytestmark = pytest.mark.bad_input
+
+QUICKSTART = Path(__file__).parents[2] / "examples/quickstart"
 
 
 def test_what_was_meant_comes_before_the_list_which_fits_a_narrow_terminal(settings, config):
@@ -127,3 +134,26 @@ def test_a_removed_setting_says_what_to_do_instead(settings, config, init_args, 
     settings.setdefault("trainer", {})["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
     with pytest.raises(UsageError, match=message):
         parsed("fit", "--config", config(settings))
+
+
+@pytest.mark.parametrize("kind", ["PromptDataModule", "SFTDataModule", "examples.quickstart.task.LargestDigit"])
+def test_a_setting_that_a_data_module_had_is_named_for_its_subclasses_too(settings, config, kind):
+    settings["data"] = {"class_path": kind, "init_args": {"batch_size": 1, "streaming": True}}
+    with pytest.raises(UsageError, match=r"streaming is no longer a setting .*Set train: \{source: \.\.\., streaming"):
+        parsed("fit", "--config", config(settings))
+
+
+def test_the_quickstart_with_servers_has_at_most_115_settings_of_ours(capsys):
+    files = [argument for name in ("grpo", "sglang_cpu") for argument in ("--config", f"{QUICKSTART}/{name}.yaml")]
+    with pytest.raises(SystemExit):
+        parsed("fit", *files, "--print_config")
+    printed = yaml.safe_load(capsys.readouterr().out)
+    lightnings = set(inspect.signature(lightning.Trainer).parameters) - {"callbacks"}
+    printed["trainer"] = {name: value for name, value in printed["trainer"].items() if name not in lightnings}
+    sections = ("trainer", "model", "data", "logging", "launch")
+    assert sum(_num_leaves(printed[section]) for section in sections) <= 115
+
+
+def _num_leaves(value: object) -> int:
+    items = list(value.values()) if isinstance(value, dict) else value
+    return sum(map(_num_leaves, items)) or 1 if isinstance(items, list) else 1

@@ -18,8 +18,8 @@ def test_the_policy_writes_and_the_reward_is_shown(settings, config, capsys):
     names = [line.split()[0] for line in said.splitlines()[:6]]
     assert names == ["---", "prompt", "completion", "raw", "reward", "latency"]
     assert said.count("--- ") == 5
-    assert "5 completions: 5 judged, 0 failed" in said
-    assert "judged 2 times, with the same results" in said
+    assert "5 completions: 5 rewards, 0 failed" in said
+    assert "The results of 2 calls are the same." in said
 
 
 @pytest.mark.extra
@@ -34,7 +34,7 @@ def test_a_reward_that_fails_is_shown_with_its_reason_and_the_code_is_1(settings
     assert main(["doctor", "reward", "--config", config(settings), "--n", "3", "--repeats", "1"]) == 1
     said = capsys.readouterr().out
     assert said.count("failed (raised): Reward function tiny_rewards.broken raised RuntimeError") == 3
-    assert "3 completions: 0 judged, 3 failed (raised 3)" in said
+    assert "3 completions: 0 rewards, 3 failed (raised 3)" in said
 
 
 def test_references_need_no_model(settings, config, capsys):
@@ -45,7 +45,7 @@ def test_references_need_no_model(settings, config, capsys):
     assert main(["doctor", "reward", "--config", config(settings), "--completions", "reference"]) == 0
     said = capsys.readouterr().out
     assert "completion   3\nraw          3 <eos>\nreward       0  accuracy=0  lenient_accuracy=1" in said
-    assert "4 completions: 4 judged" in said
+    assert "4 completions: 4 rewards" in said
     assert "means: accuracy 0, format 0, lenient_accuracy 1" in said
 
 
@@ -88,7 +88,7 @@ def test_all_bad_rows_are_named_not_only_the_first(settings, config, capsys):
 
 def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
     rows = [json.dumps({"question": str(n), "answer": "1"}) for n in range(4)] + ['{"question": "1", "answer": " "}']
-    streamed = data_settings(settings, rows, streaming=True)
+    streamed = data_settings(settings, rows, train={"source": "rows.jsonl", "streaming": True})
     assert main(["doctor", "data", "--config", config(streamed)]) == 1
     said = capsys.readouterr().out
     assert said.startswith("train: 4 prompts of 1 to 1 tokens (median 1), 0 rows dropped, 1 bad")
@@ -128,7 +128,7 @@ def test_a_wrong_call_is_told_in_a_line_and_the_code_is_2(settings, config, caps
     assert message in capsys.readouterr().err
 
 
-def test_what_a_run_could_not_judge_is_judged_again(settings, config, capsys):
+def test_failed_rewards_of_a_run_are_computed_again(settings, config, capsys):
     settings["model"]["init_args"].update(reward="tiny_rewards.broken", max_failed_fraction=1.0)
     name = config(settings)
     assert main(["fit", "--config", name]) == 1

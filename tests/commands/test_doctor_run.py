@@ -15,13 +15,13 @@ from lightrl.commands.doctor.run import Finding, Trial, disk_finding, forecast, 
 from lightrl.commands.main import main
 
 
-def verdicts(text: str) -> dict[str, set[str]]:
-    """Area → its verdicts."""
+def statuses(text: str) -> dict[str, set[str]]:
+    """Area → its statuses."""
     found: dict[str, set[str]] = {}
     for line in text.splitlines():
-        verdict, _, rest = line.partition(" ")
-        if verdict in ("ok", "warning", "fails"):
-            found.setdefault(rest.split()[0], set()).add(verdict)
+        status, _, rest = line.partition(" ")
+        if status in ("ok", "warning", "fails"):
+            found.setdefault(rest.split()[0], set()).add(status)
     return found
 
 
@@ -40,11 +40,11 @@ def test_a_good_run_is_checked_from_environment_to_hours_and_nothing_is_kept(set
     before = files()
     assert main(["doctor", "run", "--config", name]) == 0
     text = capsys.readouterr().out
-    assert set(verdicts(text)) == {
+    assert set(statuses(text)) == {
         "environment", "devices", "memory", "disk", "model", "tokenizer", "template", "data", "trial", "logprobs",
         "completions", "reward", "time", "run",
     }  # fmt: skip
-    assert "fails" not in set.union(*verdicts(text).values())
+    assert "fails" not in set.union(*statuses(text).values())
     words = " ".join(text.split())  # where lines break depends on the folder's name
     assert "HuggingFaceExport, ModelCheckpoint" in words
     assert "200 iterations take about" in words
@@ -55,7 +55,7 @@ def test_a_reward_that_raises_fails_with_its_message_and_the_code_is_1(settings,
     settings["model"]["init_args"]["reward"] = "tiny_rewards.broken"
     assert main(["doctor", "run", "--config", config(settings)]) == 1
     text = capsys.readouterr().out
-    assert verdicts(text)["trial"] == {"fails"}
+    assert statuses(text)["trial"] == {"fails"}
     assert "RuntimeError: this reward is broken" in " ".join(text.split())
 
 
@@ -63,7 +63,7 @@ def test_an_engine_with_other_logprobs_than_the_trainer_fails(settings, config, 
     settings["trainer"]["engine"] = {"class_path": "FakeEngine", "init_args": {"logprob_error_nats": 0.5}}
     assert main(["doctor", "run", "--config", config(settings)]) == 1
     text = capsys.readouterr().out
-    assert verdicts(text)["logprobs"] == {"fails"}
+    assert statuses(text)["logprobs"] == {"fails"}
     assert re.search(r"differ by 0.5\d* on what the engine sampled", " ".join(text.split()))
 
 
@@ -81,7 +81,7 @@ def test_prompts_of_both_splits_and_repeated_ones_are_counted(settings, config, 
     text = capsys.readouterr().out
     assert "Train prompts that repeat another one: 1." in text
     assert "Validation prompts that are train prompts too: 1 of 2." in text
-    assert verdicts(text)["data"] == {"ok", "warning"}
+    assert statuses(text)["data"] == {"ok", "warning"}
 
 
 def test_the_data_alone_are_compared_too(settings, config, capsys):
@@ -104,13 +104,13 @@ def test_a_server_that_does_not_answer_fails_the_trial_soon_and_with_its_url(set
     settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": {"urls": ["http://127.0.0.1:9"]}}
     assert main(["doctor", "run", "--config", config(settings)]) == 1
     text = capsys.readouterr().out
-    assert verdicts(text)["trial"] == {"fails"}
+    assert statuses(text)["trial"] == {"fails"}
     assert "http://127.0.0.1:9" in text
 
 
 def test_a_disk_too_small_for_the_run_fails(tmp_path):
-    assert disk_finding(str(tmp_path / "not" / "there")).verdict == "ok"
-    assert disk_finding(str(tmp_path), needed_bytes=1e18).verdict == "fails"
+    assert disk_finding(str(tmp_path / "not" / "there")).status == "ok"
+    assert disk_finding(str(tmp_path), needed_bytes=1e18).status == "fails"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_forecast_adds_iterations_validations_checkpoints_and_trajectories(tmp
 
 def test_a_run_without_an_end_is_warned_of(tmp_path):
     measured = Trial(length=(math.inf, 0, 0), iterations_s=[9.0, 2.0])
-    assert [item.verdict for item in forecast(measured, "", logged_bytes=1, validation_batches=1)] == ["ok", "warning"]
+    assert [item.status for item in forecast(measured, "", logged_bytes=1, validation_batches=1)] == ["ok", "warning"]
 
 
 def test_a_finding_has_its_fix_below_and_fits_the_terminal(monkeypatch):

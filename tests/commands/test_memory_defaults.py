@@ -11,7 +11,7 @@ from lightrl import GRPO, FSDP2Strategy, LocalEngine, SGLangEngine, Trainer
 from lightrl.commands.plan_run import planned_run, use_estimate
 from lightrl.launch.memory import RankMemory, rank_memories
 from lightrl.strategies.costs import USABLE_FRACTION
-from lightrl.testing.tiny_model import TINY_CONFIG
+from lightrl.testing import TINY_CONFIG
 from lightrl.trajectory import Sampling
 
 CONFIG = {**TINY_CONFIG, "hidden_size": 128, "intermediate_size": 512, "vocab_size": 512, "num_hidden_layers": 4,

@@ -16,7 +16,7 @@ from lightrl.algorithms import GRPO, PPO, AdaptiveKL, Distillation
 from lightrl.commands import launch
 from lightrl.commands.doctor.run import memory_on_paper
 from lightrl.commands.plan import plan_mermaid, plan_text, run
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.models import ModelSpec, Role, RoleMesh
 from lightrl.strategies import FSDP2Strategy
 from lightrl.trajectory import Sampling
@@ -224,7 +224,7 @@ def test_memory_that_is_not_known_is_said_by_plan_launch_and_doctor(
     module = GRPO(ModelSpec(path=str(folder)), reward=len)
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     (finding,) = memory_on_paper(module, trainer, LargestDigit(batch_size=32))
-    assert (finding.verdict, finding.text) == ("warning", line)
+    assert (finding.status, finding.text) == ("warning", line)
 
 
 def test_a_launch_that_is_impossible_is_refused(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.serve import parse, serve, served_folder
-from lightrl.engines.sglang.registry import Registry
+from lightrl.engines.servers.registry import Registry
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 

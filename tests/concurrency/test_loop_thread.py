@@ -60,7 +60,7 @@ def test_a_task_that_exits_when_it_is_cancelled_is_reported() -> None:
     assert [type(error) for error in exits] == [SystemExit]
 
 
-def test_waiting_for_a_thread_that_dies_raises_what_it_died_of() -> None:
+def test_waiting_for_a_thread_that_dies_raises_what_ended_it() -> None:
     thread = LoopThread(loop_timeout_s=60, on_exit=print)
     thread.start()
 

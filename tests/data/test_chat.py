@@ -22,8 +22,8 @@ def prompt_ids(renderer: ChatRenderer, messages: list[dict]) -> list[int]:
 
 
 def completion_of(renderer: ChatRenderer, messages: list[dict] | None, text: str) -> list[int]:
-    token_ids, is_written = renderer.completion_ids(messages, [{"role": "assistant", "content": text}])
-    assert is_written == [True] * len(token_ids)
+    token_ids, is_generated = renderer.completion_ids(messages, [{"role": "assistant", "content": text}])
+    assert is_generated == [True] * len(token_ids)
     return token_ids
 
 

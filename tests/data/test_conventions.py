@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.data import PreferenceDataModule, PromptDataModule, SFTDataModule
+from lightrl.data import DataSource, PreferenceDataModule, PromptDataModule, SFTDataModule
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 TEMPLATE = (
@@ -36,7 +36,8 @@ def set_up(kind: type, tmp_path: Path, tokenizer: Any, row: dict[str, Any], sett
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     tokenizer.chat_template = TEMPLATE
-    data = kind(str(path), batch_size=1, **settings)
+    others = dict(settings)
+    data = kind(DataSource(str(path), columns=others.pop("columns", {})), batch_size=1, **others)
     data.attach(tokenizer)
     data.setup("fit")
     return data
@@ -141,9 +142,9 @@ CHATS = {
 }
 
 
-def turns(ids: list[int], is_written: list[bool], tokenizer: Any) -> list[str]:
+def turns(ids: list[int], is_generated: list[bool], tokenizer: Any) -> list[str]:
     """The text of each run of tokens that the policy writes."""
-    text = "".join(chr(token_id) if keep else "\0" for token_id, keep in zip(ids, is_written, strict=True))
+    text = "".join(chr(token_id) if keep else "\0" for token_id, keep in zip(ids, is_generated, strict=True))
     return [tokenizer.decode([ord(letter) for letter in part]) for part in text.split("\0") if part]
 
 
@@ -154,10 +155,10 @@ def test_a_chat_is_read_and_its_turns_are_trained(name: str, tmp_path: Path, pla
     data = set_up(kind, tmp_path, plain_tokenizer, row, settings or {})
     (chat,) = data.completed["train"]
     assert plain_tokenizer.decode(chat.prompt_ids) == prompt
-    completions = zip(chat.completion_ids, chat.is_written, strict=True)
+    completions = zip(chat.completion_ids, chat.is_generated, strict=True)
     assert [turn for ids, mask in completions for turn in turns(ids, mask, plain_tokenizer)] == targets
     batch = next(iter(data.train_dataloader()))
-    assert int(batch.loss_mask.sum()) == sum(map(sum, chat.is_written))
+    assert int(batch.loss_mask.sum()) == sum(map(sum, chat.is_generated))
 
 
 REFUSED = {
@@ -189,7 +190,7 @@ REFUSED = {
         SFTDataModule,
         {"messages": [user("1+1?"), said("2"), said("5")]},
         MESSAGES,
-        r"'messages' must go on after the prompt with one assistant message, not with two in a row",
+        r"'messages' must continue the prompt with one assistant message, not with two in a row",
     ),
     "a chat that the user ends": (
         SFTDataModule,
@@ -252,7 +253,7 @@ def test_a_system_prompt_opens_whole_chats_that_have_none(tmp_path: Path, plain_
 def test_tokens_between_two_turns_are_those_of_a_rollout(tmp_path: Path, plain_tokenizer: Any):
     (chat,) = set_up(SFTDataModule, tmp_path, plain_tokenizer, {"messages": TALK}, MESSAGES).completed["train"]
     assert plain_tokenizer.decode(chat.completion_ids[0]) == TALKED.removeprefix(ASKED) + "5<|im_end|>"
-    read = [token_id for token_id, keep in zip(chat.completion_ids[0], chat.is_written[0], strict=True) if not keep]
+    read = [token_id for token_id, keep in zip(chat.completion_ids[0], chat.is_generated[0], strict=True) if not keep]
     assert plain_tokenizer.decode(read) == "\n<user>+3?<|im_end|>\n<assistant>"
 
 
@@ -280,5 +281,5 @@ def test_calls_of_tools_and_their_results_are_kept(tmp_path: Path, plain_tokeniz
     data.attach(plain_tokenizer)
     data.setup("fit")
     (row,) = data.completed["train"]
-    found = turns(row.completion_ids[0], row.is_written[0], plain_tokenizer)
+    found = turns(row.completion_ids[0], row.is_generated[0], plain_tokenizer)
     assert found == ["!add<|im_end|>", "It is 2.<|im_end|>"]

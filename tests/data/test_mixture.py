@@ -105,20 +105,19 @@ def test_a_source_of_which_nothing_is_left_is_named(plain_tokenizer):
         make_data(plain_tokenizer, [source(6), source(3, word="b")], row_filter=lambda row: row["question"][0] != "b")
 
 
-def test_columns_are_renamed_for_all_sources_and_for_one(tmp_path: Path, plain_tokenizer):
+def test_columns_are_renamed_for_each_source(tmp_path: Path, plain_tokenizer):
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "1+1", "solution": "2", "level": 3}) + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "1+2", "solution": "3"}) + "\n")
-    train = [DataSource(str(tmp_path / "a.jsonl")), DataSource(str(tmp_path / "b.jsonl"), columns={"question": "text"})]
-    data = make_data(plain_tokenizer, train[0], columns={"question": "problem", "answer": "solution"}, batch_size=1)
+    first = DataSource(str(tmp_path / "a.jsonl"), columns={"question": "problem", "answer": "solution"})
+    second = DataSource(str(tmp_path / "b.jsonl"), columns={"question": "text", "answer": "solution"})
+    data = make_data(plain_tokenizer, [first, second], batch_size=1)
     assert data.prompts["train"][0].fields == {"question": "1+1", "answer": "2", "level": 3}
-    train[0] = DataSource(train[0].source, columns={"question": "problem"})
-    data = make_data(plain_tokenizer, train, columns={"answer": "solution"}, batch_size=1)
     assert [prompt.fields["question"] for prompt in data.prompts["train"]] == ["1+1", "1+2"]
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are(plain_tokenizer):
     with pytest.raises(ValueError, match=r"Row 1 of '.*' has no column 'text' .*its columns: 'question', 'answer'"):
-        make_data(plain_tokenizer, "test_mixture.made_rows", columns={"prompt": "text"})
+        make_data(plain_tokenizer, DataSource("test_mixture.made_rows", columns={"prompt": "text"}))
 
 
 def test_rows_are_filtered_and_counted_and_keep_their_ids(plain_tokenizer, caplog: pytest.LogCaptureFixture):
@@ -172,3 +171,20 @@ def test_settings_of_hub_datasets_are_refused_for_a_file(
 def test_arguments_without_a_function_are_refused(train_file: str, plain_tokenizer):
     with pytest.raises(ValueError, match="only functions take arguments"):
         make_data(plain_tokenizer, DataSource(train_file, arguments={"num": 3}))
+
+
+def test_a_shuffle_buffer_is_refused_for_rows_that_are_not_streamed():
+    with pytest.raises(ValueError, match=r"shuffle_buffer=100 has no effect without streaming\. Remove it"):
+        DataSource("train.jsonl", shuffle_buffer=100)
+
+
+def test_no_rows_at_all_are_refused():
+    with pytest.raises(ValueError, match="max_rows must be >= 1, got 0"):
+        DataSource("train.jsonl", max_rows=0)
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_the_weight_of_a_source_that_is_not_mixed_is_refused(split: str):
+    sources = {"train": source(3), split: source(3, weight=2)}
+    with pytest.raises(ValueError, match=rf"weight=2 has no effect on {split} data 'test_mixture.made_rows'"):
+        PromptDataModule(**sources, batch_size=1)

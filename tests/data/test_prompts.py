@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.data import PromptDataModule
+from lightrl.data import DataSource, PromptDataModule
 
 
 def test_a_row_becomes_a_prompt_with_id_messages_tokens_and_fields(train_file: str, chat_tokenizer, rows):
@@ -47,7 +47,8 @@ def test_the_order_of_prompts_follows_from_seed_everything(
 
 
 def test_the_first_rows_are_taken_where_their_number_is_bounded(train_file: str, plain_tokenizer):
-    data = PromptDataModule(train_file, train_file, batch_size=2, max_train_prompts=4, max_validation_prompts=3)
+    few = [DataSource(train_file, max_rows=num) for num in (4, 3)]
+    data = PromptDataModule(*few, batch_size=2)
     data.attach(plain_tokenizer)
     data.setup("fit")
     assert [prompt.id for prompt in data.prompts["train"]] == [f"train-{index}" for index in range(4)]

@@ -120,8 +120,13 @@ def test_any_iterable_resumes_exactly(make: Any):
     assert [resumed[number].item for number in range(27, 40)] == expected[27:]
 
 
+def streamed(source: str, **settings: Any) -> DataSource:
+    return DataSource(source, **({"streaming": True, "shuffle_buffer": 4} | settings))
+
+
 def make_data(tokenizer: Any, source: Any, kind: type = PromptDataModule, **settings: Any) -> PromptDataModule:
-    data = kind(source, **({"batch_size": 2, "seed": 3, "streaming": True, "shuffle_buffer": 4} | settings))
+    source = streamed(source) if isinstance(source, str) else source
+    data = kind(source, **({"batch_size": 2, "seed": 3} | settings))
     data.attach(tokenizer)
     data.setup("fit")
     return data
@@ -139,7 +144,7 @@ def test_prompts_of_a_stream_have_ids_and_fields_of_their_rows(folder: str, plai
 def test_patterns_lines_and_functions_can_be_streamed(folder: str, plain_tokenizer: Any, source: str):
     (Path(folder) / "lines.jsonl").write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in ALL))
     is_function = source.startswith("test_")
-    path = DataSource(source, arguments={"num": 18}) if is_function else str(Path(folder) / source)
+    path = streamed(source, arguments={"num": 18}) if is_function else str(Path(folder) / source)
     stream = make_data(plain_tokenizer, path).prompt_stream
     found = {stream[position].fields["question"] for position in range(18)}
     assert found == ({f"train {number}" for number in range(18)} if is_function else set(ALL))
@@ -147,8 +152,8 @@ def test_patterns_lines_and_functions_can_be_streamed(folder: str, plain_tokeniz
 
 def test_streamed_and_other_sources_are_mixed_by_weight(folder: str, tmp_path: Path, plain_tokenizer: Any):
     (tmp_path / "few.jsonl").write_text('{"problem": "x", "answer": "1"}\n{"problem": "y", "answer": "1"}\n')
-    few = DataSource(str(tmp_path / "few.jsonl"), label="few", columns={"question": "problem"}, streaming=False)
-    stream = make_data(plain_tokenizer, [DataSource(folder, weight=3, label="many"), few]).prompt_stream
+    few = DataSource(str(tmp_path / "few.jsonl"), label="few", columns={"question": "problem"})
+    stream = make_data(plain_tokenizer, [streamed(folder, weight=3, label="many"), few]).prompt_stream
     ids = [stream[position].id for position in range(24)]
     assert len({name for name in ids if name.startswith("train-many-")}) == 18
     assert [name for name in ids if "few" in name].count("train-few-0") == 3
@@ -188,12 +193,12 @@ def test_a_hub_name_without_a_network_says_so(plain_tokenizer: Any, monkeypatch:
 
 def test_a_source_without_rows_is_refused(plain_tokenizer: Any):
     with pytest.raises(ValueError, match=r"Data 'test_streamed.numbers' has no rows"):
-        make_data(plain_tokenizer, DataSource("test_streamed.numbers", arguments={"num": 0}))
+        make_data(plain_tokenizer, streamed("test_streamed.numbers", arguments={"num": 0}))
 
 
 def test_the_rows_of_a_pass_can_be_bounded_and_validation_is_read_at_once(folder: str, plain_tokenizer: Any):
-    data = make_data(plain_tokenizer, folder, shuffle=False, max_train_prompts=8, validation=folder,
-                     validation_split="train", max_validation_prompts=3)  # fmt: skip
+    train, validation = streamed(folder, max_rows=8), streamed(folder, split="train", max_rows=3)
+    data = make_data(plain_tokenizer, train, shuffle=False, validation=validation)
     assert [data.prompt_stream[position].fields["question"] for position in (7, 8, 16)] == ["1-0", "0-0", "0-0"]
     assert [prompt.fields["question"] for prompt in data.prompts["validation"]] == ["0-0", "0-1", "0-2"]
 
@@ -216,8 +221,9 @@ def batches(data: Any, num: int) -> list[list[str]]:
 def test_chats_are_rendered_when_they_are_read(folder: str, plain_tokenizer: Any, streaming: bool, monkeypatch):
     monkeypatch.setattr(prompts, "MAX_PROMPTS_AT_START", 4)
     monkeypatch.setattr("lightrl.data.completions.BATCHES", 3)
-    settings = {"streaming": streaming, "row_filter": lambda row: row["question"] != "0-1"}
-    data = make_data(plain_tokenizer, folder, Counted, **settings)
+    source = streamed(folder) if streaming else DataSource(folder)
+    settings = {"row_filter": lambda row: row["question"] != "0-1"}
+    data = make_data(plain_tokenizer, source, Counted, **settings)
     assert "train" not in data.completed
     expected = batches(data, 51)
     assert all(len(batch) == 2 for batch in expected)
@@ -225,7 +231,7 @@ def test_chats_are_rendered_when_they_are_read(folder: str, plain_tokenizer: Any
     assert len(times) == 17
     assert set(times.values()) == {6}
     first = data.state_dict()["windows"]["starts"]
-    resumed = make_data(plain_tokenizer, folder, Counted, **settings)
+    resumed = make_data(plain_tokenizer, source, Counted, **settings)
     resumed.load_state_dict(json.loads(json.dumps(data.state_dict())))
     loader = resumed.train_dataloader()
     assert [loader.batch_at(number) for number in range(48, 51)] == expected[48:]

@@ -19,12 +19,15 @@ def _ends_real_servers() -> Iterator[None]:
 
 
 @pytest.fixture
-def real_server(tmp_path_factory: pytest.TempPathFactory, _ends_real_servers: None) -> Iterator[dict[str, Any]]:
+def real_server(
+    tmp_path_factory: pytest.TempPathFactory, _ends_real_servers: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
     """`url` and `token` of a real SGLang server with a tiny Qwen3, this test's alone while it runs."""
     folder = tmp_path_factory.getbasetemp()
     if folder.name.startswith("popen-"):  # of one of pytest's workers; the one above is of the run
         folder = folder.parent
     with shared_server(folder) as found:
+        monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", found["token"])
         yield found
 
 

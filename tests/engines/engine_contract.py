@@ -337,7 +337,7 @@ def a_load_leaves_a_paused_engine_paused(case: EngineCase) -> None:
     run(scenario())
 
 
-def after_a_sync_amid_a_generation_each_token_is_that_of_its_version(case: EngineCase) -> None:
+def after_a_sync_during_a_generation_each_token_is_that_of_its_version(case: EngineCase) -> None:
     version = 0
     case.load(version)
     sampling = Sampling(max_new_tokens=80, seed=8, temperature=0.9)
@@ -455,13 +455,13 @@ def closing_ends_requests_with_an_error_and_can_be_repeated(case: EngineCase) ->
     run(scenario())
 
 
-def a_completion_that_was_begun_goes_on(case: EngineCase) -> None:
+def a_completion_that_was_started_continues(case: EngineCase) -> None:
     case.load(0)
     sampling = Sampling(max_new_tokens=12, seed=3)
 
     async def continued(begun: Completion) -> Completion:
         engine: Any = case.engine
-        return (await engine.generate(PROMPTS[0], sampling, session="test", written=begun))[0]  # type: ignore[no-any-return]
+        return (await engine.generate(PROMPTS[0], sampling, session="test", started=begun))[0]  # type: ignore[no-any-return]
 
     (whole,) = run(case.generate(PROMPTS[0], sampling))
     begun = Completion(whole.token_ids[:5], whole.logprobs[:5], whole.weight_versions[:5], "abort")
@@ -476,7 +476,7 @@ def a_completion_that_was_begun_goes_on(case: EngineCase) -> None:
 
 
 CONTRACT = [
-    a_completion_that_was_begun_goes_on,
+    a_completion_that_was_started_continues,
     a_request_before_the_first_load_is_an_error,
     a_completion_ends_with_its_first_stop_token_or_at_max_new_tokens,
     min_new_tokens_keeps_stop_tokens_away,
@@ -493,7 +493,7 @@ CONTRACT = [
     a_paused_engine_waits_and_any_number_of_pauses_ends_with_one_resume,
     tokens_carry_the_version_that_sampled_them,
     a_load_leaves_a_paused_engine_paused,
-    after_a_sync_amid_a_generation_each_token_is_that_of_its_version,
+    after_a_sync_during_a_generation_each_token_is_that_of_its_version,
     a_bad_load_leaves_the_old_weights_serving,
     cancelled_requests_leave_no_slot_behind,
     closing_ends_requests_with_an_error_and_can_be_repeated,

@@ -23,7 +23,8 @@ import torch
 from sync_cases import config_of
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from lightrl.engines.sglang.processes.process import ServerProcess, write_model_folder
+from lightrl.engines.servers.processes.process import ServerProcess, write_model_folder
+from lightrl.engines.sglang.command import SGLangProcess
 
 BUILD = Path(__file__).parents[2] / "scripts/sglang_cpu/build.py"
 NOT_BUILT = f"SGLang for this machine's CPU is not built. Build it: {sys.executable} {BUILD}"
@@ -82,7 +83,7 @@ def shared_server(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _start(folder: Path, python: str) -> dict[str, Any]:
     started = time.monotonic()
-    server = ServerProcess(
+    server = SGLangProcess(
         write_model_folder(tiny_config(), folder / "real-sglang-model"),
         name="the real SGLang",
         python=python,

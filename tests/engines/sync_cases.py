@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import Qwen3Config
 from waits import Deadlines
 
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.report import SyncReport
+from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.sync.transports import WeightTransport
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.server import Server
-from lightrl.engines.sglang.sync.report import SyncReport
-from lightrl.engines.sglang.sync.server_sync import ServerSync
-from lightrl.engines.sglang.sync.transports import WeightTransport
 from lightrl.weights import Bucket, bucketed
 
 LARGE = Qwen3Config(vocab_size=1000, max_position_embeddings=100_000)  # of servers without a model, which hash

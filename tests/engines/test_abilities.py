@@ -6,7 +6,7 @@ from fake_sglang.process import FakeServerProcess
 from transformers import AutoConfig
 
 from lightrl.engines import LocalEngine, SGLangEngine
-from lightrl.engines.sglang.processes.command import dtype_of_auto
+from lightrl.engines.sglang.command import dtype_of_auto
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from transformers import Qwen3Config
 from waits import Deadlines
 
 from lightrl.engines import SGLangEngine
-from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.processes.process import HeldPort
-from lightrl.engines.sglang.sync.receivers import Receivers
-from lightrl.engines.sglang.sync.report import SyncFailed
-from lightrl.engines.sglang.sync.transports import DeltaTransport
+from lightrl.engines.servers.connection import Connection
+from lightrl.engines.servers.processes.process import HeldPort
+from lightrl.engines.servers.sync.receivers import Receivers
+from lightrl.engines.servers.sync.report import SyncFailed
+from lightrl.engines.servers.sync.transports import DeltaTransport
 from lightrl.testing import tiny_policy
 from lightrl.weights import ServerForm, bucketed
 
@@ -39,7 +39,7 @@ class ReceiverProcess:
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--port", str(self.held.number)]
+        command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--port", str(self.held.number)]
         self.process = forked.Popen(
             [*command, "--folder", str(self.folder)], env=os.environ | {"LIGHTRL_SERVER_TOKEN": TOKEN}
         )
@@ -147,7 +147,7 @@ def test_a_server_that_was_restarted_loads_the_version_that_the_receiver_has(rec
         assert serves(servers[0], 1)
 
 
-def test_servers_that_all_refuse_go_on_with_the_previous_version(receiver):
+def test_servers_that_all_refuse_continue_with_the_previous_version(receiver):
     with running(2) as servers:
         transport = transport_to([receiver], servers)
         sync(servers, transport, parameters(0), 0)
@@ -215,7 +215,7 @@ def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_i
             sync(servers, transport_to([lone], servers, wait_s=0.5), parameters(0), 1, previous_version=0)
         assert caught.value.report.versions == {servers[0].url: 0}  # it goes on with what it has
         assert lone.url in str(caught.value)
-        assert "python -m lightrl.engines.sglang.sync.receiver --host" in str(caught.value)
+        assert "python -m lightrl.engines.servers.sync.receiver --host" in str(caught.value)
         assert "/pause_generation" not in servers[0].stats()["requests"]
     lone.held.close()
 
@@ -244,10 +244,10 @@ def test_each_receiver_gets_its_own_upload_and_one_that_dies_loses_only_its_own_
         assert all(serves(server, 1) for server in servers[1:])
 
 
-def test_an_engine_starts_a_receiver_beside_its_servers_and_leaves_nothing(tmp_path, monkeypatch):
+def test_an_engine_starts_a_receiver_for_its_servers_and_leaves_nothing(tmp_path, monkeypatch):
     folder = tmp_path / "weights"
     folder.mkdir()
-    monkeypatch.setattr("lightrl.engines.sglang.sync.receivers.folder_in_memory", lambda prefix: folder)
+    monkeypatch.setattr("lightrl.engines.servers.sync.receivers.folder_in_memory", lambda prefix: folder)
     spec = tiny_policy()
     python = python_of_fakes(tmp_path, "--dtype", "bfloat16")
     engine = SGLangEngine(servers=2, sglang_python=python, transport="delta")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.server import Server
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.fleet import ServerFleet
-from lightrl.engines.sglang.server import Server
 
 
 class Client(SGLangClient):

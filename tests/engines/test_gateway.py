@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version
+from engine_contract import CONTRACT, EngineCase, after_a_sync_during_a_generation_each_token_is_that_of_its_version
 from fake_gateway import FakeGateway
 from fake_sglang.process import FakeServerProcess
 from sync_cases import LARGE, Start, one_weight
@@ -23,9 +23,9 @@ from test_registry import NUM_TOKENS, announced, is_whole, often
 from test_sglang_engine import ContractCase, contract_case, model_servers, models
 from waits import Deadlines, until
 
-from lightrl.engines.sglang import request_loop
+from lightrl.engines.servers import request_loop
+from lightrl.engines.servers.registry import ServerEntry
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.registry import ServerEntry
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 
@@ -163,7 +163,7 @@ def test_requests_of_a_server_that_ends_continue_and_it_serves_again_when_it_is_
 
 
 @pytest.mark.parametrize("router", [None, "fake", REAL], indirect=True)
-def test_servers_join_and_leave_amid_a_run_and_no_token_is_lost(
+def test_servers_join_and_leave_during_a_run_and_no_token_is_lost(
     router: str | None, tmp_path: Path, announced: Any, often: None
 ) -> None:
     first, second = FakeServerProcess(**SLOWLY), FakeServerProcess(**SLOWLY)
@@ -283,8 +283,9 @@ def test_smg_takes_requests_with_the_token_alone_and_learns_no_other_secret(
     router: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "another-secret")
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "a-secret")
     server = start(api_key="a-secret")
-    with engine_through(router, [server], token="a-secret") as engine:
+    with engine_through(router, [server]) as engine:
         url = engine.gateway.url
 
         async def statuses() -> list[int]:
@@ -346,4 +347,4 @@ def test_the_engine_through_smg_keeps_the_contract(
 
 @BOTH
 def test_each_token_is_that_of_its_version_on_two_servers(router: str, contract_case: ContractCase) -> None:
-    after_a_sync_amid_a_generation_each_token_is_that_of_its_version(contract_case(2, router=router))
+    after_a_sync_during_a_generation_each_token_is_that_of_its_version(contract_case(2, router=router))

@@ -20,7 +20,7 @@ from hosts import Hosts, why_not
 from sync_cases import config_of
 from transformers import AutoModelForCausalLM
 
-from lightrl.engines.sglang.addresses import interface_of, remote_servers, trainer_address
+from lightrl.engines.servers.addresses import interface_of, remote_servers, trainer_address
 from lightrl.errors import EngineUnreachable
 
 WHY_NOT = why_not()
@@ -71,7 +71,7 @@ def serve(hosts: Hosts, number: int, model_folder: str) -> str:
 def receive(hosts: Hosts, number: int, folder: Path) -> None:
     """Starts a weight receiver beside a host's server; returns when it listens."""
     address = hosts.address(number)
-    command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--host", address, "--port", "31000"]
+    command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--host", address, "--port", "31000"]
     hosts.popen(number, [*command, "--folder", str(folder / f"receiver-{number}")], env=TOKEN)
     reached = hosts.popen(number, [sys.executable, "-c", CONNECT, address, "31000"])
     assert reached.wait(60) == 0
@@ -116,7 +116,7 @@ def test_a_server_on_another_host_gets_the_weights(
     ],
 )
 @pytest.mark.extra
-def test_a_host_that_is_lost_amid_a_sync_is_named_and_the_other_gets_the_weights(
+def test_a_host_that_is_lost_during_a_sync_is_named_and_the_other_gets_the_weights(
     transport: str, end: str, hosts: Hosts, model_folder: str, tmp_path: Path, record_property: Any
 ) -> None:
     doomed, left = serve(hosts, 2, model_folder), serve(hosts, 3, model_folder)

@@ -135,7 +135,7 @@ WHOLE = ("fast Qwen3", "fallback GPT2")  # the two decoders; the others differ f
 OF_NUMBERS = (
     engine_contract.logprobs_are_those_of_a_plain_forward_after_temperature_within_the_support,
     engine_contract.scores_are_the_logprobs_of_a_plain_forward_under_the_present_weights,
-    engine_contract.after_a_sync_amid_a_generation_each_token_is_that_of_its_version,
+    engine_contract.after_a_sync_during_a_generation_each_token_is_that_of_its_version,
 )
 
 
@@ -168,7 +168,7 @@ def test_engine_weights_equal_the_trainers_and_are_copies(case: EngineCase) -> N
         assert torch.equal(weight, before[name]), name
 
 
-def test_weights_that_are_read_amid_a_generation_leave_its_tokens_alone(case: EngineCase) -> None:
+def test_weights_that_are_read_during_a_generation_leave_its_tokens_alone(case: EngineCase) -> None:
     case.load(0)
     sampling = Sampling(max_new_tokens=200, seed=1)
 
@@ -342,7 +342,7 @@ def test_rows_wait_for_the_memory_of_key_values_and_get_the_same_tokens(rows: fl
         assert list(actual.logprobs) == pytest.approx(list(wanted.logprobs), abs=1e-6)
 
 
-def test_a_batch_has_room_for_the_rows_whose_last_tokens_fit() -> None:
+def test_a_batch_has_capacity_for_the_rows_whose_last_tokens_fit() -> None:
     decoder, batch = make_batch(max_rows=8)
     rows = [Row((3,) * 8, Sampling(max_new_tokens=number), seed=0) for number in (8, 8, 8, 40)]
     assert batch.capacity(rows) == 8  # without a bound
@@ -350,7 +350,7 @@ def test_a_batch_has_room_for_the_rows_whose_last_tokens_fit() -> None:
     assert batch.capacity(rows) == 3  # of 16 tokens each; a fourth needs 48
     assert batch.capacity(rows[::-1]) == 1  # which alone may exceed the bound
     with torch.inference_mode():
-        batch.make_room(rows[:2])
+        batch.reserve(rows[:2])
         batch.admit(rows[:2], 0)
     assert batch.capacity([rows[2]]) == 2  # keys, or values, would be there twice while they are copied
     decoder.cache_bytes = 4 * 16 * decoder.token_bytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, choose_devices
-from lightrl.engines.sglang.processes.command import gpus_of_servers, visible
+from lightrl.engines.servers.processes.command import gpus_of_servers, visible
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -38,14 +38,14 @@ def test_gpus_that_do_not_suffice_are_refused(placement: Any, message: str) -> N
         gpus_of_servers(3, available=4, trainer=[0, 1], placement=placement)
 
 
-def test_a_server_is_told_the_names_that_this_process_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_gets_the_device_names_that_this_process_got(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-a,7")
     assert visible([1, 2]) == ["GPU-a", "7"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible([1, 2]) == ["1", "2"]
 
 
-def test_a_local_engine_decodes_on_the_trainers_gpu_unless_it_is_told_where(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_local_engine_decodes_on_the_trainers_gpu_unless_device_is_set(caplog: pytest.LogCaptureFixture) -> None:
     assert choose_devices(LocalEngine(), [CPU]) == "on cpu"
     assert choose_devices(LocalEngine(), [GPU]) == "on cuda:1"
     assert choose_devices(LocalEngine(device="cpu"), [GPU]) == "on cpu"

@@ -11,13 +11,13 @@ from engine_contract import BUCKET_BYTES
 from real_sglang import tiny_config, tiny_models
 from sync_cases import fed
 
+from lightrl.engines.servers.connection import Connection
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.receivers import Receivers
+from lightrl.engines.servers.sync.report import SyncReport
+from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.sync.transports import DeltaTransport, DiskTransport, WeightTransport
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.server import Server
-from lightrl.engines.sglang.sync.receivers import Receivers
-from lightrl.engines.sglang.sync.report import SyncReport
-from lightrl.engines.sglang.sync.server_sync import ServerSync
-from lightrl.engines.sglang.sync.transports import DeltaTransport, DiskTransport, WeightTransport
 from lightrl.weights import ServerForm, WeightFolder, bucketed
 
 pytestmark = [pytest.mark.real_sglang, pytest.mark.extra]
@@ -31,7 +31,7 @@ def test_deltas_give_the_real_server_the_weights_that_it_loads_from_the_disk(rea
     delta = DeltaTransport(
         form, config, connect=lambda url: Connection(url, token=token), receiver_of=receivers.of, wait_s=20
     )
-    disk = DiskTransport(WeightFolder(tmp_path, config, form=form, is_durable=False))
+    disk = DiskTransport(WeightFolder(tmp_path, config, form=form))
     model = tiny_models(1)[0]
 
     async def synced(transport: WeightTransport, version: int) -> tuple[SyncReport, dict[str, Any]]:

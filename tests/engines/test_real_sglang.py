@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.real_sglang, pytest.mark.extra]  # of test_real_sglang
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.replace("_", " "))
 def test_the_contract_of_engines_holds_through_disk(check, real_server):
-    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], timeouts=Timeouts(sync_s=60))
+    engine = SGLangEngine(urls=[real_server["url"]], timeouts=Timeouts(sync_s=60))
     engine.start(tiny_config())
     try:
         check(EngineCase(engine, tiny_models(), is_exact=False))
@@ -51,13 +51,11 @@ def asked(server: dict[str, Any], *bodies: dict[str, Any], token: str | None = N
 
 
 def load(server: dict[str, Any], folder: Path, version: int, model: torch.nn.Module) -> None:
-    path = WeightFolder(folder, tiny_config(), is_durable=False).write(
-        bucketed(model.named_parameters(), BUCKET_BYTES), version
-    )
+    path = WeightFolder(folder, tiny_config()).write(bucketed(model.named_parameters(), BUCKET_BYTES), version)
 
     async def scenario() -> None:
         client = SGLangClient(server["url"], token=server["token"], timeouts=Timeouts(request_s=30))
-        await client.update_weights_from_disk(str(path), weight_version=str(version))
+        await client.update_weights_from_disk(str(path), str(version), timeout_s=60)
         await client.close()
 
     run(scenario())
@@ -81,7 +79,7 @@ def test_it_stops_at_the_tokens_a_request_names_and_at_no_others(real_server, tm
     assert len(delayed["output_ids"]) == 5
 
 
-def test_a_seed_draws_the_same_tokens_wherever_a_completion_is_interrupted_and_beside_others(real_server, tmp_path):
+def test_a_seed_samples_the_same_tokens_wherever_a_completion_is_interrupted_and_next_to_others(real_server, tmp_path):
     load(real_server, tmp_path, 0, tiny_models(1)[0])
     bodies = [body([3, 1, 4], sampling_seed=seed) for seed in range(8)]
 
@@ -101,7 +99,7 @@ def test_a_seed_draws_the_same_tokens_wherever_a_completion_is_interrupted_and_b
 @pytest.mark.parametrize("is_load", [True, False], ids=["load", "pause"])
 def test_an_interruption_does_not_bar_stop_tokens_for_longer(is_load: bool, real_server: dict[str, Any]) -> None:
     """SGLang counts the minimum of a request that a pause retracts from there, so such a request is sent again."""
-    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], timeouts=Timeouts(sync_s=60))
+    engine = SGLangEngine(urls=[real_server["url"]], timeouts=Timeouts(sync_s=60))
     engine.start(tiny_config())
     weights = list(tiny_models(1)[0].named_parameters())
     versions = itertools.count()

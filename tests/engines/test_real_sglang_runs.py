@@ -30,7 +30,7 @@ CHANCE = random.SystemRandom()
 
 
 class LikesLowTokens(GRPO):
-    """Learns to write tokens below 20 of 61; judged in this process."""
+    """Learns to write tokens below 20 of 61; rewards come from this process."""
 
     def reward(self, trajectory: Trajectory) -> float:
         return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
@@ -49,7 +49,7 @@ def test_a_run_trains_against_it_and_every_sync_is_verified(
     transport: str, placement: str, max_staleness: int, real_server: dict[str, Any], tmp_path: Path
 ) -> None:
     engine = SGLangEngine(
-        urls=[real_server["url"]], token=real_server["token"], transport=transport, placement=placement,
+        urls=[real_server["url"]], transport=transport, placement=placement,
         timeouts=Timeouts(sync_s=60),
     )  # fmt: skip
     config = tiny_config().to_dict()
@@ -113,7 +113,7 @@ class Slow(RLCallback):
 
 
 def fit(server: dict[str, Any], folder: Path, *, ckpt_path: Path | None = None, **flags: Any) -> Jittery:
-    engine = SGLangEngine(urls=[server["url"]], token=server["token"], timeouts=Timeouts(sync_s=60))
+    engine = SGLangEngine(urls=[server["url"]], timeouts=Timeouts(sync_s=60))
     callbacks = [StalenessControl(2, rollout_timeout_s=60), Slow(), *flags.pop("callbacks", ())]
     module = Jittery()
     trainer = lightrl.Trainer(

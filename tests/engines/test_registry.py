@@ -17,9 +17,9 @@ from sync_cases import LARGE, one_weight
 from test_server_faults import DEADLINES
 from waits import until
 
-from lightrl.engines.sglang import registry
+from lightrl.engines.servers import registry
+from lightrl.engines.servers.registry import Announcement, Registry, ServerEntry, registry_at
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.registry import Announcement, Registry, ServerEntry, registry_at
 from lightrl.errors import EngineTimeout
 
 NUM_TOKENS = 400
@@ -29,7 +29,7 @@ A, B = ServerEntry("http://a:1", "http://a:9"), ServerEntry("http://b:2")
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "BEAT_S", 0.1)
-    monkeypatch.setattr("lightrl.engines.sglang.watch.READ_EVERY_S", 0.05)
+    monkeypatch.setattr("lightrl.engines.servers.watch.READ_EVERY_S", 0.05)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.engines.local.sampler import ban_stop_tokens, completion_seed, draw_tokens, truncated, uniforms
+from lightrl.engines.local.sampler import ban_stop_tokens, completion_seed, sample_tokens, truncated, uniforms
 from lightrl.functional import Supports
 
 MASK = 2**64 - 1
@@ -65,7 +65,7 @@ def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform()
     logits = torch.randn(200, 11, generator=generator)
     uniform = torch.rand(200, generator=generator, dtype=torch.float64)
     temperature = 0.3 + torch.rand(200, generator=generator)
-    token_ids, logprobs, _ = draw_tokens(logits, uniform, temperature=temperature)
+    token_ids, logprobs, _ = sample_tokens(logits, uniform, temperature=temperature)
     for row in range(200):
         weights = [math.exp(value / temperature[row].item()) for value in logits[row].tolist()]
         threshold, token = uniform[row].item() * sum(weights), 0
@@ -75,15 +75,15 @@ def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform()
         assert logprobs[row].item() == pytest.approx(math.log(weights[token] / sum(weights)), abs=1e-5)
 
 
-def test_a_token_without_probability_is_never_drawn() -> None:
+def test_a_token_without_probability_is_never_sampled() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).repeat(3, 1)
-    token_ids, _, _ = draw_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
+    token_ids, _, _ = sample_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
     assert token_ids.tolist() == [1, 3, 3]
 
 
-def test_greedy_rows_take_the_likeliest_token_with_unscaled_logprobs() -> None:
+def test_greedy_rows_take_the_most_likely_token_with_unscaled_logprobs() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)]])
-    token_ids, logprobs, _ = draw_tokens(
+    token_ids, logprobs, _ = sample_tokens(
         logits, torch.zeros(2, dtype=torch.float64), is_greedy=torch.tensor([True, False])
     )
     assert token_ids.tolist() == [1, 0]
@@ -101,7 +101,7 @@ def test_greedy_rows_take_the_likeliest_token_with_unscaled_logprobs() -> None:
         pytest.param(2, 0.6, [0.0, 0.4, 0.0, 0.0, 0.0], id="top-p of what top-k left: 0.4 of 0.65 is more than 0.6"),
     ],
 )
-def test_truncation_keeps_the_likeliest_tokens(top_k: int, top_p: float, kept: list[float]) -> None:
+def test_truncation_keeps_the_most_likely_tokens(top_k: int, top_p: float, kept: list[float]) -> None:
     probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]])
     result = truncated(probabilities, torch.tensor([top_k]), torch.tensor([top_p]))
     assert result[0].tolist() == pytest.approx(kept)
@@ -115,7 +115,7 @@ def test_ties_in_a_truncation_go_to_the_lower_token() -> None:
 def test_logprobs_are_those_within_the_support() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]]).log().repeat(2, 1)
     uniform = torch.full((2,), 0.99, dtype=torch.float64)
-    token_ids, logprobs, supports = draw_tokens(logits, uniform, top_k=torch.tensor([2, 5]), top_p=torch.ones(2))
+    token_ids, logprobs, supports = sample_tokens(logits, uniform, top_k=torch.tensor([2, 5]), top_p=torch.ones(2))
     assert token_ids.tolist() == [3, 4]
     assert logprobs.exp().tolist() == pytest.approx([0.25 / 0.65, 0.05])
     assert supports.tolist() == [[False, True, False, True, False], [False] * 5]  # nothing is left out of the second
@@ -124,9 +124,9 @@ def test_logprobs_are_those_within_the_support() -> None:
 def test_rows_without_a_setting_draw_the_same_in_a_mixed_batch() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(2))
     uniform = uniforms(torch.arange(50), 0, 1)[:, 0]
-    alone = draw_tokens(logits, uniform)
+    alone = sample_tokens(logits, uniform)
     settings = {"temperature": torch.ones(50), "top_k": torch.full((50,), 300), "top_p": torch.ones(50)}
-    mixed = draw_tokens(logits, uniform, **settings, is_greedy=torch.zeros(50, dtype=torch.bool))
+    mixed = sample_tokens(logits, uniform, **settings, is_greedy=torch.zeros(50, dtype=torch.bool))
     assert torch.equal(alone[0], mixed[0])
     assert torch.equal(alone[1], mixed[1])
 
@@ -160,7 +160,7 @@ def test_engine_and_trainer_round_the_logprob_of_a_truncated_draw_and_not_its_lo
     logits = torch.randn(1000, 500, generator=generator) * spread
     uniform = torch.rand(1000, dtype=torch.float64, generator=generator)
     temperature, top_k, top_p = torch.full((1000,), 0.9), torch.full((1000,), 20), torch.full((1000,), 0.95)
-    token_ids, logprobs, supports = draw_tokens(logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p)
+    token_ids, logprobs, supports = sample_tokens(logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p)
     rows, ids = supports.nonzero(as_tuple=True)
     counts = supports.sum(1)
     order = (2 * rows + (ids == token_ids[rows])).argsort(stable=True)  # the drawn token is the last

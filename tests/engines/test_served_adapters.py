@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import until
 
 from lightrl.engines import Timeouts
+from lightrl.engines.servers.processes.command import flags
+from lightrl.engines.sglang import command
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.processes import command, process
-from lightrl.engines.sglang.processes.command import flags
 from lightrl.errors import WeightSyncError
 from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge
 from lightrl.trajectory import Sampling
@@ -257,12 +257,14 @@ def test_the_real_sglang_serves_each_version_within_rounding(serving, monkeypatc
     sglang_python()
     launcher = str(Path(__file__).with_name("sglang_without_pinned_memory.py"))
 
+    command_line = command.command_line
+
     def with_launcher(*args: Any, **settings: Any) -> list[str]:
-        words = command.command_line(*args, **settings)
+        words = command_line(*args, **settings)
         place = words.index("-m")
         return [*words[:place], launcher, *words[place + 2 :]]
 
-    monkeypatch.setattr(process, "command_line", with_launcher)
+    monkeypatch.setattr(command, "command_line", with_launcher)
     case = serving(servers=1, timeouts=Timeouts(startup_s=170))
     for version in range(3):
         case.load(version)

@@ -18,7 +18,8 @@ from transformers import AutoModelForSequenceClassification
 
 from lightrl import GRPO, PPO, Distillation, ModelSpec, Sampling
 from lightrl.commands.plan import plan_text
-from lightrl.engines.sglang.processes.process import ServerProcess
+from lightrl.engines.servers.processes.process import ServerProcess
+from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.sglang.scoring import ServedRewards, ServedScores
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
@@ -61,7 +62,7 @@ def test_a_teacher_behind_a_server_says_what_it_says_here(topk: int | None, serv
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
 
 
-def test_more_likeliest_tokens_than_a_server_gives_are_refused(server: FakeServerProcess) -> None:
+def test_more_top_tokens_than_a_server_gives_are_refused(server: FakeServerProcess) -> None:
     with pytest.raises(EngineError, match="Lower teacher_topk"):
         ServedScores(server.url, topk=100)(random_experience(), [])
 
@@ -76,7 +77,7 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def judge(reward_folder: str) -> Iterator[FakeServerProcess]:
+def scorer(reward_folder: str) -> Iterator[FakeServerProcess]:
     with FakeServerProcess(reward_folder, is_embedding=True) as started:
         yield started
 
@@ -92,19 +93,19 @@ def rewards(reward_model: str | ModelSpec, experience: Experience) -> Tensor:
     return score(module, experience).rewards
 
 
-def test_a_reward_model_behind_a_server_says_what_it_says_here(judge: FakeServerProcess, reward_folder: str) -> None:
+def test_a_reward_model_behind_a_server_says_what_it_says_here(scorer: FakeServerProcess, reward_folder: str) -> None:
     experience = random_experience(is_scored=False, num_groups=7)  # 21 trajectories are more than one request has
-    found = rewards(ModelSpec(url=judge.url), experience)
+    found = rewards(ModelSpec(url=scorer.url), experience)
     torch.testing.assert_close(found, rewards(reward_folder, experience), rtol=0, atol=1e-5)
     assert float((found - experience.rewards).std()) > 0.1
-    assert judge.stats()["requests"]["/classify"] == 2
+    assert scorer.stats()["requests"]["/classify"] == 2
 
 
-def test_a_reward_model_is_asked_again_where_the_connection_is_lost(judge: FakeServerProcess) -> None:
+def test_a_reward_model_is_asked_again_where_the_connection_is_lost(scorer: FakeServerProcess) -> None:
     experience = random_experience()
-    expected = ServedRewards(judge.url)(experience, [])
-    judge.fault("drop", "/classify")
-    assert torch.equal(ServedRewards(judge.url)(experience, []), expected)
+    expected = ServedRewards(scorer.url)(experience, [])
+    scorer.fault("drop", "/classify")
+    assert torch.equal(ServedRewards(scorer.url)(experience, []), expected)
 
 
 def test_a_language_model_is_refused_as_a_reward_model_with_the_mend(server: FakeServerProcess) -> None:
@@ -126,7 +127,7 @@ def test_a_head_of_several_numbers_is_no_reward_model(tmp_path: Path) -> None:
 @contextmanager
 def real_server(folder: str | Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Iterator[ServerProcess]:
     given = {"skip_tokenizer_init": True, "max_total_tokens": 2048, **args}
-    server = ServerProcess(Path(folder), python=sglang_python(), args=given, startup_timeout_s=170)
+    server = SGLangProcess(Path(folder), python=sglang_python(), args=given, startup_timeout_s=170)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
     server.start()
     try:
@@ -180,10 +181,10 @@ def test_the_token_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch, t
     ids=["teacher", "reward model"],
 )
 def test_the_plan_names_the_server_whose_model_the_run_does_not_have(make: Any, name: str, line: str) -> None:
-    module = make(ModelSpec(url="http://judge:30000"))
+    module = make(ModelSpec(url="http://rewards:30000"))
     module.configure_model()
     text = plan_text(module, module.data_flow())
-    assert "http://judge:30000" in text
+    assert "http://rewards:30000" in text
     assert any(found.startswith(f"  {line}  ") and "server" in found.split() for found in text.splitlines())
     assert "teacher_topk" not in text
     module.on_save_checkpoint({"state_dict": module.state_dict()})

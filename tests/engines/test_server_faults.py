@@ -102,7 +102,7 @@ def test_a_server_that_ends_while_idle_is_noticed_and_gets_no_request(end, start
 
 
 @ENDS
-def test_requests_of_a_server_that_ends_go_on_elsewhere(end, start, engine_on):
+def test_requests_of_a_server_that_ends_continue_elsewhere(end, start, engine_on):
     expected = written(start, engine_on)
     doomed, left = start(**SLOWLY), start(**SLOWLY)
     engine = engine_on(doomed, left)
@@ -122,7 +122,7 @@ def test_requests_of_a_server_that_ends_go_on_elsewhere(end, start, engine_on):
 
 
 @ENDS
-def test_a_sync_goes_on_without_the_server_that_ends(end, start, engine_on):
+def test_a_sync_continues_without_the_server_that_ends(end, start, engine_on):
     expected = written(start, engine_on)
     doomed, left = start(**PACE), start(**PACE)
     engine = engine_on(doomed, left)
@@ -214,7 +214,7 @@ def test_when_all_servers_end_requests_say_what_became_of_each(end, start, engin
 
 
 @HANGS_OR_ENDS
-def test_when_all_servers_end_amid_a_sync_it_names_the_version_and_each_server(end, start, engine_on):
+def test_when_all_servers_end_during_a_sync_it_names_the_version_and_each_server(end, start, engine_on):
     servers = [start(), start()]
     engine = engine_on(*servers)
 
@@ -251,7 +251,7 @@ def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(momen
         task = asyncio.create_task(requests(engine))
         await until(lambda: all(server.num_requests for server in engine.fleet.servers.values()))
         if moment == "mid-sync":
-            await asyncio.to_thread(killed_amid, engine, processes[0])
+            await asyncio.to_thread(killed_during, engine, processes[0])
         else:
             kill(processes[0])
         await until(lambda: len(engine.fleet.urls("routable")) == 2 and doomed not in engine.fleet.servers)
@@ -267,7 +267,7 @@ def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(momen
     assert not any(process.is_alive() for process in processes)
 
 
-def killed_amid(engine: SGLangEngine, server: Any) -> None:
+def killed_during(engine: SGLangEngine, server: Any) -> None:
     """Loads version 1; the server is killed while it loads."""
     fake = FakeServerProcess()
     fake.port = server.port
@@ -381,7 +381,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_disk_that_is_full_pauses_no_server_and_room_mends_it(start, engine_on, small_disk):
+def test_a_full_disk_pauses_no_server_and_the_next_sync_with_space_succeeds(start, engine_on, small_disk):
     servers = [start(), start()]
     engine = engine_on(*servers, size=7000, weight_folder=str(small_disk))
     with pytest.raises(WeightSyncError, match="is full") as caught:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from lightrl.engines.servers.fleet import MAX_LOSSES, MAX_SESSIONS, WITHIN_VERSIONS, ServerFleet
+from lightrl.engines.servers.processes.process import ServerProcess
+from lightrl.engines.servers.server import SPEED_ANSWERS, Server
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.fleet import MAX_LOSSES, MAX_SESSIONS, WITHIN_VERSIONS, ServerFleet
-from lightrl.engines.sglang.processes.process import ServerProcess
-from lightrl.engines.sglang.server import SPEED_ANSWERS, Server
 
 
 def server_at(name: str) -> Server:
@@ -74,9 +72,9 @@ def test_a_server_that_just_failed_is_avoided_where_there_is_another() -> None:
     assert fleet.choose("t", excluded={a, b}) in (a, b)
 
 
-def test_there_is_hope_while_a_server_is_started_again_and_none_when_it_is_given_up(tmp_path: Path) -> None:
+def test_there_is_hope_while_a_server_is_started_again_and_none_when_it_is_given_up() -> None:
     fleet = ServerFleet()
-    server = fleet.join(Server(SGLangClient("http://a"), ServerProcess(tmp_path, command=["true"])))
+    server = fleet.join(Server(SGLangClient("http://a"), ServerProcess(["true"])))
     assert fleet.lose(server, "killed")
     assert server.state == "restarting"
     assert fleet.has_hope()

@@ -14,9 +14,9 @@ from fake_sglang.process import FakeServerProcess
 from waits import no_more_files
 
 from lightrl.engines import Timeouts
+from lightrl.engines.servers.connection import OutOfFiles
+from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.connection import OutOfFiles
-from lightrl.engines.sglang.processes.process import HeldPort
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
 
@@ -89,7 +89,7 @@ def test_a_process_that_may_open_no_more_files_does_not_blame_the_server(server:
     assert "Check that it is running" not in str(caught.value)
 
 
-def test_control_goes_on_while_all_connections_generate(server: FakeServerProcess) -> None:
+def test_control_continues_while_all_connections_generate(server: FakeServerProcess) -> None:
     async def scenario(client: SGLangClient) -> None:
         before = server.stats()["requests"].get("/generate", 0)
         server.fault("slow", seconds=600)

@@ -16,13 +16,13 @@ from waits import NUM_TOKENS, SLOWLY, Deadlines, until
 
 from lightrl import StalenessControl
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang import members, request_loop
+from lightrl.engines.servers import members, request_loop
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 
 
-def test_a_close_amid_a_thousand_requests_is_orderly(start: Start, engine_on: EngineOn) -> None:
+def test_a_close_during_a_thousand_requests_is_orderly(start: Start, engine_on: EngineOn) -> None:
     num = 1024
     server = start(**SLOWLY)
     engine = engine_on(server)
@@ -135,10 +135,14 @@ def test_another_program_at_the_address_is_an_error_at_once(status: int, body: s
     assert words in message
 
 
-def test_a_wrong_token_names_the_variable_and_requests_have_the_right_one(start: Start, engine_on: EngineOn) -> None:
+def test_a_wrong_token_names_the_variable_and_requests_have_the_right_one(
+    start: Start, engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = start(api_key="right")
-    assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url, token="wrong")
-    engine = engine_on(server, token="right")
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "wrong")
+    assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url)
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "right")
+    engine = engine_on(server)
     assert len(generate(engine, 3).token_ids) == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import resource
 import threading
@@ -11,13 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version, run
+from engine_contract import (
+    CONTRACT,
+    EngineCase,
+    after_a_sync_during_a_generation_each_token_is_that_of_its_version,
+    run,
+)
 from fake_sglang.process import FakeServerProcess
 from sync_cases import config_of, one_weight, running
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import NUM_TOKENS, SLOWLY, Deadlines, no_more_files, until, until_written
 
-from lightrl.engines.sglang.addresses import addresses_from_environment
+from lightrl.engines.servers.addresses import addresses_from_environment
+from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
@@ -39,6 +46,12 @@ def model_servers(models: list[PreTrainedModel], tmp_path_factory: pytest.TempPa
     models[0].save_pretrained(folder)
     with running(2, folder) as servers:
         yield servers
+
+
+def test_an_engine_of_servers_has_at_most_twelve_settings():
+    constructors = (ServerEngine.__init__, SGLangEngine.__init__)
+    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+    assert len(names - {"self", "settings"}) <= 12
 
 
 ContractCase = Callable[..., EngineCase]
@@ -65,7 +78,7 @@ def test_the_engine_on_a_fake_server_keeps_the_contract(check, contract_case):
 
 @pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
 def test_each_token_is_that_of_its_version_on_two_servers(transport, contract_case):
-    after_a_sync_amid_a_generation_each_token_is_that_of_its_version(contract_case(2, transport=transport))
+    after_a_sync_during_a_generation_each_token_is_that_of_its_version(contract_case(2, transport=transport))
 
 
 def test_a_session_stays_on_the_server_that_has_its_prefix_until_a_load_after_which_none_has_it(start, engine_on):
@@ -244,12 +257,12 @@ def test_arguments_that_cannot_work_are_refused_at_once(arguments):
         SGLangEngine(**arguments)
 
 
-def test_what_servers_have_written_is_known_while_requests_are_paused_and_they_go_on(start, engine_on):
+def test_unfinished_completions_are_returned_while_requests_are_paused_and_continue(start, engine_on):
     server = start(**SLOWLY)
     engine = engine_on(server)
     sampling = Sampling(max_new_tokens=NUM_TOKENS, seed=7)
 
-    async def paused_amid() -> tuple[Any, Any]:
+    async def paused_during() -> tuple[Any, Any]:
         writing = asyncio.ensure_future(engine.generate([1, 2], sampling, session="a"))
         await until_written(server)
         await engine.pause()
@@ -258,7 +271,7 @@ def test_what_servers_have_written_is_known_while_requests_are_paused_and_they_g
         server.pace(0)
         return unfinished, (await writing)[0]
 
-    unfinished, whole = run(paused_amid())
+    unfinished, whole = run(paused_during())
     (part,) = unfinished.values()
     assert list(unfinished) == [7]
     assert part.finish_reason == "abort"

@@ -25,16 +25,10 @@ import pytest
 from transformers import GPT2Config, Qwen3Config
 
 from lightrl.concurrency.owner import own_mark
-from lightrl.engines.sglang.processes.command import (
-    SGLangPython,
-    command_line,
-    context_args,
-    devices_of_servers,
-    find_python,
-    flags,
-)
-from lightrl.engines.sglang.processes.keeper import end_all, keep, restart, start_all
-from lightrl.engines.sglang.processes.process import HeldPort, RestartPolicy, ServerProcess, write_model_folder
+from lightrl.engines.servers.processes.command import devices_of_servers, flags
+from lightrl.engines.servers.processes.keeper import end_all, keep, restart, start_all
+from lightrl.engines.servers.processes.process import HeldPort, RestartPolicy, ServerProcess, write_model_folder
+from lightrl.engines.sglang.command import SGLangProcess, SGLangPython, command_line, context_args, find_python
 from lightrl.errors import EngineError, EngineTimeout
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems hold no port for somebody else")
@@ -48,8 +42,7 @@ def small_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
     def make(*words: str, **settings: Any) -> ServerProcess:
         name = f"server {len(made)}"
         server = ServerProcess(
-            tmp_path,
-            command=[sys.executable, SMALL_SERVER, "{port}", *words],
+            [sys.executable, SMALL_SERVER, "{port}", *words],
             **{
                 "name": name,
                 "log_file": tmp_path / f"{name}.log",
@@ -153,7 +146,7 @@ def test_a_server_that_is_not_ready_in_time_is_named(small_server):
 
 
 def test_a_program_that_is_not_there_is_an_error_with_its_name(tmp_path):
-    server = ServerProcess(tmp_path, command=["/nowhere/sglang", "{port}"], log_file=tmp_path / "log")
+    server = ServerProcess(["/nowhere/sglang", "{port}"], log_file=tmp_path / "log")
     server.start()
     with pytest.raises(EngineError, match=r"(?s)exit code 127.*No such file or directory: '/nowhere/sglang'"):
         server.wait_ready()
@@ -215,9 +208,9 @@ def test_a_port_is_kept_from_the_first_start_on_where_zero_was_given(small_serve
 
 _TRAINER = """
 import os, signal, sys, time
-from lightrl.engines.sglang.processes.process import ServerProcess
+from lightrl.engines.servers.processes.process import ServerProcess
 how, log = sys.argv[1:3]
-server = ServerProcess(".", command=sys.argv[3:], log_file=log, stop_timeout_s=1)
+server = ServerProcess(sys.argv[3:], log_file=log, stop_timeout_s=1)
 server.start()
 server.wait_ready()
 if how == "forked":
@@ -303,7 +296,7 @@ def test_the_token_is_in_no_command_line_and_in_files_of_this_user_only(tmp_path
     folder = write_model_folder(Qwen3Config(), tmp_path / "model")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    server = ServerProcess(folder, python="/bin/cat", token="very-secret", log_file=tmp_path / "log")
+    server = SGLangProcess(folder, python="/bin/cat", token="very-secret", log_file=tmp_path / "log")
     server.start()
     command_lines = [" ".join(psutil.Process(server.pid).cmdline())]
     written = list(tmp_path.glob("*.yaml"))
@@ -394,7 +387,7 @@ def test_a_server_does_not_get_the_trainers_secrets_nor_send_codes_to_a_terminal
     environment = SGLangPython("/other/python").environment()
     assert "s3cret" not in environment.values()
     assert environment["TOKENIZERS_PARALLELISM"] == "false"
-    server = ServerProcess(tmp_path, command=["true"], log_file=tmp_path / "log")
+    server = ServerProcess(["true"], log_file=tmp_path / "log")
     (tmp_path / "log").write_text("one\n\x1b[2Jtwo")
     assert server.log_tail() == "one\n\\x1b[2Jtwo"
 
@@ -418,7 +411,7 @@ def test_a_python_is_found_in_the_order_argument_variable_cpu_environment(tmp_pa
 
 def test_a_folder_without_a_model_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ValueError, match=r"has no config.json.*write_model_folder"):
-        ServerProcess(tmp_path, python=sys.executable)
+        SGLangProcess(tmp_path, python=sys.executable)
 
 
 @pytest.mark.parametrize("config", [Qwen3Config(eos_token_id=1), GPT2Config(eos_token_id=3)], ids=["Qwen3", "GPT2"])
@@ -430,11 +423,11 @@ def test_a_model_folder_has_architecture_and_tokenizer_but_no_end_token(config, 
     assert {file.name for file in folder.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
 
 
-def test_the_context_has_room_for_what_sglang_keeps_back(tmp_path):
+def test_the_context_includes_what_sglang_reserves(tmp_path):
     folder = write_model_folder(Qwen3Config(max_position_embeddings=256), tmp_path)
     assert context_args(folder) == {"context_length": 264}
-    given = ServerProcess(folder, python=sys.executable, args={"context-length": 100})
-    assert given._args["context_length"] == 100
+    given = SGLangProcess(folder, python=sys.executable, args={"context-length": 100})
+    assert given.args["context_length"] == 100
 
 
 async def kept_until(is_true: Callable[[], object], *processes: ServerProcess, hang_s: float = 60.0) -> list[str]:

@@ -10,13 +10,13 @@ from sync_cases import asked, running, sync, version_of, weights
 from tiny import tiny_model
 from transformers import Qwen3Config
 
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync import server_sync
+from lightrl.engines.servers.sync.report import SyncFailed, SyncReport
+from lightrl.engines.servers.sync.server_sync import BucketFeed, ServerSync
+from lightrl.engines.servers.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.home_loop import HomeLoop
-from lightrl.engines.sglang.server import Server
-from lightrl.engines.sglang.sync import server_sync
-from lightrl.engines.sglang.sync.report import SyncFailed, SyncReport
-from lightrl.engines.sglang.sync.server_sync import BucketFeed, ServerSync
-from lightrl.engines.sglang.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, ServerForm, WeightFolder, bucketed
 
@@ -26,7 +26,7 @@ UPDATE = "/update_weights_from_disk"
 
 @pytest.fixture
 def folder(tmp_path):
-    return WeightFolder(tmp_path / "weights", CONFIG, form=ServerForm(), is_durable=False)
+    return WeightFolder(tmp_path / "weights", CONFIG, form=ServerForm())
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def two_servers():
         yield servers
 
 
-def test_servers_take_the_version_and_go_on(folder, two_servers):
+def test_servers_take_the_version_and_continue(folder, two_servers):
     report = sync(two_servers, DiskTransport(folder), weights(3), 3)
     assert report.versions == {server.url: 3 for server in two_servers}
     assert not report.lost
@@ -59,7 +59,7 @@ def test_a_disk_that_hangs_pauses_no_server_and_is_named_at_the_deadline(folder,
             is_over.wait(60)
             return super().begin(weight_version)
 
-    hanging = Hanging(folder.root, CONFIG, form=ServerForm(), is_durable=False)
+    hanging = Hanging(folder.root, CONFIG, form=ServerForm())
     with pytest.raises(SyncFailed, match=r"did not finish a step within engine.timeouts.sync_s=0\.5.*network folder"):
         sync(two_servers, DiskTransport(hanging), weights(1), 1, timeout_s=0.5, previous_version=0)
     is_over.set()
@@ -80,7 +80,7 @@ def test_a_disk_that_hangs_pauses_no_server_and_is_named_at_the_deadline(folder,
         ("error", "/continue_generation"),
     ],
 )
-def test_a_server_that_fails_is_lost_and_the_other_goes_on(folder, two_servers, kind, path):
+def test_a_server_that_fails_is_lost_and_the_other_continues(folder, two_servers, kind, path):
     transport = DiskTransport(folder)
     sync(two_servers, transport, weights(0), 0)
     broken, sound = two_servers

@@ -18,13 +18,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 from waits import Deadlines
 from waits import until as until_true
 
-from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.server_info import ServerInfo, other_model
+from lightrl.engines.servers.sync.verification import WeightVerifier
+from lightrl.engines.sglang.client import SGLangClient, read_server_info
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.server import Server, ServerInfo, other_model
-from lightrl.engines.sglang.sync.verification import WeightVerifier
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
 from lightrl.weights import ServerForm, bucketed
+from lightrl.weights.digests import RankDigests
 
 URL = "http://server"
 PATIENT = Deadlines(request_s=20, sync_s=20)
@@ -254,11 +256,11 @@ def verifier_of(config: PretrainedConfig, server: Server) -> WeightVerifier:
     return verifier
 
 
-def answer_of(config: PretrainedConfig, dtype: torch.dtype, **more: str) -> dict[str, Any]:
+def answer_of(config: PretrainedConfig, dtype: torch.dtype, **more: str) -> RankDigests:
     from fake_sglang.layout import checksums
 
     tensors = {name: tensor.to(dtype) for name, tensor in parameters_of(config).items()}
-    return {"ranks": [{"checksums": {**checksums(tensors, config, 1)[0], **more}, "parallelism_info": []}]}
+    return [{**checksums(tensors, config, 1)[0], **more}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -272,9 +274,9 @@ def test_the_dtype_of_a_server_that_says_auto_is_the_one_that_matches(dtype):
 @pytest.mark.parametrize(
     ("info", "answer", "told"),
     [
-        (ServerInfo.read({"quantization": "fp8", "device": "cpu"}), {}, "quantization=fp8"),
-        (ServerInfo.read({"pp_size": 2, "device": "cpu"}), {}, "pp_size=2"),
-        (ServerInfo("a", dtype=torch.float32), None, "does not have /weights_checker"),
+        (read_server_info({"quantization": "fp8", "device": "cpu"}), [], "quantization=fp8"),
+        (read_server_info({"pp_size": 2, "device": "cpu"}), [], "pp_size=2"),
+        (ServerInfo("a", dtype=torch.float32), None, "does not report checksums"),
         (
             ServerInfo("a", dtype=torch.float32),
             answer_of(config_of(), torch.float32, **{"model.mystery": "0" * 16}),
@@ -283,7 +285,7 @@ def test_the_dtype_of_a_server_that_says_auto_is_the_one_that_matches(dtype):
     ],
     ids=["quantized", "pipeline stages", "no checksums", "an unknown parameter"],
 )
-def test_what_cannot_be_compared_is_told_once_and_never_after_it_could(info, answer, told, caplog):
+def test_what_cannot_be_compared_is_logged_once_and_never_after_it_could(info, answer, told, caplog):
     server = server_of(info)
     verifier = verifier_of(config_of(), server)
     with caplog.at_level("WARNING", logger="lightrl"):

@@ -4,7 +4,7 @@ from reward_functions import trajectory_that
 from examples.countdown.reward import countdown, value_of
 
 
-def judged(completion: str, numbers: object = "3 5 2", target: object = 13, **settings) -> dict:
+def result_of(completion: str, numbers: object = "3 5 2", target: object = 13, **settings) -> dict:
     return countdown(trajectory_that(completion, numbers=numbers, target=target), **settings)
 
 
@@ -21,7 +21,7 @@ def judged(completion: str, numbers: object = "3 5 2", target: object = 13, **se
     ],
 )
 def test_an_expression_that_reaches_the_target_is_right(completion):
-    found = judged(completion)
+    found = result_of(completion)
     assert (found["reward"], found["accuracy"], found["format"]) == (1.0, 1.0, 1.0)
 
 
@@ -41,12 +41,12 @@ def test_an_expression_that_reaches_the_target_is_right(completion):
     ],
 )
 def test_anything_else_is_not(completion, reward):
-    found = judged(completion)
+    found = result_of(completion)
     assert (found["reward"], found["accuracy"]) == (reward, 0.0)
 
 
 def test_fractions_are_exact_and_numbers_may_be_a_list():
-    assert judged("8/(3-8/3)", numbers=[8, 3, 8, 3], target=24)["accuracy"] == 1.0
+    assert result_of("8/(3-8/3)", numbers=[8, 3, 8, 3], target=24)["accuracy"] == 1.0
 
 
 @pytest.mark.parametrize("text", ["(" * 190 + "1", "1+" * 99 + "1", "9" * 200, "1" + "+" * 190 + "1", "()" * 90])

@@ -114,7 +114,7 @@ def gsm8k(tmp_path: Path, questions: Path) -> None:
     rows = f"{tmp_path}/rows.jsonl"
     Path(rows).write_text("".join(questions.read_text(encoding="utf-8").splitlines(keepends=True)[:24]))
     data = [f"--data.train={rows}", f"--data.validation={rows}", "--data.batch_size=2"]
-    data += ["--data.max_validation_prompts=2", "--trainer.log_every_n_steps=1"]
+    data += ["--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1"]
     export = ["--trainer.callbacks=HuggingFaceExport", f"--trainer.callbacks.to={tmp_path}/sft"]
     sft = [f"--model.policy={tmp_path}/base", *data, *export]
     fit(tmp_path / "first", ["--config", "examples/gsm8k/sft.yaml"], *sft)

@@ -13,7 +13,7 @@ from test_make_model import make_folder
 
 from examples.multi_turn import calculator
 from lightrl.commands.cli import run
-from lightrl.engines.sglang.processes.process import HeldPort
+from lightrl.engines.servers.processes.process import HeldPort
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHORT = ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
@@ -60,7 +60,7 @@ def test_the_code_example_trains_and_runs_each_program(tmp_path: Path) -> None:
 
 @pytest.mark.extra
 def test_the_countdown_example_trains_on_what_its_supervised_steps_export(tmp_path: Path) -> None:
-    few = ["--data.max_validation_prompts=8", "--data.batch_size=2"]
+    few = ["--data.validation.max_rows=8", "--data.batch_size=2"]
     fit("countdown/sft.yaml", tmp_path, *few, *export(tmp_path / "sft"))
     fit("countdown/grpo.yaml", tmp_path, *few, f"--model.policy={tmp_path}/sft", "--model.group_size=2", QUIET)
 
@@ -85,7 +85,7 @@ def test_the_judge_example_trains_on_what_the_judge_says(tmp_path: Path) -> None
 
 @pytest.mark.extra
 def test_the_vision_example_trains_and_exports_its_image_processor(tmp_path: Path) -> None:
-    few = ["--data.max_train_prompts=8", "--data.max_validation_prompts=4", "--data.batch_size=4"]
+    few = ["--data.train.max_rows=8", "--data.validation.max_rows=4", "--data.batch_size=4"]
     few += ["--model.group_size=2"]
     fit("vision/grpo.yaml", tmp_path, *few, *export(tmp_path / "policy"))
     assert (tmp_path / "policy" / "preprocessor_config.json").is_file()
@@ -113,7 +113,7 @@ def test_a_call_that_the_calculator_examples_policy_writes_is_answered() -> None
 def test_the_retry_example_trains_on_rows_of_gsm8ks_form(tmp_path: Path) -> None:
     policy = [f"--model.policy={make_folder(tmp_path)}", "--model.sampling.max_new_tokens=16"]
     rows = f"{tmp_path}/train.jsonl"
-    data = [f"--data.train={rows}", f"--data.validation={rows}", "--data.max_validation_prompts=4"]
+    data = [f"--data.train={rows}", f"--data.validation={{source: {rows}, max_rows: 4}}"]
     fit("multi_turn/retry.yaml", tmp_path, QUIET, *policy, *data, "--data.batch_size=2")
     assert metrics(tmp_path)["rollout/first_turn_accuracy"] == 0
 

@@ -99,9 +99,9 @@ def test_dpo_and_distillation_start_from_the_same_exports(runs: Path) -> None:
 
 
 def test_a_reward_models_export_is_a_reward_and_the_start_of_a_critic(runs: Path, tmp_path: Path) -> None:
-    judge = runs / "reward_model/export"
-    assert "ForSequenceClassification" in (judge / "config.json").read_text()
-    options = [f"--model.reward_model={judge}", "--model.reward=null", "--trainer.logger=CSVLogger"]
+    reward_model = runs / "reward_model/export"
+    assert "ForSequenceClassification" in (reward_model / "config.json").read_text()
+    options = [f"--model.reward_model={reward_model}", "--model.reward=null", "--trainer.logger=CSVLogger"]
     options += [f"--trainer.logger.save_dir={tmp_path}", "--trainer.log_every_n_steps=1"]
     fit("ppo/from_export.yaml", *options)
     assert ModelSpec(path=str(runs / "ppo_from_export/critic"), head="scalar").load_model().score.weight.any()

@@ -240,8 +240,8 @@ class EmbeddedModel(ScriptedModel):
     def score(self, token_ids: list[int], lora: str | None = None) -> list[float]:
         return self._engine_of(lora).score([token_ids])["engine"][0]
 
-    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        return self._engine.likeliest(token_ids, num)
+    def top_logprobs(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+        return self._engine.top_logprobs(token_ids, num)
 
     async def pause(self) -> None:
         for engine in [self._engine, *self._adapted.values()]:
@@ -312,7 +312,7 @@ class EmbeddedModel(ScriptedModel):
         return tensors
 
 
-class JudgingModel(ScriptedModel):
+class RewardModel(ScriptedModel):
     """A tiny reward model from a Hugging Face folder, one row at a time; it generates by rule."""
 
     def __init__(self, folder: str, *, version: str = "default") -> None:

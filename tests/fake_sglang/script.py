@@ -109,8 +109,8 @@ class ScriptedModel:
         """Logprobs of a prompt's tokens, 0 for the first; empty if there are none."""
         return []
 
-    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        """Logprob and id of the likeliest tokens at each place of a prompt; empty if there are none."""
+    def top_logprobs(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+        """Logprob and id of the most likely tokens at each place of a prompt; empty if there are none."""
         return []
 
     def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:

@@ -33,7 +33,7 @@ from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS, Fault, Faults, fault
 from fake_sglang.script import Refused, Run, ScriptedModel
 from fake_sglang.weights import LoraRoutes, PromptCache, Route, WeightRoutes
 from lightrl.concurrency.parent_guard import end_with_parent
-from lightrl.engines.sglang.connection import raise_open_files
+from lightrl.engines.servers.connection import raise_open_files
 
 MAX_MASK_TOKENS = 4096  # --sampling-mask-max-tokens
 DEFAULT_PARAMS: dict[str, Any] = {
@@ -159,9 +159,9 @@ class FakeServer:
                 [None if index == 0 else score, prompt[index], None] for index, score in enumerate(scores)
             ]
             if body.get("top_logprobs_num"):
-                likeliest = await asyncio.to_thread(self.model.likeliest, prompt, body["top_logprobs_num"])
+                top_logprobs = await asyncio.to_thread(self.model.top_logprobs, prompt, body["top_logprobs_num"])
                 answer["meta_info"]["input_top_logprobs"] = [
-                    [[score, token, None] for score, token in place] or None for place in likeliest
+                    [[score, token, None] for score, token in place] or None for place in top_logprobs
                 ]
         return answer
 
@@ -183,10 +183,10 @@ class FakeServer:
         rows: list[list[int]] = body["input_ids"]
         for row in rows:
             self._check(row, 0)
-        judged = await asyncio.to_thread(self.model.classify, rows)
+        rewards = await asyncio.to_thread(self.model.classify, rows)
         return [
             {"embedding": numbers, "meta_info": {"prompt_tokens": len(row), "weight_version": self.model.version}}
-            for row, numbers in zip(rows, judged, strict=True)
+            for row, numbers in zip(rows, rewards, strict=True)
         ]
 
     def _check(self, prompt: Any, max_new_tokens: int) -> None:
@@ -418,10 +418,10 @@ async def _serve(options: argparse.Namespace) -> None:
             version=options.weight_version,
         )
     else:
-        from fake_sglang.model import DraftModel, EmbeddedModel, JudgingModel
+        from fake_sglang.model import DraftModel, EmbeddedModel, RewardModel
 
         model = (
-            JudgingModel(options.model_path, version=options.weight_version)
+            RewardModel(options.model_path, version=options.weight_version)
             if options.is_embedding
             else EmbeddedModel(
                 options.model_path,

@@ -101,8 +101,8 @@ def test_settings_without_a_meaning_are_refused(settings: dict[str, object], mes
 def test_the_optimal_value_worked_by_hand() -> None:
     """Rewards (1, 0, 0, 0) and β = 1/2: V = log((e² + 3)/4)/2. The groups are mixed."""
     value = math.log((math.exp(2) + 3) / 4) / 2
-    found = optimal_advantages(torch.tensor([0.0, 5.0, 1.0, 0.0, 5.0, 0.0]), torch.tensor([3, 9, 3, 3, 9, 3]), 0.5)
-    torch.testing.assert_close(found, torch.tensor([-value, 0.0, 1 - value, -value, 0.0, -value]))
+    actual = optimal_advantages(torch.tensor([0.0, 5.0, 1.0, 0.0, 5.0, 0.0]), torch.tensor([3, 9, 3, 3, 9, 3]), 0.5)
+    torch.testing.assert_close(actual, torch.tensor([-value, 0.0, 1 - value, -value, 0.0, -value]))
 
 
 def test_the_optimal_value_is_between_the_mean_and_the_best() -> None:

@@ -1,4 +1,4 @@
-"""Divergences over the teacher's likeliest tokens: by hand, against loops, and what makes them divergences."""
+"""Divergences over the teacher's top-k tokens: by hand, against loops, and what makes them divergences."""
 
 import math
 from typing import Any
@@ -22,13 +22,13 @@ def distributions(num: int = 40, vocabulary: int = 9, *, spread: float = 2.0, se
 
 
 def topk(policy: Tensor, teacher: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """What both say of the teacher's likeliest tokens."""
-    found = teacher.topk(num, dim=-1)
-    return policy.gather(-1, found.indices), found.values
+    """What both say of the teacher's top-k tokens."""
+    actual = teacher.topk(num, dim=-1)
+    return policy.gather(-1, actual.indices), actual.values
 
 
 def slow_divergence(policy: Tensor, teacher: Tensor, num: int, kind: str, beta: float = 0.5) -> list[float]:
-    """Of whole distributions, one position and one outcome at a time; all but the K likeliest are one outcome."""
+    """Of whole distributions, one position and one outcome at a time; all but the top-k are one outcome."""
     results = []
     for q_row, p_row in zip(policy.exp().tolist(), teacher.exp().tolist(), strict=True):
         order = sorted(range(len(p_row)), key=lambda index, row=p_row: -row[index])
@@ -58,7 +58,7 @@ def slow_divergence(policy: Tensor, teacher: Tensor, num: int, kind: str, beta: 
     ],
 )
 def test_one_token_and_the_rest_worked_by_hand(kind: Any, expected: float) -> None:
-    """The teacher's likeliest token has 3/4 of its mass and 1/2 of the policy's."""
+    """The teacher's most likely token has 3/4 of its mass and 1/2 of the policy's."""
     value = topk_divergence(torch.tensor([[[math.log(0.5)]]]), torch.tensor([[[math.log(0.75)]]]), kind)
     assert value.shape == (1, 1)
     assert value.item() == pytest.approx(expected, rel=1e-5)
@@ -69,9 +69,9 @@ def test_one_token_and_the_rest_worked_by_hand(kind: Any, expected: float) -> No
 @every_kind
 def test_it_equals_a_loop_over_outcomes(kind: Any, num: int, beta: float) -> None:
     policy, teacher = distributions()
-    found = topk_divergence(*topk(policy, teacher, num), kind, jsd_beta=beta)
+    actual = topk_divergence(*topk(policy, teacher, num), kind, jsd_beta=beta)
     expected = torch.tensor(slow_divergence(policy, teacher, num, kind, beta), dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 @every_kind
@@ -95,7 +95,7 @@ def test_the_gradient_is_that_of_finite_differences_and_only_the_policys(kind: A
 
 @every_kind
 def test_tokens_without_any_probability_leave_value_and_gradient_finite(kind: Any) -> None:
-    """Stop tokens where they could not be drawn are such; and positions that the loss mask takes out hold 0."""
+    """Stop tokens where they could not be sampled are such; and positions that the loss mask takes out hold 0."""
     lowest = torch.finfo(torch.float32).min
     policy = torch.tensor([[math.log(0.5), lowest], [0.0, 0.0], [-300.0, -0.1]]).requires_grad_()
     teacher = torch.tensor([[math.log(0.75), lowest], [0.0, 0.0], [-0.1, -300.0]])

@@ -39,8 +39,8 @@ def test_what_is_masked_has_no_effect_on_the_second_moment(junk: float) -> None:
 def test_the_interpolated_proximal_policy_worked_by_hand() -> None:
     """At version 4, tokens of versions 4, 3 and 1: 0, 1/2 and 3/4 of the way from -2 to -1."""
     versions = torch.tensor([[4, 3, 1]])
-    found = interpolated_proximal_logprobs(torch.full((1, 3), -1.0), torch.full((1, 3), -2.0), versions, 4)
-    torch.testing.assert_close(found, torch.tensor([[-2.0, -1.5, -1.25]]))
+    actual = interpolated_proximal_logprobs(torch.full((1, 3), -1.0), torch.full((1, 3), -2.0), versions, 4)
+    torch.testing.assert_close(actual, torch.tensor([[-2.0, -1.5, -1.25]]))
 
 
 def test_a_token_of_later_weights_counts_as_one_of_the_present() -> None:

@@ -47,9 +47,9 @@ def test_what_an_estimator_minimizes_as_a_loss(estimator: str, divergence: Calla
     """The gradient in expectation over the policy's tokens, which are constants to the loss."""
     logprobs = torch.log_softmax(POLICY_LOGITS, dim=0)
     estimate = (logprobs.exp().detach() * kl(logprobs, REFERENCE, estimator)).sum()
-    (found,) = torch.autograd.grad(estimate, POLICY_LOGITS, retain_graph=True)
+    (actual,) = torch.autograd.grad(estimate, POLICY_LOGITS, retain_graph=True)
     (expected,) = torch.autograd.grad(divergence(logprobs), POLICY_LOGITS)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_k3_is_never_negative_and_keeps_its_digits_for_close_policies() -> None:

@@ -46,7 +46,7 @@ def head_case(num: int = 7, hidden: int = 5, vocabulary: int = 11, **options: ob
     return *tensors, torch.randint(0, vocabulary, (num,), generator=generator)
 
 
-def test_a_token_is_judged_by_the_logits_of_the_position_before_it() -> None:
+def test_a_token_has_its_logprob_in_the_logits_of_the_position_before_it() -> None:
     # softmax(log 1, log 3) = (1/4, 3/4); token 1 has probability 3/4, its logits are at position 0.
     logits = torch.tensor([[[0.0, math.log(3.0)], [50.0, -50.0]]])
     logprobs, entropy = token_logprobs(logits, torch.tensor([[0, 1]]))
@@ -325,9 +325,9 @@ def test_several_tokens_at_a_position_have_the_logprobs_and_gradients_of_plain_a
 def test_the_top_k_tokens_are_those_of_the_whole_distribution(chunk_tokens: int) -> None:
     hidden, weight, bias, _ = head_case()
     expected = torch.nn.functional.linear(hidden, weight, bias).argsort(1, descending=True)
-    found = hidden_topk(hidden, weight, bias, 4, chunk_tokens=chunk_tokens)
-    assert torch.equal(found, expected[:, :4])
-    assert not found.is_floating_point()
+    actual = hidden_topk(hidden, weight, bias, 4, chunk_tokens=chunk_tokens)
+    assert torch.equal(actual, expected[:, :4])
+    assert not actual.is_floating_point()
     among = hidden_topk(hidden, weight, bias, 4, num_ids=6, chunk_tokens=chunk_tokens)
     assert torch.equal(among, torch.stack([row[row < 6][:4] for row in expected]))
 
@@ -338,16 +338,16 @@ def test_tokens_that_could_not_be_sampled_are_the_last_of_the_top_k() -> None:
         "masked_ids": torch.tensor([8, 10]),
         "masked_rows": torch.tensor([True, False, True, True, False] + [True] * 2),
     }
-    found = hidden_topk(hidden, weight, bias, 11, chunk_tokens=2, **masks)
+    actual = hidden_topk(hidden, weight, bias, 11, chunk_tokens=2, **masks)
     logits = torch.nn.functional.linear(hidden, weight, bias)
-    for n, row in enumerate(found.tolist()):
+    for n, row in enumerate(actual.tolist()):
         order = logits[n].argsort(descending=True).tolist()
         kept = [token for token in order if not (masks["masked_rows"][n] and token in (8, 10))]
         assert row[: len(kept)] == kept
     assert hidden_topk(hidden[:0], weight, bias, 3).shape == (0, 3)
 
 
-def test_the_top_k_tokens_of_logits_are_aligned_to_their_position() -> None:
+def test_the_top_k_tokens_of_logits_are_aligned_to_their_place() -> None:
     logits = torch.tensor([[[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [9.0, 0.0, 0.0]]])
     masks = {"masked_ids": torch.tensor([0]), "masked_rows": torch.tensor([[False, False, True]])}
     assert token_topk(logits, 2).tolist() == [[[0, 0], [1, 2], [0, 2]]]
@@ -355,7 +355,7 @@ def test_the_top_k_tokens_of_logits_are_aligned_to_their_position() -> None:
     assert token_topk(logits, 2, num_ids=2).tolist() == [[[0, 0], [1, 0], [0, 1]]]
 
 
-def test_more_top_k_tokens_than_there_are_is_refused() -> None:
+def test_a_top_k_above_the_vocabulary_is_refused() -> None:
     hidden, weight, bias, _ = head_case()
     with pytest.raises(ValueError, match="num must be at most 11, the number of token ids, got 12"):
         hidden_topk(hidden, weight, bias, 12)

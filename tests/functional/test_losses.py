@@ -211,7 +211,7 @@ def test_importance_weights_worked_by_hand(settings: dict[str, object], expected
 
 @pytest.mark.parametrize("metric", ["ratio", "k1", "k2", "k3"])
 @pytest.mark.parametrize("aggregation", [None, "mean", "sum", "max"])
-def test_a_trajectory_is_judged_without_its_masked_tokens_and_without_the_others(metric, aggregation):
+def test_a_trajectory_is_bounded_without_its_masked_tokens_and_without_the_others(metric, aggregation):
     proximal, behavior = of_ratio(0.5, 2.0, 8.0)
     mask = torch.ones(1, 3, dtype=torch.bool)
     settings: dict[str, object] = {"metric": metric, "aggregation": aggregation, "cap": 2.1}
@@ -220,9 +220,9 @@ def test_a_trajectory_is_judged_without_its_masked_tokens_and_without_the_others
     pad = functools.partial(torch.nn.functional.pad, pad=(1, 1))
     padded = [pad(torch.cat([part, others]), value=math.nan) for part in (proximal, behavior)]
     padded_mask = pad(torch.cat([mask, ~mask]))
-    found = ImportanceWeights(**settings)(*padded, padded_mask)
-    torch.testing.assert_close(found[0, 1:4], alone[0])
-    assert found[~padded_mask].eq(1).all()
+    actual = ImportanceWeights(**settings)(*padded, padded_mask)
+    torch.testing.assert_close(actual[0, 1:4], alone[0])
+    assert actual[~padded_mask].eq(1).all()
 
 
 def test_importance_weights_of_extreme_logprobs_are_finite() -> None:

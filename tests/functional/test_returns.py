@@ -61,8 +61,8 @@ def test_gae_by_hand() -> None:
 def test_what_stands_at_masked_places_has_no_effect(junk: float) -> None:
     rewards, values, mask, _ = ragged(0)
     expected = gae(rewards, values, mask)
-    found = gae(torch.where(mask, rewards, junk), torch.where(mask, values, junk), mask)
-    assert all(map(torch.equal, found, expected))
+    actual = gae(torch.where(mask, rewards, junk), torch.where(mask, values, junk), mask)
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_settings_and_shapes_are_checked() -> None:
@@ -75,11 +75,11 @@ def test_settings_and_shapes_are_checked() -> None:
 
 def test_an_outcome_is_on_the_last_loss_token_whatever_follows_it() -> None:
     mask = torch.tensor([[False, True, True, False], [True, False, False, False], [False, False, False, False]])
-    found = on_last_loss_token(torch.tensor([2.0, -1.0, 5.0]), mask)
-    assert found.tolist() == [[0.0, 0.0, 2.0, 0.0], [-1.0, 0.0, 0.0, 0.0], [0.0] * 4]
+    actual = on_last_loss_token(torch.tensor([2.0, -1.0, 5.0]), mask)
+    assert actual.tolist() == [[0.0, 0.0, 2.0, 0.0], [-1.0, 0.0, 0.0, 0.0], [0.0] * 4]
 
 
 def test_a_reward_in_a_gap_is_earned_by_the_loss_token_before_it() -> None:
     mask = torch.tensor([[False, True, True, False, False, True, False]])
-    found = on_loss_tokens(torch.tensor([[7.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), mask)
-    assert found.tolist() == [[0.0, 1.0, 9.0, 0.0, 0.0, 11.0, 0.0]]
+    actual = on_loss_tokens(torch.tensor([[7.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]), mask)
+    assert actual.tolist() == [[0.0, 1.0, 9.0, 0.0, 0.0, 11.0, 0.0]]

@@ -68,10 +68,9 @@ def test_a_softmax_over_supports_is_one_over_their_logits_alone() -> None:
     supports = [[3], [1, 4, 9], [], [0, 10], [2, 3, 4, 5, 6], []]
     token_ids = torch.tensor([[0, 3, 9, 7, 0, 4, 1]])
     codes = b"".join(encoded([[], *supports], token_ids[0].tolist()))
-    made = Supports.at(
-        [torch.frombuffer(bytearray(codes), dtype=torch.uint8)], torch.tensor([7]), token_ids,
-        torch.zeros(6, dtype=torch.int64), torch.arange(6),
-    )  # fmt: skip
+    rows, columns = torch.zeros(6, dtype=torch.int64), torch.arange(6)
+    coded = [torch.frombuffer(bytearray(codes), dtype=torch.uint8)]
+    made = Supports.at(coded, torch.tensor([7]), token_ids, rows, columns)
     targets = token_ids[0, 1:]
     for chunk_tokens in (None, 1, 4):
         logprobs, entropy = hidden_logprobs(hidden, weight, None, targets, supports=made, chunk_tokens=chunk_tokens)

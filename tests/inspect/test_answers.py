@@ -1,4 +1,4 @@
-"""The answers for the page: runs, curves, the table, a trajectory, time lines, images; and what the server lets in."""
+"""Answers to the page: runs, curves, the table, a trajectory, time lines, images; and the server's door."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_the_time_line_of_an_iteration_has_all_ranks(folder: Path) -> None:
     assert len([event for event in line["events"] if event[1] == "generate"]) == 16
     update = next(event for event in line["events"] if event[1] == "update")
     assert update[2:5] == ["phase", 515.0, 380.0]  # ms after the first event
-    write_trace(folder, 5)  # the run began anew
+    write_trace(folder, 5)  # the run started again
     assert timeline.iterations() == [0, 1, 2, 3, 4]
     with (folder / "trace" / "rank-00000.json").open("a") as file:
         file.write('{"name":"iteration 5","ph"')  # in the making

@@ -125,10 +125,10 @@ def test_a_trajectory_is_shown_token_by_token_in_colors(browser: Browser, server
 
 def test_a_curve_has_a_log_scale_and_is_enlarged_by_a_click(browser: Browser, six_runs: PageServer) -> None:
     look(browser, six_runs.url)
-    read_chart = "return document.querySelector('.chart canvas').toDataURL()"
-    linear = browser.run(read_chart)
+    image_of_chart = "return document.querySelector('.chart canvas').toDataURL()"
+    linear = browser.run(image_of_chart)
     browser.click("#log")
-    assert browser.run(read_chart) != linear
+    assert browser.run(image_of_chart) != linear
     assert browser.count("canvas[aria-label$='log scale']") == 3
     browser.click(".chart canvas")
     assert browser.run("return document.querySelector('.large canvas').clientHeight") > 300

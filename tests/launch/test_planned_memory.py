@@ -21,7 +21,7 @@ from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, ShardedExperience
 from lightrl.strategies.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_bytes
-from lightrl.testing.tiny_model import TINY_CONFIG
+from lightrl.testing import TINY_CONFIG
 from lightrl.trajectory import Sampling
 
 CONFIG = {**TINY_CONFIG, "max_position_embeddings": 256}  # tokens: prompts and 128 new ones

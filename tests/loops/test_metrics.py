@@ -11,7 +11,7 @@ from torch import Tensor
 from lightrl.loops.metrics import (
     SQUARED_WEIGHT,
     WEIGHT,
-    IterationMetrics,
+    add_parts,
     joined,
     over_ranks,
     parts_of,
@@ -60,11 +60,11 @@ def test_a_metric_without_weight_is_left_out(name: str) -> None:
     assert value(name, ones, torch.zeros_like(MASK)) is None
     assert value(name, torch.ones(3), torch.zeros_like(MASK)) is None
     assert value(name, (ones, 0 * ones)) is None
-    parts = IterationMetrics()
-    parts.add(parts_of({name: ones}, torch.zeros_like(MASK)))
-    assert parts.values() == {}
-    parts.add(parts_of({name: 2 * ones}, MASK))
-    assert parts.values() == {name: 6.0 if name == "num_clipped" else 2.0}
+    parts: dict[str, Tensor] = {}
+    add_parts(parts, parts_of({name: ones}, torch.zeros_like(MASK)))
+    assert values_of(parts) == {}
+    add_parts(parts, parts_of({name: 2 * ones}, MASK))
+    assert values_of(parts) == {name: 6.0 if name == "num_clipped" else 2.0}
 
 
 def test_metrics_that_are_made_together_are_those_made_alone() -> None:
@@ -101,14 +101,14 @@ def test_metrics_do_not_depend_on_how_many_microbatches_minibatches_or_ranks_the
     name: str, cuts: list[int]
 ) -> None:
     parts, expected = cut_metrics(name, cuts)
-    microbatches, minibatches = parts[0], IterationMetrics()
+    microbatches, minibatches = parts[0], dict[str, Tensor]()
     for part in parts[1:]:
         microbatches = joined(name, microbatches, part)
     for part in parts:
-        minibatches.add({name: part})
+        add_parts(minibatches, {name: part})
     by_rank = on_ranks(*({name: part} for part in parts))
     assert len(by_rank) == len(cuts)
-    for found in (values_of({name: microbatches}), minibatches.values(), *by_rank):
+    for found in (values_of({name: microbatches}), values_of(minibatches), *by_rank):
         assert found == pytest.approx({name: expected}, rel=1e-5)
 
 
@@ -183,8 +183,8 @@ def test_the_effective_sample_size_is_that_of_all_minibatches_and_ranks(cuts: li
     ratios = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).exp()
     expected = float(ratios.sum() ** 2 / (35 * ratios.square().sum()))
     parts = [ess_parts(part) for part in ratios.split(cuts)]
-    metrics = IterationMetrics()
+    metrics: dict[str, Tensor] = {}
     for part in parts:
-        metrics.add(part)
-    for found in [metrics.values(), *on_ranks(*parts)]:
+        add_parts(metrics, part)
+    for found in [values_of(metrics), *on_ranks(*parts)]:
         assert found == pytest.approx({"ess_fraction": expected}, rel=1e-5)

@@ -17,7 +17,7 @@ ROLES = {"policy", "reference"}
 
 
 def own(name: str, *inputs: str, **settings: Any) -> ModelCall:
-    """A call beside the trainer's, whose output is its name."""
+    """A call in its own thread, whose output is its name."""
     return ModelCall(name, None, "infer", inputs, (name,), run=lambda *_: None, **settings)
 
 
@@ -71,9 +71,9 @@ def test_the_trainers_calls_run_one_after_another_in_the_callers_thread() -> Non
 
 def test_an_error_of_a_call_that_runs_during_the_trainers_is_raised_as_it_is() -> None:
     def run(call: ModelCall, state: Any) -> dict[str, Any]:
-        raise LookupError(f"no judge for {call.name}")
+        raise LookupError(f"no server for {call.name}")
 
-    with pytest.raises(LookupError, match="no judge for style"):
+    with pytest.raises(LookupError, match="no server for style"):
         executed([own("style")], run)
 
 
@@ -90,22 +90,22 @@ def test_who_does_not_answer_in_time_is_named() -> None:
     never.set()
 
 
-def test_a_judge_that_needs_another_starts_while_the_trainer_works() -> None:
-    """The trainer's call ends only when the second judge has begun."""
-    has_begun = threading.Event()
+def test_a_function_that_needs_another_starts_while_the_trainer_works() -> None:
+    """The trainer's call ends only when the second function has started."""
+    has_started = threading.Event()
 
     def run(call: ModelCall, state: Mapping[str, Any]) -> dict[str, Any]:
         if call.name == "second":
-            has_begun.set()
+            has_started.set()
         if call.role is not None:
-            assert has_begun.wait(30)
+            assert has_started.wait(30)
         return dict.fromkeys(call.outputs, 1)
 
     assert "second" in executed([REFERENCE, own("first"), own("second", "first")], run)
 
 
 def test_the_trainer_takes_what_is_ready_first() -> None:
-    """The slow judge ends only when the call that needs the fast one has run."""
+    """The slow function ends only when the call that needs the fast one has run."""
     ran = threading.Event()
 
     def run(call: ModelCall, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def test_every_rank_ends_with_the_outputs_of_calls_that_others_ran(first: int) -
     assert sorted(ran) == sorted((rank, name) for name, ranks in runs_on.items() for rank in ranks)
 
 
-def test_calls_on_different_ranks_and_a_judge_run_at_once() -> None:
+def test_calls_on_different_ranks_and_a_function_run_at_once() -> None:
     """Each of the three waits until all have started."""
     three = threading.Barrier(3)
 

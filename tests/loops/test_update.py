@@ -20,6 +20,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
+from lightrl.loops.metrics import values_of
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.models import Outputs
 
@@ -88,15 +89,15 @@ def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_mi
     )
     losses = MinibatchLoss(returning(lambda *_: next(values)), minibatch)
     total = sum(float(losses(part, outputs_like(part))) for part in parts)
-    assert losses.metrics()["loss"] == pytest.approx(float(per_token[minibatch.loss_mask].mean()), rel=1e-5)
-    assert losses.metrics()["level"] == pytest.approx(float(per_trajectory.mean()), rel=1e-5)
-    assert losses.metrics()["entropy_nats"] == pytest.approx(2.0)
+    assert values_of(losses.parts)["loss"] == pytest.approx(float(per_token[minibatch.loss_mask].mean()), rel=1e-5)
+    assert values_of(losses.parts)["level"] == pytest.approx(float(per_trajectory.mean()), rel=1e-5)
+    assert values_of(losses.parts)["entropy_nats"] == pytest.approx(2.0)
     # d = 0.1 for every token: the policy's logprob is lower by that.
-    assert losses.metrics()["kl_behavior_nats"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-3)
-    assert losses.metrics()["ess_fraction"] == pytest.approx(1)  # all have lost as much
-    assert losses.metrics()["behavior_abs_dlogp_nats"] == pytest.approx(0.1, rel=1e-3)
-    assert losses.metrics()["max_behavior_abs_dlogp_nats"] == pytest.approx(0.1, rel=1e-3)
-    assert total == pytest.approx(losses.metrics()["loss"], rel=1e-5)
+    assert values_of(losses.parts)["kl_behavior_nats"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-3)
+    assert values_of(losses.parts)["ess_fraction"] == pytest.approx(1)  # all have lost as much
+    assert values_of(losses.parts)["behavior_abs_dlogp_nats"] == pytest.approx(0.1, rel=1e-3)
+    assert values_of(losses.parts)["max_behavior_abs_dlogp_nats"] == pytest.approx(0.1, rel=1e-3)
+    assert total == pytest.approx(values_of(losses.parts)["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +140,8 @@ def test_a_metric_over_some_tokens_has_their_number_as_its_denominator(microbatc
     losses.reduce()
     expected = minibatch.behavior_logprobs[minibatch.loss_mask & (minibatch.advantages > 0)]
     assert 0 < len(expected) < minibatch.num_loss_tokens
-    assert losses.metrics()["good_nats"] == pytest.approx(float(expected.mean()), rel=1e-5)
-    assert losses.metrics()["max_good_nats"] == pytest.approx(float(expected.max()))
+    assert values_of(losses.parts)["good_nats"] == pytest.approx(float(expected.mean()), rel=1e-5)
+    assert values_of(losses.parts)["max_good_nats"] == pytest.approx(float(expected.max()))
 
 
 def test_only_tokens_of_the_present_version_show_the_engines_mismatch() -> None:
@@ -153,7 +154,7 @@ def test_only_tokens_of_the_present_version_show_the_engines_mismatch() -> None:
     for version in (4, 5, 6):
         losses = MinibatchLoss(make_module(), replace(minibatch, weight_versions=versions), weight_version=version)
         losses(losses.minibatch, outputs)
-        metrics[version] = losses.metrics()
+        metrics[version] = values_of(losses.parts)
     for name in ("sync/mismatch_abs_dlogp_nats", "sync/max_mismatch_abs_dlogp_nats"):
         assert metrics[4][name] == pytest.approx(0.5, rel=1e-3)
         assert metrics[5][name] == pytest.approx(0.1, rel=1e-3)
@@ -169,7 +170,7 @@ def test_the_logged_loss_is_the_one_that_is_minimized(mode: Any) -> None:
         returning(lambda part, _: {"loss": torch.ones(part.token_ids.shape)}, loss_reduction=mode), minibatch
     )
     minimized = sum(float(losses(part, outputs_like(part))) for part in minibatch.microbatch_rows(20)[1])
-    assert losses.metrics()["loss"] == pytest.approx(minimized)
+    assert values_of(losses.parts)["loss"] == pytest.approx(minimized)
 
 
 def test_a_metric_that_carries_a_gradient_is_logged_without_it() -> None:
@@ -191,7 +192,7 @@ def test_outputs_that_are_not_finite_at_masked_positions_leave_loss_and_gradient
         entropy = torch.where(minibatch.loss_mask, torch.tensor(2.0), torch.tensor(fill))
         losses = MinibatchLoss(module, minibatch)
         losses(minibatch, Outputs(logprobs, entropy)).backward()
-        results.append((logprobs.grad, losses.metrics()))
+        results.append((logprobs.grad, values_of(losses.parts)))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
 
@@ -202,7 +203,7 @@ def test_a_minibatch_that_trains_nothing_has_loss_zero() -> None:
     losses = MinibatchLoss(make_module(), minibatch)
     assert float(losses(minibatch, outputs_like(minibatch))) == 0
     losses.reduce()
-    assert losses.metrics() == {}  # no mean of nothing, and no -inf
+    assert values_of(losses.parts) == {}  # no mean of nothing, and no -inf
 
 
 def trained_once() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
@@ -239,7 +240,7 @@ def test_an_update_without_finite_gradients_changes_neither_parameters_nor_optim
     assert all(map(torch.equal, moments, [value for state in optimizer.state.values() for value in state.values()]))
 
 
-def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_resets_it() -> None:
+def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_starts_again() -> None:
     layer, optimizer = trained_once()
     guard = GradientGuard()
 
@@ -295,7 +296,7 @@ def fit(folder: Path, module: GRPO, *callbacks: L.Callback, num_iterations: int 
 
 def module_to_fit(algorithm: str = "GRPO", **settings: Any) -> GRPO:
     defaults: dict[str, Any] = {
-        # A lambda is judged in this process; a function would cost each test the start of a worker.
+        # A lambda runs in this process; a function would cost each test the start of a worker.
         "reward": lambda trajectory: float(trajectory.completion_ids[0] % 3),
         "group_size": 3,
         "sampling": Sampling(max_new_tokens=6),

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from test_make_model import make_folder
 
+from lightrl.algorithms import GRPO
 from lightrl.commands import cli
 from lightrl.commands.main import main
 from lightrl.migration.convert import convert
@@ -69,7 +70,8 @@ def test_grpo_on_gsm8k_is_what_the_file_says(tmp_path):
     assert (model.decoupled.cap, model.decoupled.mode) == (4.0, "mask")
     assert (model.group_size, model.sampling.max_new_tokens, model.sampling.temperature) == (6, 700, 0.9)
     data = run.data.init_args
-    assert (data.train, data.name, data.batch_size, data.validation_batch_size) == ("openai/gsm8k", "main", 32, 64)
+    assert (data.train.source, data.train.name) == ("openai/gsm8k", "main")
+    assert (data.batch_size, data.validation_batch_size) == (32, 64)
     assert (data.max_prompt_tokens, data.prompt_overflow) == (600, "drop")
 
 
@@ -193,6 +195,15 @@ def test_schedules_of_areal_are_rl_settings_too():
     assert (found, result.left) == ([1e-5, "cosine", 0.1, 0.02], {})
 
 
+@pytest.mark.parametrize("kind", [{}, {"lr_scheduler_type": "constant"}, {"lr_scheduler_type": None}], ids=str)
+def test_the_end_of_a_decay_is_dropped_where_the_learning_rate_is_constant(kind):
+    result = convert(actor(optimizer={"min_lr_ratio": 0.1, **kind}) | {"gconfig": {"n_samples": 4}})
+    assert "no decay" in result.notes["actor.optimizer.min_lr_ratio"]
+    settings = result.settings["model"]["init_args"]
+    schedule = {name: settings[name] for name in ("lr_decay", "min_lr_ratio") if name in settings}
+    assert GRPO("some/model", reward="lightrl.rewards.math_answer", **schedule).min_lr_ratio == 0.0
+
+
 def test_another_reference_of_dpo_is_kept_and_microbatches_have_no_counterpart():
     ref = {"path": "other/model", "mb_spec": {"max_tokens_per_mb": 9}}
     result = convert(learns_from("dpo", ref=ref))
@@ -206,7 +217,7 @@ def test_a_converted_file_trains_where_only_the_hub_the_gpus_and_the_sizes_are_o
     folder, out = make_folder(tmp_path), tmp_path / "run.yaml"
     main(["convert", str(GSM8K), "--out", str(out)])
     rows = tmp_path / "train.jsonl"
-    here = [f"--model.policy={folder}", f"--data.train={rows}", f"--data.validation={rows}", "--data.name=null"]
+    here = [f"--model.policy={folder}", f"--data.train={rows}", f"--data.validation={rows}"]
     here += ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.engine=LocalEngine"]
     here += ["--model.sampling.max_new_tokens=8", "--data.batch_size=4", "--data.validation_batch_size=4"]
     here += [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false"]

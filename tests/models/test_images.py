@@ -12,7 +12,8 @@ from tiny import gradients, tiny_spec
 
 from lightrl.algorithms import GRPO
 from lightrl.engines import LocalEngine
-from lightrl.engines.sglang.request import CompletionDraft, RequestImages
+from lightrl.engines.servers.request import CompletionDraft, RequestImages
+from lightrl.engines.sglang.generation import request_of
 from lightrl.experience import Experience
 from lightrl.models.images import ImageReader, data_url, input_embeddings, read_image, with_images
 from lightrl.strategies.single import LogprobSettings, SingleModel
@@ -21,8 +22,8 @@ from lightrl.weights import bucketed
 
 
 def image_reader() -> ImageReader:
-    found = ImageReader.of(image_spec().load_config())
-    return found
+    actual = ImageReader.of(image_spec().load_config())
+    return actual
 
 
 def image_experience(**settings: int) -> Experience:
@@ -55,8 +56,8 @@ def test_an_image_is_as_many_tokens_as_the_model_makes_of_it():
     ids = [5, *[IMAGE_TOKEN] * TOKENS_EACH, 6]
     expected = model(input_ids=torch.tensor([ids]), pixel_values=read.pixel_values([RED])).logits
     rows = torch.tensor([[0]])
-    found = input_embeddings(model, torch.tensor([ids]), read.pixel_values([RED]), rows)
-    assert torch.allclose(model(inputs_embeds=found).logits, expected, atol=1e-6)
+    actual = input_embeddings(model, torch.tensor([ids]), read.pixel_values([RED]), rows)
+    assert torch.allclose(model(inputs_embeds=actual).logits, expected, atol=1e-6)
 
 
 def test_the_context_of_a_model_that_sees_images_is_that_of_its_text_model():
@@ -130,8 +131,7 @@ def test_text_alone_has_no_images():
 def test_groups_travel_with_their_images():
     trajectories = image_trajectories(num_groups=1)
     group = Group(0, trajectories[0].prompt, trajectories)
-    assert Group.from_json(json.loads(json.dumps(group.state_dict()))) == group
-    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
+    assert Group.from_state(json.loads(json.dumps(group.state_dict()))) == group
     assert Trajectory.from_json(json.loads(json.dumps(trajectories[0].to_json()))) == trajectories[0]
 
 
@@ -153,7 +153,7 @@ def test_a_file_and_a_data_url_are_the_same_image(tmp_path: Path):
 
 
 def engine_completions(prompts: list[Prompt], *, reload: bool = False, max_batch: int = 8) -> list[Trajectory]:
-    """Two completions of each prompt, drawn side by side; with `reload` the weights come again in between."""
+    """Two completions of each prompt, sampled side by side; with `reload` the weights come again in between."""
     model = image_spec().load_model()
     engine = LocalEngine(max_batch=max_batch, threads=1)
     engine.start(model.config)
@@ -180,13 +180,18 @@ def engine_completions(prompts: list[Prompt], *, reload: bool = False, max_batch
                 start = len(prompt.token_ids)
                 found.append(
                     Trajectory(
-                        prompt=prompt, group_id=group, sample=sample, token_ids=prompt.token_ids + item.token_ids,
+                        prompt=prompt,
+                        group_id=group,
+                        sample=sample,
+                        token_ids=prompt.token_ids + item.token_ids,
                         loss_mask=[False] * start + [True] * len(item.token_ids),
                         behavior_logprobs=[0.0] * start + item.logprobs,
-                        weight_versions=[-1] * start + item.weight_versions, completion_ids=item.token_ids,
-                        completion="", reward=0.0,
+                        weight_versions=[-1] * start + item.weight_versions,
+                        completion_ids=item.token_ids,
+                        completion="",
+                        reward=0.0,
                     )
-                )  # fmt: skip
+                )
         return found
 
     try:
@@ -226,6 +231,6 @@ def test_a_request_to_sglang_has_one_image_token_and_the_image_data():
     prompt = [5, *[IMAGE_TOKEN] * TOKENS_EACH, 6]
     draft = CompletionDraft(prompt, Sampling(max_new_tokens=4), images=RequestImages(read.collapsed(prompt, 1), [RED]))
     draft.token_ids, draft.logprobs, draft.weight_versions = [7], [-1.0], [0]
-    body = draft.body("r", "key")
+    body = request_of(draft, "r", "key")
     assert (body["input_ids"], body["image_data"]) == ([5, IMAGE_TOKEN, 6, 7], [RED])
-    assert "image_data" not in CompletionDraft(prompt, Sampling()).body("r", "key")
+    assert "image_data" not in request_of(CompletionDraft(prompt, Sampling()), "r", "key")

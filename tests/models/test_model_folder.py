@@ -18,7 +18,7 @@ from lightrl.strategies import LogprobSettings, SingleModel
 
 
 @pytest.mark.parametrize(("family", "has_bias"), [("qwen2", True), ("qwen3", True), ("llama", False)])
-def test_a_bias_of_zero_is_added_to_the_heads_that_have_one_in_sglang(
+def test_a_bias_of_zero_lies_next_to_the_heads_that_have_one_in_sglang(
     family: str, has_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = ModelSpec(config=FAMILIES[family], tokenizer="tiny.char_tokenizer", seed=1, head="scalar")
@@ -38,10 +38,10 @@ def test_a_bias_of_zero_is_added_to_the_heads_that_have_one_in_sglang(
     loaded = ModelSpec(path=str(tmp_path), tokenizer="tiny.char_tokenizer", head="scalar").load_model()
     experience = random_experience()
     outputs = [next(iter(SingleModel(one, LogprobSettings()).forward([experience]))) for one in (loaded, model)]
-    found, expected = (output.values for output in outputs)
-    assert found is not None
+    actual, expected = (output.values for output in outputs)
+    assert actual is not None
     assert expected is not None
-    torch.testing.assert_close(found, expected)  # products round by where the weights lie in memory
+    torch.testing.assert_close(actual, expected)  # products round by where the weights lie in memory
     assert expected.any()
 
 

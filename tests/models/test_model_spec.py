@@ -63,8 +63,8 @@ def test_a_device_context_changes_neither_place_nor_weights() -> None:
 
 def test_without_a_seed_the_weights_are_those_of_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    found, expected = tiny_spec(seed=None).load_model(), tiny_spec(seed=7).load_model()
-    assert torch.equal(found.get_output_embeddings().weight, expected.get_output_embeddings().weight)
+    actual, expected = tiny_spec(seed=None).load_model(), tiny_spec(seed=7).load_model()
+    assert torch.equal(actual.get_output_embeddings().weight, expected.get_output_embeddings().weight)
 
 
 def test_models_are_in_evaluation_mode_and_float32_by_default() -> None:

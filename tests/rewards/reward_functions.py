@@ -173,7 +173,7 @@ class AsyncScale:
         return self.factor
 
 
-class Judges:
+class Constants:
     @staticmethod
     def constant(trajectory: Trajectory) -> float:
         return 0.25
@@ -186,7 +186,7 @@ async def block_async(trajectory: Trajectory) -> float:
 
 
 def return_twice(trajectory: Trajectory) -> float:
-    """Comes back twice: the child goes on in the worker's code."""
+    """Comes back twice: the child continues in the worker's code."""
     os.fork()
     return 0.25
 

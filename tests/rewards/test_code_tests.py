@@ -1,4 +1,4 @@
-"""code_tests: verdicts over the three kinds of tests, what is extracted, and programs that only look right."""
+"""code_tests: results of the three kinds of tests, what is extracted, and programs that only look right."""
 
 import pytest
 from reward_functions import trajectory_that
@@ -25,25 +25,25 @@ def _needs_a_sandbox() -> None:
         pytest.skip(str(error))
 
 
-def judged(program: str, tests: object, **settings: object) -> dict[str, object]:
+def numbers_of(program: str, tests: object, **settings: object) -> dict[str, object]:
     return code_tests(trajectory_that(f"So:\n```python\n{program}\n```\nDone.", tests=tests), **settings)
 
 
-def verdict_of(result: dict[str, object]) -> str:
+def result_of(metrics: dict[str, object]) -> str:
     numbers = {"reward", "accuracy", "passed_fraction", "extracted"}
-    return next((name for name, value in result.items() if name not in numbers and value == 1.0), "accepted")
+    return next((name for name, value in metrics.items() if name not in numbers and value == 1.0), "accepted")
 
 
 @pytest.mark.parametrize(("program", "tests"), [(RIGHT_SUM, SUM), (RIGHT_ADD, ADD), (RIGHT_ADD, ASSERT)])
 def test_a_right_program_is_accepted(program, tests):
-    result = judged(program, tests)
-    assert (result["reward"], result["accuracy"], result["passed_fraction"]) == (1.0, 1.0, 1.0)
-    assert verdict_of(result) == "accepted"
-    assert result["extracted"] == program + "\n"
+    numbers = numbers_of(program, tests)
+    assert (numbers["reward"], numbers["accuracy"], numbers["passed_fraction"]) == (1.0, 1.0, 1.0)
+    assert result_of(numbers) == "accepted"
+    assert numbers["extracted"] == program + "\n"
 
 
 @pytest.mark.parametrize(
-    ("program", "tests", "verdict"),
+    ("program", "tests", "result"),
     [
         ("print(4)", SUM, "wrong_answer"),
         ("raise ValueError", SUM, "runtime_error"),
@@ -58,10 +58,10 @@ def test_a_right_program_is_accepted(program, tests):
         (" ", SUM, "no_program"),
     ],
 )
-def test_a_wrong_program_has_its_verdict(program, tests, verdict):
-    result = judged(program, tests, wall_s=1.0, memory_mib=256)
-    assert result["reward"] == result["accuracy"] == 0.0
-    assert verdict_of(result) == verdict
+def test_a_wrong_program_has_its_result(program, tests, result):
+    numbers = numbers_of(program, tests, wall_s=1.0, memory_mib=256)
+    assert numbers["reward"] == numbers["accuracy"] == 0.0
+    assert result_of(numbers) == result
 
 
 @pytest.mark.parametrize("tests", [SUM, ADD, ASSERT], ids=["output", "calls", "statements"])
@@ -76,7 +76,7 @@ def test_a_wrong_program_has_its_verdict(program, tests, verdict):
     ids=["exits", "exits at once", "prints a success", "equals everything"],
 )
 def test_a_program_that_only_looks_right_earns_nothing(program, tests):
-    assert judged(program, tests)["reward"] == 0.0
+    assert numbers_of(program, tests)["reward"] == 0.0
 
 
 # Read the word from stdin and print it before these: what a program prints is data, and never a failure of the reward.
@@ -91,25 +91,25 @@ ECHO = "import sys, json, os; text = sys.stdin.read(); word = json.loads(text)[0
 )
 def test_what_a_program_prints_scores_0_and_drops_nothing(printed, tests):
     program = ECHO + f"os.write(1, (word + {printed}).encode('utf8', 'surrogatepass')); os._exit(0)"
-    result = judged(program, tests, tolerance=1e-6)
-    assert result["reward"] == 0.0
-    assert verdict_of(result) == "wrong_answer"
+    numbers = numbers_of(program, tests, tolerance=1e-6)
+    assert numbers["reward"] == 0.0
+    assert result_of(numbers) == "wrong_answer"
 
 
 def test_a_program_that_is_no_text_scores_0():
-    assert verdict_of(judged("print('\ud800')", SUM)) == "runtime_error"
+    assert result_of(numbers_of("print('\ud800')", SUM)) == "runtime_error"
 
 
 def test_partial_credit_is_the_fraction_of_tests_passed():
     program = "def add(a, b):\n    return 3\n"
-    assert judged(program, ADD, partial_credit=True)["reward"] == 0.5
-    assert judged(program, ADD)["reward"] == 0.0
-    assert judged(program, ADD, partial_credit=True)["wrong_answer"] == 1.0
+    assert numbers_of(program, ADD, partial_credit=True)["reward"] == 0.5
+    assert numbers_of(program, ADD)["reward"] == 0.0
+    assert numbers_of(program, ADD, partial_credit=True)["wrong_answer"] == 1.0
 
 
 def test_tests_that_would_begin_too_late_count_as_time_limit():
-    result = judged("import time; time.sleep(9)", SUM * 10, partial_credit=True, wall_s=0.3, total_s=0.5)
-    assert (result["reward"], result["time_limit"]) == (0.0, 1.0)
+    numbers = numbers_of("import time; time.sleep(9)", SUM * 10, partial_credit=True, wall_s=0.3, total_s=0.5)
+    assert (numbers["reward"], numbers["time_limit"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_the_program_is_the_last_block_that_is_no_output_and_no_example_of_its_u
     ids=["printed", "returned", "from a column", "numpy's integer", "numpy within a dict"],
 )
 def test_integers_of_any_length_and_numpys_numbers_are_values(program, tests):
-    assert judged(program, tests)["reward"] == 1.0
+    assert numbers_of(program, tests)["reward"] == 1.0
 
 
 def test_a_call_that_raises_is_not_the_expected_null():
     program = "def f():\n    raise ValueError"
-    assert verdict_of(judged(program, [{"function": "f", "arguments": [], "expected": None}])) == "runtime_error"
+    assert result_of(numbers_of(program, [{"function": "f", "arguments": [], "expected": None}])) == "runtime_error"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_outputs_are_compared_line_by_line(found, expected, tolerance, is_same):
 @pytest.mark.parametrize("tests", [None, [], "[]", [{"input": "1"}], [3]])
 def test_a_prompt_without_tests_is_refused(tests):
     with pytest.raises(ValueError, match=r"in its field 'tests'|a test of an unknown kind"):
-        judged(RIGHT_SUM, tests)
+        numbers_of(RIGHT_SUM, tests)
 
 
 class Oracle:
@@ -196,4 +196,4 @@ class Oracle:
 
 
 def test_another_sandbox_can_be_named():
-    assert judged("whatever", SUM, sandbox="test_code_tests.Oracle", partial_credit=True)["reward"] == 0.5
+    assert numbers_of("whatever", SUM, sandbox="test_code_tests.Oracle", partial_credit=True)["reward"] == 0.5

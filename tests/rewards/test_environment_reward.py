@@ -1,8 +1,8 @@
-"""environment_reward: the rewards of the turns are the judgment."""
+"""environment_reward: the rewards of the turns are the result."""
 
 import pytest
 
-from lightrl.rewards import Judgment, environment_reward
+from lightrl.rewards import RewardResult, environment_reward
 from lightrl.trajectory import Prompt, Trajectory
 
 
@@ -16,7 +16,7 @@ def a_trajectory(rewards: list[float] | None) -> Trajectory:
 
 def test_the_rewards_of_the_turns_sum_to_the_reward():
     trajectory = a_trajectory([0.0, 0.0, 0.5, 0.25])
-    Judgment.of(environment_reward(trajectory), trajectory).apply_to(trajectory)
+    RewardResult.of(environment_reward(trajectory), trajectory).apply_to(trajectory)
     assert (trajectory.reward, trajectory.rewards) == (0.75, [0.0, 0.0, 0.5, 0.25])
 
 

@@ -1,19 +1,23 @@
-"""RewardHook: callables of this process, judged in a thread."""
+"""RewardHook: callables of this process, in a thread; make_reward_worker: which callables those are."""
 
 import asyncio
+import functools
 import logging
+import math
 import threading
+from pathlib import Path
 
 import pytest
+import reward_functions
 from reward_functions import obey, obey_async, trajectory_that
 from test_pool import reasons
 
-from lightrl.rewards import Judgment, RewardHook
+from lightrl.rewards import RewardHook, RewardPool, RewardResult, make_reward_worker, math_answer
 
 
 def outcomes(hook: RewardHook, *trajectories: object) -> list[object]:
     async def gathered() -> list[object]:
-        return await asyncio.gather(*map(hook.score, trajectories), return_exceptions=True)
+        return await asyncio.gather(*map(hook.compute_reward, trajectories), return_exceptions=True)
 
     hook.start()
     try:
@@ -36,9 +40,9 @@ class Scale:
 
 
 @pytest.mark.parametrize("function", [Scale().reward, Scale().reward_async, lambda t: Scale().reward_async(t)])
-def test_512_trajectories_are_judged_each_with_its_own_reward(function):
+def test_512_trajectories_each_get_their_own_reward(function):
     results = outcomes(RewardHook(function), *(trajectory_that(give=float(i)) for i in range(512)))
-    assert results == [Judgment(3.0 * i) for i in range(512)]
+    assert results == [RewardResult(3.0 * i) for i in range(512)]
 
 
 @pytest.mark.parametrize("function", [obey, obey_async])
@@ -89,3 +93,51 @@ def test_close_ends_the_threads():
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
     assert set(threading.enumerate()) <= before
+
+
+def test_a_method_that_was_renamed_says_its_new_name() -> None:
+    with pytest.raises(AttributeError, match="'RewardHook' object has no attribute 'score'; it is now compute_reward"):
+        getattr(RewardHook(len), "score")  # noqa: B009
+
+
+def test_a_dotted_path_becomes_a_pool():
+    worker = make_reward_worker("reward_functions.length")
+    assert isinstance(worker, RewardPool)
+    assert worker.path == "reward_functions.length"
+
+
+@pytest.mark.parametrize(
+    ("function", "path"),
+    [
+        (reward_functions.length, "reward_functions.length"),
+        (reward_functions.Constants.constant, "reward_functions.Constants.constant"),
+        (math_answer, "lightrl.rewards.math_answer.math_answer"),
+    ],
+)
+def test_a_function_that_can_be_imported_becomes_a_pool_that_finds_it(function, path):
+    worker = make_reward_worker(function, search_paths=[str(Path(__file__).parent)])
+    assert isinstance(worker, RewardPool)
+    assert worker.path == path
+    worker.start()
+    worker.close()
+
+
+def nested():
+    def reward(trajectory):
+        return 1.0
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda trajectory: 1.0, nested(), functools.partial(math.copysign, 1.0), Scale().reward, math.sqrt],
+    ids=["lambda", "closure", "partial", "method", "builtin"],
+)
+def test_other_callables_stay_in_this_process(function):
+    assert isinstance(make_reward_worker(function), RewardHook)
+
+
+def test_a_function_of_the_started_script_stays_in_this_process(monkeypatch):
+    monkeypatch.setattr(reward_functions.length, "__module__", "__main__")
+    assert isinstance(make_reward_worker(reward_functions.length), RewardHook)

@@ -16,7 +16,7 @@ from lightrl.rewards.math_answer import Answer, equals, final_answer, number
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 
 
-def judged(completion: str, answer: object, finish_reason: str = "stop", **settings: bool) -> dict[str, float]:
+def result_of(completion: str, answer: object, finish_reason: str = "stop", **settings: bool) -> dict[str, float]:
     result = math_answer(trajectory_that(completion, finish_reason, answer=answer), **settings)
     return {name: value for name, value in result.items() if name != "extracted"}
 
@@ -35,11 +35,11 @@ def test_there_are_a_hundred_cases_each_with_another_completion_or_reference():
 def test_the_last_marked_answer_counts_and_the_format_is_a_number_of_its_own(
     completion, answer, accuracy, format_, reason
 ):
-    result = judged(completion, answer)
+    result = result_of(completion, answer)
     assert (result["accuracy"], result["format"]) == (accuracy, format_), reason
     assert result["reward"] == (1.0 if accuracy else 0.1 if format_ else 0.0), reason
     assert result["lenient_accuracy"] >= accuracy
-    required = judged(completion, answer, require_format=True)
+    required = result_of(completion, answer, require_format=True)
     assert required["accuracy"] == accuracy * format_, reason
     assert required["reward"] == (1.0 if accuracy and format_ else 0.1 if format_ else 0.0), reason
 
@@ -49,7 +49,7 @@ def test_the_last_marked_answer_counts_and_the_format_is_a_number_of_its_own(
     [pytest.param(*row, id=f"{kind}: {row[0]} for {row[1]}") for kind, rows in BOXED.items() for row in rows],
 )
 def test_answers_are_equal_where_a_teacher_says_so(answer, reference, is_equal):
-    assert judged(f"\\boxed{{{answer}}}", reference)["accuracy"] == is_equal
+    assert result_of(f"\\boxed{{{answer}}}", reference)["accuracy"] == is_equal
 
 
 NUMBERS = st.integers(-999, 999)
@@ -114,24 +114,24 @@ def test_what_has_to_be_calculated_is_never_equal_to_its_value(first, second, op
     "text", [r"so \fbox{42}", r"so \boxed 42.", r"so $\boxed 42$", r"\boxed{\fbox{42}}", r"\boxed\frac{84}{2}"]
 )
 def test_a_box_may_be_written_in_other_ways(text):
-    assert judged(text, "42")["accuracy"] == 1.0
-    assert judged("#### 42", text)["accuracy"] == 1.0
+    assert result_of(text, "42")["accuracy"] == 1.0
+    assert result_of("#### 42", text)["accuracy"] == 1.0
 
 
 @pytest.mark.parametrize("completion", ["1 or 42", "That is 50-42", "#### 6 * 7 = 42", "It is 42"])
 def test_the_last_number_of_a_completion_that_marks_no_number_is_only_lenient(completion):
-    assert judged(completion, "42") == UNMARKED
+    assert result_of(completion, "42") == UNMARKED
 
 
 @pytest.mark.parametrize("finish_reason", ["length", "abort"])
 def test_a_completion_that_did_not_end_by_itself_is_right_but_not_in_format(finish_reason):
-    assert judged("#### 42", "42", finish_reason) == {**RIGHT, "format": 0.0}
-    assert judged("#### 42", "42", finish_reason, require_format=True) == UNMARKED
+    assert result_of("#### 42", "42", finish_reason) == {**RIGHT, "format": 0.0}
+    assert result_of("#### 42", "42", finish_reason, require_format=True) == UNMARKED
 
 
 @pytest.mark.parametrize("completion", ["", "####", "#### ", r"\boxed{", r"\boxed{}", "no number", "#### 5 or 6"])
 def test_nothing_earns_nothing(completion):
-    assert judged(completion, "5") == {"reward": 0.0, "accuracy": 0.0, "lenient_accuracy": 0.0, "format": 0.0}
+    assert result_of(completion, "5") == {"reward": 0.0, "accuracy": 0.0, "lenient_accuracy": 0.0, "format": 0.0}
 
 
 ADVERSARIAL = {
@@ -151,7 +151,7 @@ ADVERSARIAL = {
 
 @pytest.mark.parametrize("completion", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_adversarial_texts_return(completion):
-    assert judged(completion, "42")["accuracy"] == 0.0
+    assert result_of(completion, "42")["accuracy"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_each_gsm8k_solution_earns_1_for_its_own_problem_and_no_accuracy_for_ano
         pytest.skip(f"{GSM8K} is not here")
     with (GSM8K / f"{split}.jsonl").open() as file:
         solutions = [json.loads(line)["answer"] for line in file]
-    assert all(judged(solution, solution) == RIGHT for solution in solutions)
+    assert all(result_of(solution, solution) == RIGHT for solution in solutions)
     others = solutions[1:] + solutions[:1]
     different = [
         (one, other)
@@ -204,4 +204,4 @@ def test_each_gsm8k_solution_earns_1_for_its_own_problem_and_no_accuracy_for_ano
         if one.split("#### ")[1].replace(",", "") != other.split("#### ")[1].replace(",", "")
     ]
     assert len(different) > 0.9 * len(solutions)
-    assert all(judged(one, other)["accuracy"] == 0.0 for one, other in different)
+    assert all(result_of(one, other)["accuracy"] == 0.0 for one, other in different)

@@ -18,7 +18,7 @@ import pytest
 from reward_functions import trajectory_that
 
 from lightrl.errors import RewardError
-from lightrl.rewards import Judgment, RewardPool, supervisor
+from lightrl.rewards import RewardPool, RewardResult, supervisor
 from lightrl.rewards.pool import WorkerProcess
 
 HERE = str(Path(__file__).parent)
@@ -35,10 +35,10 @@ def pool_of(function: str, **settings: object) -> Iterator[RewardPool]:
 
 
 def outcomes(pool: RewardPool, *trajectories: object) -> list[object]:
-    """A Judgment or an exception for each trajectory, all asked for at the same time."""
+    """A RewardResult or an exception for each trajectory, all asked for at the same time."""
 
     async def gathered() -> list[object]:
-        return await asyncio.gather(*map(pool.score, trajectories), return_exceptions=True)
+        return await asyncio.gather(*map(pool.compute_reward, trajectories), return_exceptions=True)
 
     return asyncio.run(gathered())
 
@@ -73,14 +73,14 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RewardPool]:
         yield pool
 
 
-def test_512_trajectories_are_judged_each_with_its_own_reward(pool):
+def test_512_trajectories_each_get_their_own_reward(pool):
     results = outcomes(pool, *(trajectory_that(give=float(i), sample=i) for i in range(512)))
-    assert results == [Judgment(float(i)) for i in range(512)]
+    assert results == [RewardResult(float(i)) for i in range(512)]
 
 
 def test_a_dict_gives_reward_and_metrics(pool):
     (result,) = outcomes(pool, trajectory_that(give={"reward": 1, "format": 0.5}))
-    assert result == Judgment(1.0, {"format": 0.5})
+    assert result == RewardResult(1.0, {"format": 0.5})
 
 
 @pytest.mark.parametrize("what", ["raise", "sys.exit"])
@@ -153,8 +153,8 @@ def test_expressions_that_grow_without_end_return_or_are_killed():
     ]
     results = outcomes(pool, *(trajectory_that(f"\\boxed{{{tower}}}", answer="x^2") for tower in towers))
     pool.close()
-    assert all(isinstance(item, Judgment) or item.reason in ("timeout", "killed", "raised") for item in results)
-    assert all(item.metrics["accuracy"] == 0.0 for item in results if isinstance(item, Judgment))
+    assert all(isinstance(item, RewardResult) or item.reason in ("timeout", "killed", "raised") for item in results)
+    assert all(item.metrics["accuracy"] == 0.0 for item in results if isinstance(item, RewardResult))
 
 
 @pytest.mark.parametrize("what", ["hang", "hold"], ids=["sleeping", "in C code"])
@@ -180,10 +180,10 @@ def test_memory_within_the_limit_is_given():
 
 
 def test_a_worker_is_replaced_after_so_many_calls_and_no_call_waits_for_it():
-    async def one_by_one(pool: RewardPool) -> list[Judgment]:
+    async def one_by_one(pool: RewardPool) -> list[RewardResult]:
         results = []
         while len({item.metrics["pid"] for item in results}) < 3 and len(results) < 20_000:
-            results.append(await pool.score(trajectory_that(do="leak")))
+            results.append(await pool.compute_reward(trajectory_that(do="leak")))
         return results
 
     with pool_of("obey", recycle_after=5) as pool:
@@ -210,29 +210,29 @@ def test_async_calls_of_one_worker_run_together():
 
 
 def test_a_cancelled_call_leaves_the_pool_usable():
-    async def cancel_and_go_on(pool: RewardPool) -> Judgment:
-        tasks = [asyncio.create_task(pool.score(trajectory_that())) for _ in range(8)]
+    async def cancel_and_go_on(pool: RewardPool) -> RewardResult:
+        tasks = [asyncio.create_task(pool.compute_reward(trajectory_that())) for _ in range(8)]
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return await pool.score(trajectory_that(give=3.0))
+        return await pool.compute_reward(trajectory_that(give=3.0))
 
     with pool_of("obey") as pool:
-        assert asyncio.run(cancel_and_go_on(pool)) == Judgment(3.0)
+        assert asyncio.run(cancel_and_go_on(pool)) == RewardResult(3.0)
 
 
-async def judged_group(pool: RewardPool, group: list[object], cancelled: int | None = None) -> list[object]:
-    judgings = pool.score_group(group)
+async def outcomes_of_group(pool: RewardPool, group: list[object], cancelled: int | None = None) -> list[object]:
+    results = pool.compute_rewards(group)
     if cancelled is not None:
-        judgings[cancelled].cancel()
-    return await asyncio.gather(*judgings, return_exceptions=True)
+        results[cancelled].cancel()
+    return await asyncio.gather(*results, return_exceptions=True)
 
 
-def test_trajectories_of_a_group_are_judged_each_with_its_own_outcome(pool):
+def test_trajectories_of_a_group_each_get_their_own_outcome(pool):
     group = [trajectory_that(give=0.5), trajectory_that(answer={1, 2}), trajectory_that(), trajectory_that(give=0.25)]
-    first, refused, cancelled, last = asyncio.run(judged_group(pool, group, cancelled=2))
-    assert [first, last] == [Judgment(0.5), Judgment(0.25)]
+    first, refused, cancelled, last = asyncio.run(outcomes_of_group(pool, group, cancelled=2))
+    assert [first, last] == [RewardResult(0.5), RewardResult(0.25)]
     assert isinstance(refused, RewardError)
     assert "cannot be sent to the reward process as JSON: it holds {1, 2} (set)" in str(refused)
     assert isinstance(cancelled, asyncio.CancelledError)
@@ -240,7 +240,7 @@ def test_trajectories_of_a_group_are_judged_each_with_its_own_outcome(pool):
 
 def test_close_fails_the_calls_on_their_way_and_ends_all_processes():
     async def close_while_hanging(pool: RewardPool) -> list[object]:
-        tasks = [asyncio.create_task(pool.score(trajectory_that(do="hang"))) for _ in range(5)]
+        tasks = [asyncio.create_task(pool.compute_reward(trajectory_that(do="hang"))) for _ in range(5)]
         await asyncio.sleep(0.2)
         pool.close()
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -253,7 +253,7 @@ def test_close_fails_the_calls_on_their_way_and_ends_all_processes():
         assert len(children) >= 2
         assert reasons(results) == ["killed"] * 5
         assert wait_until_gone(children)
-        assert reasons(asyncio.run(judged_group(pool, [trajectory_that()] * 2))) == ["killed", "killed"]
+        assert reasons(asyncio.run(outcomes_of_group(pool, [trajectory_that()] * 2))) == ["killed", "killed"]
 
 
 @pytest.mark.parametrize("function", ["obey", "obey_async"])
@@ -284,7 +284,7 @@ def test_a_stray_line_that_comes_between_two_calls_costs_no_call():
 def test_a_reward_that_prints_without_a_newline_keeps_no_memory_here(capfd):
     with pool_of("obey") as pool:
         call = trajectory_that(do="print without a newline", times=200)
-        asyncio.run(pool.score(trajectory_that()))
+        asyncio.run(pool.compute_reward(trajectory_that()))
         tracemalloc.start()
         results = outcomes(pool, call)
         peak = tracemalloc.get_traced_memory()[1]
@@ -357,7 +357,7 @@ from lightrl.rewards import RewardPool
 from reward_functions import trajectory_that
 pool = RewardPool("reward_functions.obey", search_paths=[sys.argv[1]])
 pool.start()
-asyncio.run(pool.score(trajectory_that(do="spawn", file=sys.argv[2])))
+asyncio.run(pool.compute_reward(trajectory_that(do="spawn", file=sys.argv[2])))
 """
     file = tmp_path / "pids"
     trainer = subprocess.Popen([sys.executable, "-c", script, HERE, str(file)])

@@ -1,4 +1,4 @@
-"""FailureLog and replay: what failed is written, and one call tells all about it."""
+"""FailureLog and replay: what failed is written, and one call computes it again."""
 
 import asyncio
 import json
@@ -8,29 +8,29 @@ import pytest
 from reward_functions import trajectory_that
 
 from lightrl.errors import RewardError
-from lightrl.rewards import FailureLog, Judgment, RewardHook, RewardPart, replay
+from lightrl.rewards import FailureLog, RewardHook, RewardPart, RewardResult, replay
 
 HERE = str(Path(__file__).parent)
 
 
 def failures_of(function: object, path: Path, *trajectories: object, **settings: object) -> list[object]:
-    judge = FailureLog(RewardHook(function), path, **settings)
-    judge.start()
+    worker = FailureLog(RewardHook(function), path, **settings)
+    worker.start()
 
     async def gathered() -> list[object]:
-        return await asyncio.gather(*map(judge.score, trajectories), return_exceptions=True)
+        return await asyncio.gather(*worker.compute_rewards(trajectories), return_exceptions=True)
 
     try:
         return asyncio.run(gathered())
     finally:
-        judge.close()
+        worker.close()
 
 
-def test_what_failed_is_written_and_raised_and_the_rest_is_judged(tmp_path):
+def test_what_failed_is_written_and_raised_and_the_rest_has_a_reward(tmp_path):
     path = tmp_path / "run" / "failed_rewards.jsonl"
     results = failures_of(lambda t: 1.0 / t.sample, path, trajectory_that(sample=0), trajectory_that(sample=2))
     assert isinstance(results[0], RewardError)
-    assert results[1] == Judgment(0.5)
+    assert results[1] == RewardResult(0.5)
     (record,) = map(json.loads, path.read_text().splitlines())
     assert record["reason"] == "raised"
     assert "ZeroDivisionError" in record["message"]

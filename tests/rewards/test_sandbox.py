@@ -66,14 +66,14 @@ def run(sandbox: LocalSandbox, program: str, stdin: str = "", **limits: float) -
 
 
 def processes_with(mark: str) -> list[psutil.Process]:
-    """Those that have it in their command, but for the ones of another pytest worker beside this one."""
+    """Those that have it in their command, but for the ones of another pytest worker."""
     parent = psutil.Process().parent()
-    beside = {item.pid for item in parent.children()} - {os.getpid()} if parent is not None else set()
+    other_workers = {item.pid for item in parent.children()} - {os.getpid()} if parent is not None else set()
     found = []
     for item in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.NoSuchProcess):
             has_mark = any(mark in word for word in item.info["cmdline"] or ())
-            if has_mark and beside.isdisjoint(ancestor.pid for ancestor in item.parents()):
+            if has_mark and other_workers.isdisjoint(ancestor.pid for ancestor in item.parents()):
                 found.append(item)
     return found
 

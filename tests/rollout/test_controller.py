@@ -140,7 +140,7 @@ def test_on_policy_nothing_starts_before_a_batch_is_waited_for(make: Make) -> No
 
 
 class PausingScript(list[int]):
-    """Pauses the engine when its first token is drawn."""
+    """Pauses the engine when its first token is sampled."""
 
     def __init__(self, engine: FakeEngine, paused: threading.Event) -> None:
         super().__init__([5, 6, 7, 8])
@@ -575,7 +575,7 @@ def test_an_engine_error_ends_validation_though_another_request_hangs(make: Make
 def test_a_validation_that_hangs_says_how_far_it_came(make: Make) -> None:
     controller = make(FakeEngine(hang_requests={2}), rollout_timeout_s=1.0)
     with pytest.raises(
-        RolloutError, match=r"Validation waited for 1 prompts × 4 samples, .*3 of 4 trajectories are done"
+        RolloutError, match=r"Validation waited for 1 prompt × 4 samples, .*3 of 4 trajectories finished"
     ):
         controller.evaluate([Prompt(id="a", token_ids=[1])], sampling=SAMPLING, num_samples=4)
     wait_until(lambda: fake(controller).num_running == 0)

@@ -85,7 +85,7 @@ def test_too_many_dropped_groups_end_the_run_and_say_what_dropped_them(make: Mak
     )
     with pytest.raises(RolloutError, match=expected):
         controller.take(0)
-    assert 6 <= len(set(requests(controller))) <= 10  # it did not go on
+    assert 6 <= len(set(requests(controller))) <= 10  # it did not continue
 
 
 def test_the_bound_counts_each_iteration_alone(make: Make) -> None:

@@ -41,7 +41,7 @@ def test_a_kill_during_a_call_drops_the_conversation_and_does_not_call_again(kil
     resumed = killed["amid"]
     assert len(set(resumed["effects"])) == len(resumed["effects"])
     assert resumed["drops"] == [
-        "The earlier run was killed amid ToolEnvironment.step, which may have acted; it is not called again."
+        "The earlier run was killed in ToolEnvironment.step, which may have acted; it is not called again."
     ]
     assert len(resumed["tokens"]) == 2  # another prompt took its place
 

@@ -1,4 +1,4 @@
-"""PromptCursor: what is played, what is skipped, and what the state holds."""
+"""PromptCursor: what is run, what is skipped, and what the state holds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,23 +11,23 @@ from lightrl.rollout.prompts import PromptCursor
 
 
 class Weights:
-    """One weight for all prompts; keeps what it was told."""
+    """One weight for all prompts; keeps what it has observed."""
 
     def __init__(self, weight: float) -> None:
         self.value = weight
-        self.told: list[tuple[str, float]] = []
+        self.observed: list[tuple[str, float]] = []
 
     def weight(self, prompt_id: str) -> float:
         return self.value
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        self.told.append((prompt_id, success_rate))
+        self.observed.append((prompt_id, success_rate))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"told": [list(item) for item in self.told]}
+        return {"observed": [list(item) for item in self.observed]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.told = [(name, rate) for name, rate in state["told"]]
+        self.observed = [(name, rate) for name, rate in state["observed"]]
 
 
 def test_without_a_curriculum_every_position_is_run_in_order() -> None:
@@ -58,10 +58,10 @@ def test_observations_precede_the_next_choice_in_the_order_of_positions() -> Non
     cursor = PromptCursor(Numbers(), weights)
     for position in (2, 0, 1):
         cursor.observe(position, f"p{position}", position / 2)
-    assert weights.told == []
+    assert weights.observed == []
     state = cursor.state_dict()
     cursor.choose(0)
-    assert weights.told == [("p0", 0.0), ("p1", 0.5), ("p2", 1.0)]
+    assert weights.observed == [("p0", 0.0), ("p1", 0.5), ("p2", 1.0)]
     resumed = PromptCursor(Numbers(), Weights(1.0))
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state

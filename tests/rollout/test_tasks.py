@@ -1,16 +1,16 @@
-"""The end of an event loop's tasks, also of those that go on after a cancellation."""
+"""The end of an event loop's tasks, also of those that continue after a cancellation."""
 
 import asyncio
 
 import pytest
 
-from lightrl.engines.sglang import home_loop
-from lightrl.engines.sglang.home_loop import HomeLoop
+from lightrl.engines.servers import home_loop
+from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.rollout import tasks
 from lightrl.rollout.tasks import Tasks
 
 
-async def goes_on(ended: list[str]) -> None:
+async def keep_running(ended: list[str]) -> None:
     """Swallows its first cancellation, as aiohttp does with one that arrives as a timeout expires."""
     try:
         await asyncio.sleep(600)
@@ -28,7 +28,7 @@ def test_a_task_that_swallows_a_cancellation_is_cancelled_again(monkeypatch: pyt
 
     async def scenario() -> None:
         spawned = Tasks()
-        spawned.spawn(goes_on(ended))
+        spawned.spawn(keep_running(ended))
         await asyncio.sleep(0)
         await spawned.abandon_all(but=[])
         assert spawned.failure is None
@@ -43,7 +43,7 @@ def test_so_is_one_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     home = HomeLoop(lambda: "")
 
     async def begin() -> None:
-        home.spawn(goes_on(ended))
+        home.spawn(keep_running(ended))
         await asyncio.sleep(0)
 
     asyncio.run_coroutine_threadsafe(begin(), home.loop).result(10)

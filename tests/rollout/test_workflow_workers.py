@@ -205,7 +205,7 @@ def test_all_workers_run_and_a_drop_keeps_its_reason(make: Make) -> None:
 
 @ROUTERS
 @pytest.mark.parametrize(
-    "is_killed", [pytest.param(False, marks=pytest.mark.extra), True], ids=["all live", "one is killed amid syncs"]
+    "is_killed", [pytest.param(False, marks=pytest.mark.extra), True], ids=["all live", "one is killed during syncs"]
 )
 def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make, servers, router, is_killed):
     controller = make(2, router=router, max_staleness=1)
@@ -217,7 +217,7 @@ def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make, servers, rou
             wait_until_ready(controller)
             killing = threading.Timer(0.01, workers_of()[0].kill)
             killing.start()
-        load(controller, version)  # amid what the window has admitted
+        load(controller, version)  # during what the window has admitted
         groups += controller.take(version)
         taken = groups[-4:]
         controller.commit()
@@ -266,7 +266,7 @@ def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.L
     groups = controller.take(0)
     assert len(groups) == 2
     assert not [item for group in groups for item in group.trajectories if item.prompt.id == "p1"]
-    drops = {drop.prompt_id: drop for drop in controller.drain_drops()}  # perhaps also what ran beside it
+    drops = {drop.prompt_id: drop for drop in controller.drain_drops()}  # perhaps also what ran with it
     assert "3 workflow workers died in turn while they ran prompt 'p1'" in drops["p1"].message
     assert "ended with exit code 7" in caplog.text
 
@@ -345,7 +345,7 @@ def test_what_is_in_flight_continues_from_its_token(make: Make, resumed_with: in
     resumed = make(resumed_with, workflow)
     resumed.load_state_dict(states[0])
     again = resumed.state_dict()
-    assert again["written"] == states[0]["written"]  # nothing is lost if it ends before it has begun
+    assert again["written"] == states[0]["written"]  # nothing is lost if it ends before it has started
     groups = resumed.take(0)
     assert tokens(groups) == tokens(expected)
 

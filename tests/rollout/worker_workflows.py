@@ -1,4 +1,4 @@
-"""What test_workflow_workers.py plays in workers: a module that they can import."""
+"""Workflows that test_workflow_workers.py runs in workers, in a module that they can import."""
 
 import os
 import time
@@ -52,7 +52,7 @@ class Dying(SingleTurn):
 
 
 class BlockingOnce(SingleTurn):
-    """The first process that plays prompt 1 blocks its event loop."""
+    """The first process that runs prompt 1 blocks its event loop."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__(Words())  # type: ignore[arg-type]

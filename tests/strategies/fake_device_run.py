@@ -17,9 +17,13 @@ from lightrl.strategies import LogprobSettings, Microbatches, ShardedExperience,
 
 warnings.simplefilter("ignore")
 ALGORITHMS = (
-    "GRPO with KL and entropy", "GSPO", "M2PO", "PPO on one body", "GRPO by the product of a trajectory's weights",
+    "GRPO with KL and entropy",
+    "GSPO",
+    "M2PO",
+    "PPO on one body",
+    "GRPO by the product of a trajectory's weights",
     "Distillation of the likeliest tokens",
-)  # fmt: skip
+)
 SETTINGS = LogprobSettings(temperature=0.9, min_new_tokens=1, stop_token_ids=(1, 5))
 
 

@@ -46,8 +46,8 @@ def test_a_save_in_the_background_holds_the_moment_it_was_asked_for(tmp_path: Pa
         writer.save_checkpoint({"weights": weights}, tmp_path / f"{step}.ckpt")
         weights += 1
     writer.teardown()
-    found = [float(torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["weights"][0]) for step in (1, 2, 3)]
-    assert found == [1, 2, 3]
+    actual = [float(torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["weights"][0]) for step in (1, 2, 3)]
+    assert actual == [1, 2, 3]
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_written(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -
         AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "file" / "in it" / "one.ckpt")
 
 
-def test_a_long_write_that_makes_progress_is_no_hang(tmp_path: Path) -> None:
+def test_a_write_that_takes_long_but_continues_is_no_hang(tmp_path: Path) -> None:
     writes, steps = BackgroundWrites(stall_s=0.5), []
 
     def write(progress: Progress) -> None:

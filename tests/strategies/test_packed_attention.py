@@ -187,10 +187,10 @@ def test_one_graph_serves_all_layers_and_microbatches_of_any_lengths(monkeypatch
 def test_no_microbatch_makes_the_host_wait_for_the_device(tmp_path: Path) -> None:
     done = finished(Path(__file__).with_name("fake_device_run.py"), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
-    assert len(found) == 6
-    for algorithm, one in found.items():
+    actual = json.loads(done.stdout.splitlines()[-1])
+    assert set(actual.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
+    assert len(actual) == 6
+    for algorithm, one in actual.items():
         assert one["waits"] == {}, algorithm
         assert one["difference"] < ROUNDING, algorithm
 
@@ -200,7 +200,7 @@ def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:
     assert not make_packable(model) or not SingleModel(model, LogprobSettings()).can_pack
     with pytest.raises(packed_attention.NotPackable, match="without s_aux"):
         attend(model, *heads(4), None, packed_rows=PackedRows([4], CPU), s_aux=torch.zeros(4))
-    with pytest.raises(packed_attention.NotPackable, match="was not told where"):
+    with pytest.raises(packed_attention.NotPackable, match="did not get the starts"):
         attend(model, *heads(4), packed_attention.no_mask(CPU))
 
 

@@ -45,28 +45,26 @@ MORE: list[list[Any]] = [
 @pytest.fixture(
     scope="module", params=[pytest.param(CASES, id="two ranks"), pytest.param(MORE, id="more", marks=pytest.mark.extra)]
 )
-def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Results of world_3d.py for each case; all processes are started at once."""
     script = Path(__file__).parent / "world_3d.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = forked.run(
-        [sys.executable, str(script), json.dumps(request.param)], capture_output=True, text=True, env=environment,
-        timeout=170,
-    )  # fmt: skip
+    command = [sys.executable, str(script), json.dumps(request.param)]
+    done = forked.run(command, capture_output=True, text=True, env=environment, timeout=170)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
-def test_a_split_model_trains_as_in_one_process(found: list[dict[str, Any]]) -> None:
-    assert len(found) >= len(CASES)
-    for case in found:
+def test_a_split_model_trains_as_in_one_process(results: list[dict[str, Any]]) -> None:
+    assert len(results) >= len(CASES)
+    for case in results:
         differences = {name: case[name] for name in ("outputs", "loss", "norm", "weights")}
         assert max(differences.values()) < 1e-5, case
 
 
-def test_a_split_model_leaves_no_tensor_behind_when_it_moves(found: list[dict[str, Any]]) -> None:
-    assert [case["left"] for case in found] == [0] * len(found)
+def test_a_split_model_leaves_no_tensor_behind_when_it_moves(results: list[dict[str, Any]]) -> None:
+    assert [case["left"] for case in results] == [0] * len(results)
 
 
 def strategy(devices: int, **settings: Any) -> Parallel3DStrategy:

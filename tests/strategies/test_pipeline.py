@@ -20,10 +20,10 @@ def in_order(slots: list[Slot]) -> list[tuple[int, Action]]:
 
 def test_every_microbatch_goes_forward_and_back_through_every_stage_once() -> None:
     for ranks, stages, microbatches in SIZES:
-        found = [action for _, action in in_order(plan(ranks, stages, microbatches))]
+        actual = [action for _, action in in_order(plan(ranks, stages, microbatches))]
         expected = {Action(*what) for what in product((False, True), range(ranks * stages), range(microbatches))}
-        assert len(found) == len(expected)
-        assert set(found) == expected
+        assert len(actual) == len(expected)
+        assert set(actual) == expected
 
 
 def test_nothing_is_computed_before_what_it_needs() -> None:

@@ -53,9 +53,9 @@ def test_a_state_that_runs_through_the_row_can_be_neither_packed_nor_shared() ->
 def test_a_row_beyond_longropes_original_length_is_refused() -> None:
     """Its factors are those of the longest row of a forward: 6 nats, by which rows happened to be together."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    config = Phi3Config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=16, num_hidden_layers=1,
-                        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, rope_parameters=rope,
-                        original_max_position_embeddings=8)  # fmt: skip
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Phi3Config(**sizes, **heads, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=8)
     parallel = SingleModel(Phi3ForCausalLM(config).eval(), LogprobSettings())
     row = random_experience(prompt_tokens=(4, 4), completion_tokens=(4, 4))
     (outputs,) = parallel.forward([row])

@@ -44,11 +44,11 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     assert remote.rows_here == []
     with pytest.raises(ValueError, match=r"'token_ids' is per token, and this rank has the tokens of 0 of these 3"):
         remote.token_ids  # noqa: B018
-    for found, expected in zip(group.trajectories, items, strict=True):
-        assert (found.metrics, found.reward, found.group_id) == (expected.metrics, None, 7)
-        assert (found.oldest_version, found.newest_version) == (4, 4)
+    for actual, expected in zip(group.trajectories, items, strict=True):
+        assert (actual.metrics, actual.reward, actual.group_id) == (expected.metrics, None, 7)
+        assert (actual.oldest_version, actual.newest_version) == (4, 4)
         with pytest.raises(AttributeError, match=r"Rank 0 has 'completion' of a trajectory of prompt 'prompt-0'"):
-            found.completion  # noqa: B018
+            actual.completion  # noqa: B018
     items[1].reward, items[2].reward = 0.1, 0.7
     items[2].rewards = [0.1] * len(items[2].token_ids)
     set_remote_rewards([group], summaries_of([Group(7, items[0].prompt, items[1:])]))
@@ -165,7 +165,7 @@ def test_a_rank_that_hangs_while_a_sync_gathers_is_named(capsys: pytest.CaptureF
 
 
 @pytest.mark.usefixtures("_quick_watch")
-def test_a_rank_that_waits_for_one_that_makes_progress_is_left_alone() -> None:
+def test_a_rank_that_waits_for_one_that_continues_is_left_alone() -> None:
     store, ended = torch.distributed.HashStore(), threading.Event()
     watches = [RankWatch(store, rank, 2, hang_timeout_s=1.0, end_process=ended.set) for rank in range(2)]
     for watch in watches:

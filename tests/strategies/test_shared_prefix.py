@@ -23,11 +23,15 @@ def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:
         token_ids[row, : len(ids)] = torch.tensor(ids)
         loss_mask[row, list(trained)] = True
     return Experience(
-        token_ids=token_ids, loss_mask=loss_mask, behavior_logprobs=torch.zeros(num, width),
-        weight_versions=torch.where(loss_mask, 0, -1), rewards=torch.zeros(num),
-        group_ids=torch.tensor([group for group, _, _ in rows]), is_truncated=torch.zeros(num, dtype=torch.bool),
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=torch.zeros(num, width),
+        weight_versions=torch.where(loss_mask, 0, -1),
+        rewards=torch.zeros(num),
+        group_ids=torch.tensor([group for group, _, _ in rows]),
+        is_truncated=torch.zeros(num, dtype=torch.bool),
         lengths=torch.tensor([len(ids) for _, ids, _ in rows]),
-    )  # fmt: skip
+    )
 
 
 def test_a_group_shares_its_prompt() -> None:
@@ -35,7 +39,7 @@ def test_a_group_shares_its_prompt() -> None:
     assert prompts == [Row(num_prompt_tokens=2, members=[0, 1], sizes=[0, 1])]
 
 
-def test_equal_prompts_of_different_groups_stay_apart() -> None:
+def test_equal_prompts_of_different_groups_are_kept_apart() -> None:
     assert len(find_shared_prompts(experience((0, [3, 4, 5], [2]), (1, [3, 4, 5], [2])))) == 2
 
 

@@ -65,9 +65,9 @@ def test_the_top_k_tokens_are_those_of_the_whole_distribution(family: str, form:
     expected = slow_distributions(model, experience, **rules)
     likeliest = expected[..., :12].topk(4, -1)
     mask = experience.loss_mask
-    found = outputs.teacher_topk_ids[mask]  # of equally likely tokens, rounding puts either first
-    assert all(len(set(row)) == len(row) and max(row) < 12 for row in found.tolist())
-    torch.testing.assert_close(expected[mask].gather(-1, found), likeliest.values[mask], rtol=1e-4, atol=1e-4)
+    actual = outputs.teacher_topk_ids[mask]  # of equally likely tokens, rounding puts either first
+    assert all(len(set(row)) == len(row) and max(row) < 12 for row in actual.tolist())
+    torch.testing.assert_close(expected[mask].gather(-1, actual), likeliest.values[mask], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs.teacher_topk[mask], likeliest.values[mask], rtol=1e-4, atol=1e-4)
     assert outputs.teacher_topk[~mask].eq(0).all()
     assert outputs.teacher_topk_ids[~mask].eq(0).all()
@@ -92,12 +92,12 @@ def test_the_teachers_tokens_have_the_logprobs_and_the_gradient_of_a_slow_loop(f
 
     parallel = SingleModel(model, LogprobSettings(temperature=0.7), form=form)
     parallel.forward_backward([experience], loss, Tensor.backward)
-    found = gradients(model)
+    actual = gradients(model)
     distributions = slow_distributions(model, experience, temperature=0.7)
     topk = distributions.gather(-1, experience["teacher_topk_ids"])
     torch.testing.assert_close(seen[0].teacher_topk, topk, rtol=1e-4, atol=1e-4)
     loss(experience, Outputs(*slow_outputs(model, experience, temperature=0.7), teacher_topk=topk)).backward()
-    assert_same_gradient(found, gradients(model))
+    assert_same_gradient(actual, gradients(model))
 
 
 def refuses(model: PreTrainedModel, form: Form) -> bool:
@@ -122,7 +122,7 @@ def test_logprobs_and_entropy_equal_a_slow_loop(family: str, temperature: float,
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2 with capped logits"])
-def test_truncated_draws_are_judged_within_their_supports(family: str, form: Form) -> None:
+def test_truncated_samples_have_logprobs_within_their_supports(family: str, form: Form) -> None:
     """Whichever rows a microbatch has, logprobs, entropies and gradient are those of a softmax over the supports."""
     model = tiny_model(family)
     experience, allowed = with_supports(random_experience(num_turns=2, completion_tokens=(3, 6)))
@@ -134,8 +134,8 @@ def test_truncated_draws_are_judged_within_their_supports(family: str, form: For
     logprobs, entropy = slow_outputs(model, minibatch, temperature=0.7, allowed=allowed)
     torch.testing.assert_close(outputs.logprobs, logprobs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(outputs.entropy, entropy, rtol=1e-4, atol=1e-5)
-    found = gradient_of(parallel, minibatch)
-    assert_same_gradient(found, slow_gradient(model, minibatch, temperature=0.7, allowed=allowed))
+    actual = gradient_of(parallel, minibatch)
+    assert_same_gradient(actual, slow_gradient(model, minibatch, temperature=0.7, allowed=allowed))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -155,7 +155,7 @@ def test_each_form_gives_the_gradient_of_a_slow_loop_or_is_refused(family: str, 
 def test_stop_tokens_are_masked_at_the_first_tokens_of_each_turn(form: Form, num_turns: int) -> None:
     model, experience = tiny_model(), random_experience(num_turns=num_turns, completion_tokens=(3, 6))
     rules = {"min_new_tokens": 2, "stop_token_ids": (1, 5)}
-    # The engine cannot have drawn a stop token there.
+    # The engine cannot have sampled a stop token there.
     is_stop = (experience.token_ids == 1) | (experience.token_ids == 5)
     experience = replace(experience, token_ids=torch.where(is_stop, 6, experience.token_ids))
     parallel = SingleModel(model, LogprobSettings(**rules), form=form)

@@ -14,10 +14,10 @@ from lightrl.algorithms import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.loops.score import score
-from lightrl.models import ModelSpec, Role, scalar_head
+from lightrl.models import ModelSpec, Role, models_made_by, scalar_head
 from lightrl.module import RLModule
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.empty_model import empty_models
+from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.single import Form
 
 FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
@@ -45,7 +45,7 @@ def slow_values(model: PreTrainedModel, experience: Experience) -> tuple[Tensor,
     return values, ends
 
 
-def test_a_head_on_the_policys_body_gives_values_and_unchanged_logprobs() -> None:
+def test_a_head_on_the_policys_body_gives_values_next_to_unchanged_logprobs() -> None:
     policy, experience = tiny_model(), random_experience()
     head = torch.nn.Linear(16, 1)
     (plain,) = SingleModel(policy, LogprobSettings()).forward([experience])
@@ -66,8 +66,8 @@ def test_a_head_that_caps_its_logits_is_not_shared() -> None:
 def test_a_fresh_critic_has_the_language_models_body_and_says_zero(family: str) -> None:
     model = critic_spec(family).load_model()
     expected = tiny_spec(family).load_model().base_model.state_dict()
-    found = model.base_model.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actual = model.base_model.state_dict()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
     assert scalar_head(model).weight.eq(0).all()
 
 
@@ -83,13 +83,13 @@ def test_a_critic_is_loaded_from_a_language_model_or_from_a_reward_model(tmp_pat
     assert torch.equal(other.score.weight, again.score.weight)
 
 
-class Judged(RLModule):
+class WithJudge(RLModule):
     """A policy, a critic and a reward model."""
 
     def models(self) -> dict[str, Role]:
         return {**super().models(), "critic": Role(critic_spec()), "judge": Role(critic_spec())}
 
-    def score_calls(self) -> list[ModelCall]:
+    def model_calls(self) -> list[ModelCall]:
         return [
             ModelCall("values", "critic", "infer", ("token_ids",), ("values", "bootstrap_values")),
             ModelCall("judge", "judge", "infer", ("token_ids",), ("judge_scores",)),
@@ -98,18 +98,18 @@ class Judged(RLModule):
 
 @pytest.mark.parametrize("microbatch_tokens", [1, 30, 10**6])
 def test_values_bootstrap_truncated_ends_and_scores_read_all_ends(microbatch_tokens: int) -> None:
-    module: Any = Judged(tiny_spec(), reward=len, microbatch_tokens=microbatch_tokens)
+    module: Any = WithJudge(tiny_spec(), reward=len, microbatch_tokens=microbatch_tokens)
     module.configure_model()
     module.critic = module.judge = critic_that_says_something()
     module.parallel_models = {role: SingleModel(getattr(module, role), LogprobSettings()) for role in module.models()}
     experience = random_experience(is_scored=False, num_turns=2)
     experience = replace(experience, is_truncated=torch.arange(len(experience)) % 2 == 0)
     values, ends = slow_values(module.critic, experience)
-    found = score(module, experience)
-    torch.testing.assert_close(found.values, values, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found["judge_scores"], ends, rtol=1e-4, atol=1e-4)
+    actual = score(module, experience)
+    torch.testing.assert_close(actual.values, values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual["judge_scores"], ends, rtol=1e-4, atol=1e-4)
     expected = torch.where(experience.is_truncated, ends, 0.0)
-    torch.testing.assert_close(found.bootstrap_values, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual.bootstrap_values, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_reward_models_number_is_added_to_the_reward(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_a_reward_models_number_is_added_to_the_reward(tmp_path: Path) -> None:
     module.configure_model()
     module.parallel_models = {role: SingleModel(getattr(module, role), LogprobSettings()) for role in module.models()}
     experience = random_experience(is_scored=False)
-    found = score(module, experience)
+    actual = score(module, experience)
     given = 0.5 * slow_values(module.reward_model, experience)[1]
-    torch.testing.assert_close(found.rewards, experience.rewards + given, rtol=1e-4, atol=1e-4)
-    judged = torch.where(experience.loss_mask, 0.25, 0.0)
-    found = score(module, replace(experience, token_rewards=judged))
-    earned = torch.where(found.loss_mask & (found.loss_mask.flip(1).cumsum(1).flip(1) == 1), given[:, None], 0.0)
-    torch.testing.assert_close(found.token_rewards, judged + earned, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual.rewards, experience.rewards + given, rtol=1e-4, atol=1e-4)
+    given = torch.where(experience.loss_mask, 0.25, 0.0)
+    actual = score(module, replace(experience, token_rewards=given))
+    earned = torch.where(actual.loss_mask & (actual.loss_mask.flip(1).cumsum(1).flip(1) == 1), given[:, None], 0.0)
+    torch.testing.assert_close(actual.token_rewards, given + earned, rtol=1e-4, atol=1e-4)
     assert module.trained_roles() == ["policy"]
 
 
@@ -132,7 +132,7 @@ def test_a_language_model_is_no_reward_model() -> None:
     module = GRPO(tiny_spec(), reward_model=tiny_spec(seed=1), group_size=3)
     with pytest.raises(ValueError, match=r"a language model without a trained head\. Train a"):
         module.configure_model()
-    with empty_models():  # whose weights nobody has seen yet
+    with models_made_by(empty_model):  # whose weights nobody has seen yet
         module.configure_model()
     module.parallel_models = {"reward_model": SingleModel(critic_spec().load_model(), LogprobSettings())}
     with pytest.raises(ValueError, match=r"a language model without a trained head\. Train a"):

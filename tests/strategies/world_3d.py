@@ -84,23 +84,21 @@ def difference(left: Tensor, right: Tensor) -> float:
 def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "rectangles") -> dict[str, Any]:
     single, split_one = make_model(family), make_model(family)
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    split = split_model(
-        split_one, mesh, ends=ends_group(mesh), schedule=schedule, stages_per_rank=1 if schedule == "1F1B" else 2,
-        checkpoint_activations=form == "checkpointed",
-    )  # fmt: skip
+    stages = {"schedule": schedule, "stages_per_rank": 1 if schedule == "1F1B" else 2}
+    split = split_model(split_one, mesh, ends=ends_group(mesh), checkpoint_activations=form == "checkpointed", **stages)
     alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS, is_packed=form == "packed")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
-    found: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "norm": 0.0}
+    actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "norm": 0.0}
     for update in range(NUM_UPDATES):
         everything = parts(seed=update, is_truncated=form == "truncated")
         share = everything[mesh["dp"].get_local_rank() :: dp]
         topk = 0 if form == "truncated" else TOPK
         for one, other in zip(spread.forward(share, topk=topk), alone.forward(share, topk=topk), strict=True):
             if other.teacher_topk_ids is not None and not torch.equal(one.teacher_topk_ids, other.teacher_topk_ids):
-                found["outputs"] = 1.0
+                actual["outputs"] = 1.0
             for name in ("logprobs", "entropy", "values", "teacher_topk"):
                 if getattr(other, name) is not None and bool(getattr(other, name).any()):
-                    found["outputs"] = max(found["outputs"], difference(getattr(one, name), getattr(other, name)))
+                    actual["outputs"] = max(actual["outputs"], difference(getattr(one, name), getattr(other, name)))
         if form == "moved":
             with second_device():
                 spread.move_to(torch.device("cpu"))
@@ -127,13 +125,13 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
         dist.all_reduce(total, group=mesh["dp"].get_group())
         expected_losses = torch.stack(alone_losses).detach()
         apart = (total - expected_losses.sum()).abs() / expected_losses.abs().sum()
-        found["loss"] = max(found["loss"], float(apart))
+        actual["loss"] = max(actual["loss"], float(apart))
 
         norm = torch.nn.utils.clip_grad_norm_(single.parameters(), MAX_NORM)
         gradients = [value.grad for value in split_one.parameters() if value.grad is not None]
         square = square_norm(gradients, [] if split.copy is None else [split.copy], torch.device("cpu"))
         dist.all_reduce(square)
-        found["norm"] = max(found["norm"], difference(square.sqrt().float(), norm))
+        actual["norm"] = max(actual["norm"], difference(square.sqrt().float(), norm))
         for gradient in gradients:
             local(gradient).mul_(min(1.0, MAX_NORM / float(square.sqrt())))
         for optimizer in optimizers:
@@ -151,23 +149,23 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     assert all(torch.equal(value, whole[name]) for name, value in first.items())
     assert len([part for part in shares if part]) > 1 or len(shares) == 1
     largest = max(float(value.detach().abs().max()) for value in expected.values())
-    found["weights"] = max(float((whole[name] - expected[name]).abs().max()) / largest for name in expected)
+    actual["weights"] = max(float((whole[name] - expected[name]).abs().max()) / largest for name in expected)
     spread.move_to(torch.device("meta"))
-    found["left"] = float(sum(not local(value).is_meta for value in [*split_one.parameters(), *split_one.buffers()]))
-    numbers = torch.tensor(list(found.values()))
+    actual["left"] = float(sum(not local(value).is_meta for value in [*split_one.parameters(), *split_one.buffers()]))
+    numbers = torch.tensor(list(actual.values()))
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     names = ["pp", "dp", "tp", "schedule", "family", "form"]
     case = dict(zip(names, (pp, dp, tp, schedule, family, form), strict=True))
-    return {**case, **dict(zip(found, numbers.tolist(), strict=True))}
+    return {**case, **dict(zip(actual, numbers.tolist(), strict=True))}
 
 
 def work(cases: list[list[Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in cases:
-        found = compare(*case)
+        actual = compare(*case)
         if dist.get_rank() == 0:
-            os.write(1, (json.dumps(found) + "\n").encode())  # a line at once: several worlds print
+            os.write(1, (json.dumps(actual) + "\n").encode())  # a line at once: several worlds print
     dist.barrier()
     dist.destroy_process_group()
 

@@ -89,12 +89,11 @@ def test_events_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
     events += [at("c", "generate", 4.5, 6, "generations"), at("update", "phase", 6, 7)]
     file.add(12, 2 * S, events, {"host in update": 5})
     lines = lines_of(tmp_path / "rank-00003.json")
-    blocks = {line["name"]: line for line in lines if line["ph"] == "X"}
-    assert blocks["a"]["tid"] == blocks["c"]["tid"] != blocks["b"]["tid"]
-    update = blocks["update"]
-    assert (update["ts"], update["dur"], update["pid"]) == (5e6, 1e6, 3)
+    by_name = {line["name"]: line for line in lines if line["ph"] == "X"}
+    assert by_name["a"]["tid"] == by_name["c"]["tid"] != by_name["b"]["tid"]
+    assert (by_name["update"]["ts"], by_name["update"]["dur"], by_name["update"]["pid"]) == (5e6, 1e6, 3)
     names = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
-    assert names[blocks["b"]["tid"]] == "generations 2"
+    assert names[by_name["b"]["tid"]] == "generations 2"
     assert [line["args"] for line in lines if line["name"] == "iteration 12"] == [{"iteration": 12}]
     assert [line["args"] for line in lines if line["ph"] == "C"] == [{"host in update": 5}]
 
@@ -138,7 +137,7 @@ ITERATION = [
     at("generate", "generate", 2, 5, "generations"),
     at("request", "server", 2, 5, "http://a"),
     at("request", "server", 2, 3, "http://b"),
-    at("judge", "reward", 4, 6, "rewards"),
+    at("reward", "reward", 4, 6, "rewards"),
     at("score", "phase", 7, 7.5),
     at("rewards", "phase", 7.5, 8),
     at("update", "phase", 8, 9),
@@ -185,18 +184,18 @@ def resets_peaks() -> bool:
 def test_the_peak_of_a_block_has_what_it_held_for_a_while() -> None:
     memory = MemoryPeaks()
     before = host_bytes()
-    with memory.within("large"):
-        hold_64_mib()
-    assert memory.peaks["large"]["host"] - before > 48 * 2**20
+    memory.begin()
+    hold_64_mib()
+    assert memory.end("large")["host"] - before > 48 * 2**20
 
 
 @pytest.mark.skipif(not resets_peaks(), reason="this process may not reset its peak of memory")
 def test_the_peak_of_a_block_has_nothing_of_the_block_before() -> None:
     memory = MemoryPeaks()
-    with memory.within("large"):
-        hold_64_mib()
-    with memory.within("small"):
-        pass
+    for name, block in (("large", hold_64_mib), ("small", lambda: None)):
+        memory.begin()
+        block()
+        memory.end(name)
     assert memory.peaks["large"]["host"] - memory.peaks["small"]["host"] > 48 * 2**20
 
 

@@ -46,7 +46,7 @@ from lightrl.strategies import whole
 LAYERS_AND_HEADS = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 2}  # can be split both ways
 TIED = replace(POLICY, config=LAYERS_AND_HEADS)
 UNTIED = replace(POLICY, config={**LAYERS_AND_HEADS, "tie_word_embeddings": False})
-JUDGE = replace(UNTIED, head="scalar", seed=5)
+REWARD_MODEL = replace(UNTIED, head="scalar", seed=5)
 # With more tokens than the student has, as models of one tokenizer may be padded.
 TEACHER = replace(TIED, seed=7, config={**LAYERS_AND_HEADS, "vocab_size": 12, "initializer_range": 0.4})
 SEVERAL = {"num_minibatches": 2, "microbatch_tokens": 20}
@@ -54,11 +54,11 @@ MIXED = "bf16-mixed"
 
 
 class TinyPPO(BySGD, TinyGRPO, PPO):
-    """With what a user may add: a judge of its own, whose calls here `judged` counts."""
+    """With what a user may add: a function of its own, whose calls here `num_calls` counts."""
 
     def __init__(self, policy: str | ModelSpec | Role = POLICY, **settings: Any) -> None:
         super().__init__(policy, **{"lr": 0.1, "microbatch_tokens": 20, **settings})
-        self.judged = 0
+        self.num_calls = 0
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -66,11 +66,11 @@ class TinyPPO(BySGD, TinyGRPO, PPO):
             with torch.no_grad():  # one that says 0 sends nothing back to its body
                 self.value_head.weight.copy_(torch.linspace(-0.3, 0.3, self.value_head.weight.shape[1])[None])
 
-    def score_calls(self) -> list[ModelCall]:
-        return [*super().score_calls(), ModelCall("style", outputs=("style_rewards",), run=self.style)]
+    def model_calls(self) -> list[ModelCall]:
+        return [*super().model_calls(), ModelCall("style", outputs=("style_rewards",), run=self.style)]
 
     def style(self, experience: Experience, trajectories: Sequence[Trajectory]) -> Tensor:
-        self.judged += 1
+        self.num_calls += 1
         return torch.tensor([len(set(trajectory.token_ids)) / 10 for trajectory in trajectories])
 
     def shaped_rewards(self, experience: Experience) -> Tensor:
@@ -108,11 +108,11 @@ def ppo(**settings: Any) -> Callable[..., Any]:
     return lambda meshes, folder: TinyPPO(**settings)
 
 
-def judged_ppo(meshes: dict[str, RoleMesh], folder: Path) -> Any:
+def ppo_with_reward_model(meshes: dict[str, RoleMesh], folder: Path) -> Any:
     """A head that says something, in critic and reward model, from a folder."""
-    judge = replace(JUDGE, config=None, path=str(folder / "judge"))
-    critic, reference = Role(judge, lr=0.03, weight_decay=0.01), AdaptiveKL(0.1, replace(UNTIED, seed=4))
-    return TinyPPO(UNTIED, critic=critic, reward_model=judge, reference=reference, num_minibatches=2)
+    reward_model = replace(REWARD_MODEL, config=None, path=str(folder / "reward_model"))
+    critic, reference = Role(reward_model, lr=0.03, weight_decay=0.01), AdaptiveKL(0.1, replace(UNTIED, seed=4))
+    return TinyPPO(UNTIED, critic=critic, reward_model=reward_model, reference=reference, num_minibatches=2)
 
 
 def meshed_ppo(meshes: dict[str, RoleMesh], folder: Path, kind: Callable[..., Any] = TinyPPO) -> Any:
@@ -129,7 +129,7 @@ def ppo_on_body(meshes: dict[str, RoleMesh], folder: Path, **settings: Any) -> A
     return TinyPPO(Role(TIED, mesh=meshes.get("policy")), **settings)
 
 
-# Each made of the meshes of its roles, and of the folder with "model" and "judge".
+# Each made of the meshes of its roles, and of the folder with "model" and "reward_model".
 MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     "microbatches and minibatches": grpo(**SEVERAL),
     "a reference policy, truncated draws": grpo(
@@ -159,7 +159,7 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
         reference=AdaptiveKL(0.1, Role(replace(POLICY, seed=4), offload=True), in_reward=False),
         value_normalization="exponential",
     ),
-    "PPO with a reward model": judged_ppo,
+    "PPO with a reward model": ppo_with_reward_model,
     "PPO by roles": meshed_ppo,
     "PPO on one body": partial(ppo_on_body, decay=0.5),
     "PPO on one body, a fixed reference": ppo_on_body,
@@ -307,7 +307,7 @@ def fit(module: Any, folder: Path, **settings: Any) -> dict[str, Any]:
             *([] if normalizer is None else map(float, normalizer.state_dict().values())),
         ],
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
-        "judged": getattr(module, "judged", 0),
+        "num_calls": getattr(module, "num_calls", 0),
         "num_moves": len(moved),
     }
 
@@ -380,11 +380,11 @@ def train_at_once(folder: Path) -> dict[str, Any]:
 def save_models(folder: Path) -> None:
     spec = ModelSpec(config={**CONFIG, "tie_word_embeddings": False}, tokenizer="tiny_run.tokenizer", seed=11)
     spec.load_model().save_pretrained(folder / "model")
-    model = JUDGE.load_model()
+    model = REWARD_MODEL.load_model()
     head = scalar_head(model)
     assert head is not None
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(6))
-    model.save_pretrained(folder / "judge")
+    model.save_pretrained(folder / "reward_model")
 
 
 def main() -> int:

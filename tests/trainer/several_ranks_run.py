@@ -158,8 +158,8 @@ class Failing(TinyGRPO):
             os.kill(os.getpid(), signal.SIGINT)
 
     def reward(self, trajectory: Any) -> Any:
-        if self.how == "judge" and self.trainer.global_step == 1:
-            raise ValueError("judged on purpose")
+        if self.how == "reward" and self.trainer.global_step == 1:
+            raise ValueError("failed on purpose")
         return super().reward(trajectory)
 
 

@@ -34,10 +34,10 @@ async def two_requests(prompt: Prompt, base_url: str, api_key: str) -> float:
 class AgentRun(TinyGRPO):
     def __init__(self, agent: Any) -> None:
         super().__init__(workflow=lambda tokenizer: AgentWorkflow(tokenizer, agent, max_tokens=32))
-        self.judged: list[Trajectory] = []
+        self.rewarded: list[Trajectory] = []
 
     def reward(self, trajectory: Trajectory) -> Any:
-        self.judged.append(trajectory)
+        self.rewarded.append(trajectory)
         assert trajectory.rewards is not None
         return sum(trajectory.rewards)
 
@@ -59,7 +59,7 @@ def test_two_iterations_train_on_both_turns_of_the_agent_and_stamp_the_version_o
     for version, experience in enumerate(module.experiences):
         assert set(experience.weight_versions[experience.loss_mask].tolist()) == {version}
         assert experience.loss_mask.any(dim=1).all()
-    for trajectory in module.judged:
+    for trajectory in module.rewarded:
         assert trajectory.metrics["turns"] + trajectory.metrics["dropped_branches"] >= 1
         assert trajectory.token_ids[0] == 2
     # On-policy in the first update: what the engine said about the tokens is what the trainer says.

@@ -8,6 +8,7 @@ import pytest
 from tiny_run import Digits, TinyGRPO, make_trainer
 
 from lightrl import Experience, FakeEngine, LocalEngine, RLCallback, StalenessControl, WeightSync
+from lightrl.rollout import RolloutSettings
 
 
 class Overlap(RLCallback):
@@ -45,15 +46,20 @@ def test_an_update_starts_while_later_groups_run(max_staleness: int, tmp_path: P
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("redraw", [False, True], ids=["wait", "redraw"])
-def test_every_trained_token_is_within_the_bound_with_a_straggler(max_staleness, redraw, tmp_path):
+@pytest.mark.parametrize("resamples", [False, True], ids=["wait", "resample"])
+def test_every_trained_token_is_within_the_bound_with_a_straggler(max_staleness, resamples, tmp_path):
     engine = FakeEngine(
         seconds_per_token=lambda prompt, sampling: 0.03 if prompt[0] == 4 else 0.001,
         script=lambda prompt, sampling, sample: [2 + (prompt[0] + sample) % 6] * 5,
     )
+
+    class Stragglers(RLCallback):
+        def configure_rollout(self, trainer: Any, module: Any, settings: RolloutSettings) -> RolloutSettings:
+            return replace(settings, redraw_stragglers=resamples)
+
     module = TinyGRPO()
-    control = StalenessControl(max_staleness, redraw_stragglers=redraw)
-    trainer = make_trainer(tmp_path, engine=engine, max_steps=8, callbacks=[control])
+    callbacks = [StalenessControl(max_staleness), Stragglers()]
+    trainer = make_trainer(tmp_path, engine=engine, max_steps=8, callbacks=callbacks)
     trainer.fit(module, datamodule=Digits())
     assert trainer.global_step == len(module.trained) == 8
     for version, experience in enumerate(module.experiences):

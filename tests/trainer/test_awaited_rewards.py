@@ -69,13 +69,13 @@ KINDS = [FailingPPO, lambda: FailingSome(decoupled=True, num_minibatches=2)]
 
 
 def played_both_ways(kind, folder, monkeypatch, **attributes):
-    """The module and what was seen of a run that judges later, and of one that judges before it scores."""
+    """Module and records of a run whose rewards come after its model calls, and of one where they come before."""
     later, before = kind(), kind()
     vars(later).update(attributes)
     vars(before).update(attributes)
     seen = played(later, folder)
     assert seen.defers_rewards
-    monkeypatch.setattr(DataFlowGraph, "beside_rewards", lambda self: set())
+    monkeypatch.setattr(DataFlowGraph, "before_rewards", lambda self: set())
     expected = played(before, folder)
     assert not expected.defers_rewards
     return later, seen, before, expected
@@ -124,9 +124,9 @@ def test_rewards_come_first_where_something_else_needs_them(callback: Any, tmp_p
 
 def test_a_call_that_reads_rewards_without_a_word_is_refused(tmp_path: Path) -> None:
     class Silent(TinyGRPO):
-        def score_calls(self) -> list[ModelCall]:
+        def model_calls(self) -> list[ModelCall]:
             call = ModelCall("doubled", outputs=("doubled",), run=lambda experience, _: 2 * experience.rewards)
-            return [*super().score_calls(), call]
+            return [*super().model_calls(), call]
 
     with pytest.raises(ValueError, match=r"'doubled' before the rewards were there.*add 'rewards' to its inputs"):
         played(Silent(), tmp_path)
@@ -196,12 +196,12 @@ def test_a_checkpoint_keeps_groups_whose_rewards_are_awaited(is_later, tmp_path,
     played(whole, tmp_path)
     loops = torch.load(path)["loops"]["fit_loop"]
     groups = loops["epoch_loop.automatic_optimization.state_dict"]["rollout"]["finished"]
-    unjudged = [[item["sample"] for item in group["trajectories"] if item["reward"] is None] for group in groups]
-    assert all(1 in samples for samples in unjudged)
-    assert len(unjudged) == BATCH_SIZE
+    unrewarded = [[item["sample"] for item in group["trajectories"] if item["reward"] is None] for group in groups]
+    assert all(1 in samples for samples in unrewarded)
+    assert len(unrewarded) == BATCH_SIZE
 
     if not is_later:
-        monkeypatch.setattr(DataFlowGraph, "beside_rewards", lambda self: set())
+        monkeypatch.setattr(DataFlowGraph, "before_rewards", lambda self: set())
     resumed = TinyGRPO(decoupled=True, num_minibatches=2)
     make_trainer(tmp_path).fit(resumed, datamodule=Digits(), ckpt_path=path)
     assert resumed.trained == whole.trained[1:]

@@ -42,7 +42,7 @@ def test_turns_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.bad_input
 def test_minibatches_must_divide_the_iteration(tmp_path: Path) -> None:
-    message = r"num_minibatches=3 does not divide .*2 groups × group_size=4 = 8 trajectories\..*Change"
+    message = r"num_minibatches=3 does not divide .*8 trajectories \(2 × group_size=4\)\..*Change"
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path).fit(TinyGRPO(num_minibatches=3, reward="digit_reward.token_reward"), datamodule=Digits())
     assert not our_threads()
@@ -67,7 +67,7 @@ class Failing(TinyGRPO):
 
     def reward(self, trajectory: Trajectory) -> Any:
         if (trajectory.group_id * GROUP_SIZE + trajectory.sample) % self.share == 0:
-            raise RuntimeError("no judge today")
+            raise RuntimeError("no reward today")
         return super().reward(trajectory)
 
 
@@ -99,7 +99,7 @@ def test_a_failed_reward_is_dropped_and_counted_and_never_zero(tmp_path: Path) -
 
 def test_too_many_failed_rewards_end_the_run(tmp_path: Path) -> None:
     module = Failing(share=2, max_failed_fraction=0.25)
-    with pytest.raises(RolloutError, match=r"(?s)max_failed_fraction=0\.25.*no judge today"):
+    with pytest.raises(RolloutError, match=r"(?s)max_failed_fraction=0\.25.*no reward today"):
         make_trainer(tmp_path).fit(module, datamodule=Digits())
     assert not module.trained
 

@@ -100,9 +100,9 @@ def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:
         DynamicSampling(rule="no.such.rule")
     with pytest.raises(ValueError, match="A trainer takes one DynamicSampling callback, got 2"):
         make_trainer(tmp_path, callbacks=[DynamicSampling(), DynamicSampling()]).fit(HalfSolved(), Digits())
-    judged_later = GRPO(POLICY, reward_model=POLICY, group_size=4, sampling=Sampling(max_new_tokens=6))
+    rewarded_later = GRPO(POLICY, reward_model=POLICY, group_size=4, sampling=Sampling(max_new_tokens=6))
     with pytest.raises(ValueError, match="drops every group if a reward model is the whole reward"):
-        make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(judged_later, Digits())
+        make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(rewarded_later, Digits())
     with pytest.raises(ValueError, match="drops every group of group_size=1"):
         make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(
             HalfSolved(group_size=1, advantage_mean="batch", advantage_std="batch"), Digits()
@@ -120,7 +120,7 @@ def test_a_failed_reward_does_not_part_a_pair(tmp_path: Path, callbacks: tuple[C
         def reward(self, trajectory: Trajectory) -> Any:
             if not failed:
                 failed.append(trajectory.prompt.id)
-                raise RuntimeError("the judge is away")
+                raise RuntimeError("the reward is away")
             return super().reward(trajectory)
 
     module = InPairs()

@@ -127,9 +127,9 @@ def test_each_role_is_clipped_by_itself(name: str, runs: Runs) -> None:
 
 
 @every_ppo
-def test_a_judge_is_asked_on_rank_0_alone_and_a_role_that_waits_in_cpu_memory_moves_for_its_calls_only(name, runs):
+def test_a_function_is_called_on_rank_0_alone_and_a_role_that_waits_in_cpu_memory_moves_for_its_calls_only(name, runs):
     ranks, _ = compared(name, runs)
-    assert [rank["judged"] for rank in ranks] == [2] + [0] * (len(ranks) - 1)
+    assert [rank["num_calls"] for rank in ranks] == [2] + [0] * (len(ranks) - 1)
     if not CASES[name].meshes:
         waits = "body" in name or "replicas" in name
         expected = 1 + 2 * 2 if waits else 1  # the module once, the role there and back in each iteration
@@ -146,7 +146,7 @@ def test_each_rank_holds_its_roles_alone(name: str, runs: Runs) -> None:
         assert held == {role for role in roles if role not in meshes or number in meshes[role].ranks(size)}
 
 
-def test_calls_on_different_ranks_and_judges_run_at_the_same_time(runs: Runs) -> None:
+def test_calls_on_different_ranks_and_functions_run_at_the_same_time(runs: Runs) -> None:
     assert len(runs("ppo")[2][0][AT_ONCE]["updates"]) == 1  # each waits for all others to have begun
 
 

@@ -1,4 +1,4 @@
-"""`max_staleness=0` through the asynchronous machinery is the plain loop: generate, judge, learn, load the weights."""
+"""`max_staleness=0` through the asynchronous machinery is the plain loop: generate, reward, learn, load the weights."""
 
 import statistics
 from pathlib import Path

@@ -15,7 +15,7 @@ from lightrl.trajectory import Trajectory
 
 class NoReward(TinyGRPO):
     def reward(self, trajectory: Trajectory) -> Any:
-        raise AssertionError("recorded trajectories are judged already")
+        raise AssertionError("recorded trajectories have rewards already")
 
 
 class TinyPPO(TinyGRPO, PPO):

@@ -202,7 +202,7 @@ def test_an_lr_that_a_users_scheduler_and_a_callback_have_changed_continues(
     path = tmp_path / "a.ckpt"
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         assert lr_and_decay(tmp_path, 2, resume=path, scheduler=halve, lr=0.8) == [(0.4, 0.0)]
-    assert "lr=0.8 has no effect on this resumed run: StepLR goes on from the checkpoint's 0.4" in caplog.text
+    assert "lr=0.8 has no effect on this resumed run: StepLR continues from the checkpoint's 0.4" in caplog.text
 
 
 def test_a_resume_with_another_seed_is_warned_of(

@@ -107,9 +107,9 @@ def test_sigterm_while_rank_0_waits_for_an_engine_ends_all_ranks_in_order(tmp_pa
 
 
 def test_failures_of_rank_0s_rollouts_are_raised_on_all_ranks(tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "fail", "0", "judge", timeout_s=120)
+    done = finished(SCRIPT, tmp_path, "fail", "0", "reward", timeout_s=120)
     assert done.returncode != 0
-    assert "judged on purpose" in done.stderr
+    assert "failed on purpose" in done.stderr
     assert "Rank 0 raised RolloutError" in done.stderr
 
 

@@ -20,7 +20,7 @@ from lightrl.strategies import LogprobSettings, SingleModel
 
 
 class TinyPPO(PPO):
-    """Judged in this process."""
+    """Rewards come from this process."""
 
     def __init__(self, policy: str | ModelSpec = POLICY, critic: Any = "shared", **kwargs: Any) -> None:
         settings = {"sampling": Sampling(max_new_tokens=6), "lr": 1e-2, "value_normalization": "running"} | kwargs

@@ -11,6 +11,7 @@ from tiny_run import POLICY, TinyGRPO, are_equal, make_trainer, weights
 
 import lightrl
 from lightrl import FakeEngine, PromptDataModule, SFTDataModule, StalenessControl
+from lightrl.data import DataSource
 
 
 @pytest.fixture
@@ -23,8 +24,10 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "rows/*.jsonl")
 
 
-def data(source: str, kind: type = PromptDataModule, **settings: Any) -> Any:
-    return kind(source, **({"batch_size": 2, "streaming": True, "shuffle_buffer": 4, "seed": 1} | settings))
+def data(source: str | DataSource, kind: type = PromptDataModule, *, streaming: bool = True) -> Any:
+    if streaming:
+        source = DataSource(source, streaming=True, shuffle_buffer=4)
+    return kind(source, batch_size=2, seed=1)
 
 
 def fit(folder: Path, module: Any, rows: Any, resume: Path | None = None, **flags: Any) -> Any:

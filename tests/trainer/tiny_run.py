@@ -51,7 +51,7 @@ class Digits(PromptDataModule):
 
 
 class TinyGRPO(GRPO):
-    """Judged in this process, so that no worker has to start, and with a record of what it was trained on."""
+    """Computes rewards in this process, so that no worker has to start, and with a record of what it was trained on."""
 
     def __init__(self, policy: str | ModelSpec | Role = POLICY, **kwargs: Any) -> None:
         settings = {"group_size": GROUP_SIZE, "sampling": Sampling(max_new_tokens=6), "lr": 1e-2} | kwargs

@@ -28,9 +28,7 @@ def share(root: Path, rank: int, *tensors: dict[str, torch.Tensor]) -> ShareWrit
 def test_rank_0_makes_one_version_of_all_files_in_the_servers_form(tmp_path):
     other = share(tmp_path, 1, {"b": torch.ones(2, 3), "lm_head.weight": torch.ones(4)}, {"c": torch.full((5,), 2.0)})
     weights = WeightFolder(tmp_path, Qwen3Config(), form=folder_of(tmp_path).form)
-    own = Bucket(
-        {"a": torch.zeros(3)}, is_last=True, written=files_of([{"problem": None, "files": []}, other.record()])
-    )
+    own = Bucket({"a": torch.zeros(3)}, is_last=True, files=files_of([{"problem": None, "files": []}, other.record()]))
     place = weights.write([own], 7)
     assert weights.versions() == [7]
     tensors = {name: value for file in place.glob("*.safetensors") for name, value in load_file(file).items()}
@@ -52,7 +50,7 @@ def test_values_that_are_not_finite_stop_the_version_and_name_the_parameter(tmp_
         files_of([other.record()])
 
 
-def test_a_rank_with_a_full_disk_is_named(tmp_path):
+def test_a_rank_without_space_on_its_disk_is_named(tmp_path):
     (tmp_path / ".share-3").write_text("no folder")
     with pytest.raises(WeightSyncError, match="Rank 3 could not write its share"):
         files_of([share(tmp_path, 3, {"b": torch.ones(2)}).record()])
@@ -68,7 +66,7 @@ def test_a_file_that_rank_0_does_not_see_as_it_was_written_stops_the_version(dam
         path.write_bytes(path.read_bytes()[:-4])
     weights = WeightFolder(tmp_path, Qwen3Config())
     with pytest.raises(WeightSyncError, match=r"bytes, but the rank|failed after"):
-        weights.write([Bucket({}, is_last=True, written=files_of([record]))], 1)
+        weights.write([Bucket({}, is_last=True, files=files_of([record]))], 1)
     assert weights.versions() == []
 
 

@@ -192,7 +192,7 @@ def test_each_turns_reward_is_discounted_and_stands_on_its_last_token():
     assert placed == {trajectory.turns[0].end - 1: 1.0, trajectory.turns[2].end - 1: 0.5}
     assert all(trajectory.loss_mask[place] for place in placed)
     assert len(trajectory.rewards or []) == len(trajectory.token_ids)
-    assert trajectory.reward is None  # until judged
+    assert trajectory.reward is None  # until it is computed
     assert trajectory.metrics == {"turns": 3.0}
 
 

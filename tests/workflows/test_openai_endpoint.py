@@ -360,9 +360,9 @@ seen_by_threads: list[str] = []
 
 
 def test_closing_the_controller_ends_agents_requests_threads_and_port(own_threads: Callable[[], list[str]]) -> None:
-    engine, judge = started(FakeEngine(seconds_per_token=3600.0)), RewardHook(lambda trajectory: 1.0)
-    judge.start()
-    controller = RolloutController(engine, workflow_of(ask_in_a_thread), judge, RolloutSettings(), sampling=SAMPLING)
+    engine, worker = started(FakeEngine(seconds_per_token=3600.0)), RewardHook(lambda trajectory: 1.0)
+    worker.start()
+    controller = RolloutController(engine, workflow_of(ask_in_a_thread), worker, RolloutSettings(), sampling=SAMPLING)
 
     def stop_when_all_ask(done: int, total: int) -> None:
         if engine.num_running == 6:
@@ -372,7 +372,7 @@ def test_closing_the_controller_ends_agents_requests_threads_and_port(own_thread
     with pytest.raises(KeyboardInterrupt):
         controller.evaluate(prompts, sampling=SAMPLING, on_wait=stop_when_all_ask)
     controller.close()
-    judge.close()
+    worker.close()
     assert engine.num_running == 0
     assert len(set(seen_by_threads)) == 6
     assert not any(is_open(base_url) for base_url in seen_by_threads)

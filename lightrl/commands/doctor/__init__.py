@@ -1,10 +1,10 @@
-"""lightrl doctor: checks a run before it starts, and judges again what a run could not.
+"""lightrl doctor: checks a run before it starts, and computes rewards again that failed in it.
 
     lightrl doctor run --config run.yaml                                     everything, with two iterations of the run
     lightrl doctor data --config run.yaml                                    every row that a run may read
     lightrl doctor reward --config run.yaml --n 16                           the policy writes, with the run's engine
     lightrl doctor reward --config run.yaml --completions reference          the data's own answers
-    lightrl doctor replay failed_rewards.jsonl --config run.yaml             what a run could not judge
+    lightrl doctor replay failed_rewards.jsonl --config run.yaml             failed rewards of a run, again
 
 Nothing is kept: what a run would write goes to a temporary folder.
 

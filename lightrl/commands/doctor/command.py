@@ -1,4 +1,4 @@
-"""The command line of `lightrl doctor`, and its commands that judge trajectories: reward and replay."""
+"""The command line of `lightrl doctor`, and its commands that compute rewards: reward and replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.doctor.data import check_data, first_prompts
-from lightrl.commands.doctor.rewards import judge_again, show_rewards
+from lightrl.commands.doctor.rewards import recompute_rewards, show_rewards
 from lightrl.commands.doctor.run import check_run
 from lightrl.data import ChatRenderer, prompt_batches
 from lightrl.engines import Completion
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("policy", "reference"),
         help="their source: the policy as the run begins, or the data's answer_column (default policy)",
     )
-    replay = add("replay", "judges the trajectories of a run's failed_rewards.jsonl or of its trajectory log again")
+    replay = add("replay", "computes the rewards of a run's failed_rewards.jsonl or of its trajectory log again")
     replay.add_argument("file", help="the JSONL file")
     replay.add_argument("--reward", help="dotted path of the reward function, instead of --config")
     replay.add_argument("--n", type=_count, default=None, help="only this many, from the start (default: all)")
@@ -83,7 +83,7 @@ def _count(text: str) -> int:
 
 
 class _DoctorCLI(LightRLCLI):
-    """`lightrl predict` that reads the data, or judges some trajectories several times, instead."""
+    """`lightrl predict` that reads the data, or computes some rewards several times, instead."""
 
     def __init__(self, options: argparse.Namespace, args: Sequence[str], callbacks: Sequence[Any]) -> None:
         self.options = options
@@ -98,7 +98,7 @@ class _DoctorCLI(LightRLCLI):
             raise UsageError(f"lightrl doctor needs an RLModule, which has a reward, got {type(module).__name__}.")
         source = options.file if options.command == "replay" else self._trajectories(module, datamodule, **kwargs)
         decode = module.tokenizer.decode
-        rows = judge_again(source, module, options.repeats, num=options.n, decode=lambda ids: str(decode(ids)))
+        rows = recompute_rewards(source, module, options.repeats, num=options.n, decode=lambda ids: str(decode(ids)))
         self.exit_code = show_rewards(rows, options)
 
     def _trajectories(self, module: RLModule, datamodule: Any, **kwargs: Any) -> list[Trajectory]:

@@ -1,4 +1,4 @@
-"""Trajectories judged again, a block for each, and what looks wrong in them."""
+"""Rewards computed again, a block for each trajectory, and what looks wrong in them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightrl.rewards import ReplayRow, replay
 _SHOWN_COLUMNS = 600  # the most of a text
 
 
-def judge_again(source: Any, module: RLModule, repeats: int, **settings: Any) -> list[ReplayRow]:
-    """Each trajectory judged `repeats` times by the module's reward; `source` and settings as in `replay`."""
+def recompute_rewards(source: Any, module: RLModule, repeats: int, **settings: Any) -> list[ReplayRow]:
+    """Compute the module's reward of each trajectory `repeats` times; `source` and settings as in `replay`."""
     return replay(
         source,
         module.reward_source if module.reward_source is not None else module.reward,
@@ -63,7 +63,9 @@ def _summary(rows: Sequence[ReplayRow], options: argparse.Namespace) -> str:
     rewards = [row.reward for row in rows if row.reward is not None]
     failed = Counter(row.reason for row in rows if row.reason is not None)
     reasons = f" ({', '.join(f'{reason} {num}' for reason, num in sorted(failed.items()))})" if failed else ""
-    lines = [f"{count_text(len(rows), 'completion')}: {len(rewards)} judged, {failed.total()} failed{reasons}"]
+    lines = [
+        f"{count_text(len(rows), 'completion')}: {count_text(len(rewards), 'reward')}, {failed.total()} failed{reasons}"
+    ]
     if rows:
         latencies = [row.latency_s for row in rows]
         lines.append(f"latency: median {ms_text(statistics.median(latencies))}, longest {ms_text(max(latencies))}")
@@ -79,7 +81,7 @@ def _summary(rows: Sequence[ReplayRow], options: argparse.Namespace) -> str:
     if num:
         lines.append(f"Completions with different results in {options.repeats} calls: {num}. Resumes will differ.")
     elif options.repeats > 1:
-        lines.append(f"judged {options.repeats} times, with the same results")
+        lines.append(f"The results of {options.repeats} calls are the same.")
     return "\n".join(lines)
 
 

@@ -42,7 +42,7 @@ from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import FIXABLE, chain, keep_traceback, unwrapped
 from lightrl.commands.doctor.data import first_prompts, read_split, repeats
-from lightrl.commands.doctor.rewards import judge_again, ms_text
+from lightrl.commands.doctor.rewards import ms_text, recompute_rewards
 from lightrl.commands.plan_run import planned
 from lightrl.concurrency.owner import own_prefix
 from lightrl.data import PromptDataModule
@@ -59,7 +59,7 @@ _LEAST_FREE = 0.1  # with less of the host's memory, the run's start may already
 _LEAST_DISK_BYTES = 2**30
 _SHOWN_CHARS = 60  # the end of a prompt
 _SHOWN_PROBLEMS = 3
-Verdict = Literal["ok", "warning", "fails"]
+Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
 _NUM_REPLAYED = 8
 _ALMOST_ALL = 0.9
@@ -84,7 +84,7 @@ def check_run(args: Sequence[str], callbacks: Sequence[Any]) -> int:
     """Prints a line for each check as soon as it is done; returns 1 if one fails."""
     logging.getLogger("lightrl").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-doctor-"), ignore_cleanup_errors=True) as folder:
-        return int(_RunCheck(Path(folder), args, callbacks).verdicts["fails"] > 0)
+        return int(_RunCheck(Path(folder), args, callbacks).num_by_status["fails"] > 0)
 
 
 class _RunCheck(LightRLCLI):
@@ -92,7 +92,7 @@ class _RunCheck(LightRLCLI):
 
     def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[Any]) -> None:
         self.folder = folder
-        self.verdicts: Counter[str] = Counter()
+        self.num_by_status: Counter[str] = Counter()
         self.begun_s = time.monotonic()
         super().__init__(["fit", *args], callbacks=callbacks)
 
@@ -175,14 +175,14 @@ class _RunCheck(LightRLCLI):
             interval = next((item.every_n_iterations for item in self.items if isinstance(item, TrajectoryLog)), 1)
             batches = _num_batches(datamodule, self.given.get("limit_val_batches"))
             self._note(forecast(measured, self.root, logged_bytes=logged / interval, validation_batches=batches))
-        warnings, took = count_text(self.verdicts["warning"], "warning"), time.monotonic() - self.begun_s
-        verdicts = f"{self.verdicts['ok']} ok, {warnings}, {self.verdicts['fails']} failed"
-        sys.stdout.write(f"\n{verdicts}, in {took:.0f} s. Nothing was kept.\n")
+        warnings, took = count_text(self.num_by_status["warning"], "warning"), time.monotonic() - self.begun_s
+        totals = f"{self.num_by_status['ok']} ok, {warnings}, {self.num_by_status['fails']} failed"
+        sys.stdout.write(f"\n{totals}, in {took:.0f} s. Nothing was kept.\n")
 
     @rank_zero_only
     def _note(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
-            self.verdicts[finding.verdict] += 1
+            self.num_by_status[finding.status] += 1
             sys.stdout.write(f"{one_period(str(finding))}\n")
             sys.stdout.flush()
 
@@ -271,7 +271,7 @@ def _findings(measured: Trial, module: RLModule) -> Iterator[Finding]:
     fix = "Lower model.microbatch_tokens or data.batch_size, or set activation_checkpointing."
     for name, num, total in used:
         text = f"The trial took up to {bytes_text(num)} of the {bytes_text(total)} of {name}."
-        yield judged("memory", text, "warning", fix, is_wrong=num > _ALMOST_ALL * total)
+        yield check("memory", text, "warning", fix, is_wrong=num > _ALMOST_ALL * total)
 
 
 def _logprobs(measured: Trial) -> Finding:
@@ -285,7 +285,7 @@ def _logprobs(measured: Trial) -> Finding:
     explained = f"{' and '.join(measured.rounding.dtypes)} explain up to {bound:.2g}"
     text = f"Engine and trainer differ by {' and '.join(texts)}; {explained}."
     fix = "The engine has other weights, another precision or other sampling settings: look at its log and arguments."
-    return judged("logprobs", text, "fails", fix, is_wrong=not values.get(_MISMATCH, 0.0) <= bound)
+    return check("logprobs", text, "fails", fix, is_wrong=not values.get(_MISMATCH, 0.0) <= bound)
 
 
 def _completions(measured: Trial, module: RLModule) -> Iterator[Finding]:
@@ -302,14 +302,14 @@ def _completions(measured: Trial, module: RLModule) -> Iterator[Finding]:
         f"end at {stops or 'no token'}."
     )
     fix = "Check the stop tokens and the chat template, or increase sampling.max_new_tokens."
-    yield judged("completions", text, "warning", fix, is_wrong=cut > _ALMOST_ALL)
+    yield check("completions", text, "warning", fix, is_wrong=cut > _ALMOST_ALL)
 
 
 def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
     for reason, messages in measured.dropped.items():
         text = f"Trajectories that were dropped ({reason}): {len(messages)}. {messages[0]}"
-        verdict: Any = "fails" if reason.startswith("reward") else "warning"
-        yield Finding("reward", text, verdict, "lightrl doctor reward shows more.")
+        status: Any = "fails" if reason.startswith("reward") else "warning"
+        yield Finding("reward", text, status, "lightrl doctor reward shows more.")
     rewards = [item.reward for item in measured.trajectories if item.reward is not None]
     if not rewards:
         return
@@ -317,15 +317,15 @@ def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
     text = f"{len(rewards)} rewards from {min(rewards):.3g} to {max(rewards):.3g}, mean {statistics.fmean(rewards):.3g}"
     text += f"; in {flat:.0%} of the last iteration's groups all are equal, which teaches nothing" if flat else ""
     fix = "Begin with a stronger model (SFT first), easier prompts, a larger group_size, or a reward with more levels."
-    yield judged("reward", text, "warning", fix, is_wrong=flat == 1)
-    rows = judge_again(measured.trajectories[:_NUM_REPLAYED], module, 2)
+    yield check("reward", text, "warning", fix, is_wrong=flat == 1)
+    rows = recompute_rewards(measured.trajectories[:_NUM_REPLAYED], module, 2)
     num_differing = sum(not row.is_deterministic for row in rows)
     text = (
-        f"{len(rows)} of {len(measured.trajectories)} completions judged twice: {num_differing} got another result; a "
-        f"call takes {ms_text(statistics.median(row.latency_s for row in rows))}."
+        f"{len(rows)} of {len(measured.trajectories)} rewards computed twice: {num_differing} differ; a call "
+        f"takes {ms_text(statistics.median(row.latency_s for row in rows))}."
     )
     fix = "Make the reward deterministic, or a resumed run will differ."
-    yield judged("reward", text, "warning", fix, is_wrong=num_differing > 0)
+    yield check("reward", text, "warning", fix, is_wrong=num_differing > 0)
 
 
 def run_length(trainer: Any, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
@@ -367,22 +367,22 @@ class Finding:
 
     area: str  # such as `disk`
     text: str  # what was seen
-    verdict: Verdict = "ok"
+    status: Status = "ok"
     fix: str = ""  # what to do about it, unless all is well
 
     def __str__(self) -> str:
-        """Verdict, area and text, and the fix below."""
+        """Status, area and text, and the fix below."""
         width = max(shutil.get_terminal_size((120, 0)).columns, 60)
-        start = f"{self.verdict:<8} {self.area:<12} "
+        start = f"{self.status:<8} {self.area:<12} "
         indent = " " * len(start)
         lines = textwrap.wrap(escape_unprintable(self.text), width, initial_indent=start, subsequent_indent=indent)
         fix, under = escape_unprintable(self.fix), f"{indent}     "
         return "\n".join([*lines, *textwrap.wrap(fix, width, initial_indent=f"{indent}fix: ", subsequent_indent=under)])
 
 
-def judged(area: str, text: str, verdict: Verdict, fix: str, *, is_wrong: bool) -> Finding:
-    """Makes a finding with this verdict and fix if something is wrong, otherwise ok."""
-    return Finding(area, text, verdict, fix) if is_wrong else Finding(area, text)
+def check(area: str, text: str, status: Status, fix: str, *, is_wrong: bool) -> Finding:
+    """Makes a finding with this status and fix if something is wrong, otherwise ok."""
+    return Finding(area, text, status, fix) if is_wrong else Finding(area, text)
 
 
 def device_findings(trainer: L.Trainer) -> Iterator[Finding]:
@@ -394,7 +394,7 @@ def device_findings(trainer: L.Trainer) -> Iterator[Finding]:
     num_gpus = torch.cuda.device_count()
     text = f"The trainer uses {used}; this machine has {count_text(num_gpus, 'GPU')}."
     fix = "Set trainer.accelerator to auto or gpu."
-    yield judged("devices", text, "warning", fix, is_wrong=num_gpus > 0 and kind == "cpu")
+    yield check("devices", text, "warning", fix, is_wrong=num_gpus > 0 and kind == "cpu")
     memories = [("The host", *host_memory(), _LEAST_FREE, "End other processes.")]
     for index in range(num_gpus if kind == "cuda" else 0):
         fix = "Another process uses this GPU: nvidia-smi shows which. End it, or choose other trainer.devices."
@@ -402,7 +402,7 @@ def device_findings(trainer: L.Trainer) -> Iterator[Finding]:
         memories.append((name, *torch.cuda.mem_get_info(index), 0.9, fix))
     for name, free, total, least, fix in memories:
         text = f"{name} has {bytes_text(free)} of {bytes_text(total)} free."
-        yield judged("memory", text, "warning", fix, is_wrong=free < least * total)
+        yield check("memory", text, "warning", fix, is_wrong=free < least * total)
 
 
 def memory_on_paper(module: RLModule, trainer: Any, data: Any) -> Iterator[Finding]:
@@ -440,9 +440,9 @@ def disk_finding(root: str, needed_bytes: float = 0) -> Finding:
     free = shutil.disk_usage(folder).free
     needs = f"; the run writes about {bytes_text(needed_bytes)}" if needed_bytes else ""
     fix = "Free disk space, set trainer.default_root_dir to another disk, or keep fewer checkpoints (save_top_k)."
-    verdict: Any = "fails" if free < needed_bytes else "warning"
+    status: Any = "fails" if free < needed_bytes else "warning"
     is_wrong = free < max(needed_bytes, _LEAST_DISK_BYTES)
-    return judged("disk", f"{folder} has {bytes_text(free)} free{needs}.", verdict, fix, is_wrong=is_wrong)
+    return check("disk", f"{folder} has {bytes_text(free)} free{needs}.", status, fix, is_wrong=is_wrong)
 
 
 def model_findings(module: RLModule) -> Iterator[Finding]:
@@ -457,7 +457,7 @@ def model_findings(module: RLModule) -> Iterator[Finding]:
     tokenizer, text = module.tokenizer, module.policy_spec.load_config().get_text_config()
     sizes = f"{len(tokenizer)} tokens for {text.vocab_size} embeddings, end token {tokenizer.eos_token!r}"
     fix = "Use the tokenizer that belongs to the model, or a larger vocab_size."
-    yield judged("tokenizer", sizes, "fails", fix, is_wrong=len(tokenizer) > text.vocab_size)
+    yield check("tokenizer", sizes, "fails", fix, is_wrong=len(tokenizer) > text.vocab_size)
 
 
 def data_findings(module: RLModule, datamodule: Any) -> Iterator[Finding]:
@@ -468,7 +468,7 @@ def data_findings(module: RLModule, datamodule: Any) -> Iterator[Finding]:
         how = "Without a chat template the first prompt is plain text" if is_plain else "The chat template renders it"
         fix = "Set data.chat_template, unless the model was trained on plain text."
         is_wrong = is_plain and prompt.messages is not None
-        yield judged("template", f"{how}; the policy continues {end!r}.", "warning", fix, is_wrong=is_wrong)
+        yield check("template", f"{how}; the policy continues {end!r}.", "warning", fix, is_wrong=is_wrong)
     if not isinstance(datamodule, PromptDataModule):
         yield Finding("data", f"{type(datamodule).__name__} makes its own prompts; those of the trial are checked.")
         return
@@ -478,6 +478,6 @@ def data_findings(module: RLModule, datamodule: Any) -> Iterator[Finding]:
         problems = "; ".join(["", *report.problems[:_SHOWN_PROBLEMS]])
         text = f"{report.name}: {read}{report.counts_text()}{problems}"
         fix = "Fix these; lightrl doctor data lists all."
-        yield judged("data", text, "fails", fix, is_wrong=bool(report.problems))
+        yield check("data", text, "fails", fix, is_wrong=bool(report.problems))
     for text in repeats(*reports):
         yield Finding("data", f"{text[0].upper()}{text[1:]}.", "warning", "Remove the copies, unless they are meant.")

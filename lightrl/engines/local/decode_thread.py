@@ -129,7 +129,7 @@ class DecodeThread(threading.Thread):
                     self._condition.notify_all()
 
     def unfinished(self) -> dict[int, Completion]:
-        """Inside a pause: what is written so far, by seed, in the order of the slots.
+        """Return what is generated so far, by seed, in the order of the slots; called inside a pause.
 
         Key-values are recomputed before the next token, as they will be in the run that continues from there.
         """
@@ -192,7 +192,7 @@ class DecodeThread(threading.Thread):
         self._fail_requests()
 
     def _next_token_is_due(self) -> bool:
-        """Waits until there is a token to draw; False when the engine is closed. This is the token boundary."""
+        """Waits until there is a token to sample; False when the engine is closed. This is the token boundary."""
         with self._condition:
             while True:
                 if self._has_cancellations:
@@ -220,7 +220,7 @@ class DecodeThread(threading.Thread):
         self._condition.notify_all()
 
     def _advance(self) -> None:
-        """Does what comes next: recomputes stale key-values, admits rows or draws a token; delivers completions."""
+        """Does what comes next: recomputes stale key-values, admits rows or samples a token; delivers completions."""
         batch = self._batch
         with self._condition:
             weight_version = self.weight_version  # it changes only at a boundary
@@ -234,10 +234,10 @@ class DecodeThread(threading.Thread):
         if is_stale:
             batch.recompute(weight_version)
         if rows:
-            batch.make_room(rows)
-        if begun := [row for row in rows if row.written is not None]:
-            batch.readmit(begun, weight_version)
-        if new := [row for row in rows if row.written is None]:
+            batch.reserve(rows)
+        if started := [row for row in rows if row.started is not None]:
+            batch.readmit(started, weight_version)
+        if new := [row for row in rows if row.started is None]:
             batch.admit(new, weight_version)
         if not rows:
             batch.step()

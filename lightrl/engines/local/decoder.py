@@ -60,7 +60,7 @@ class Decoder(Protocol):
         ...
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Makes room for what `fits`, before rows are added."""
+        """Reserves memory for what `fits`, before rows are added."""
         ...
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -127,8 +127,6 @@ class HuggingFaceDecoder:
     tokens, so sliding windows work; columns that no row uses any more are cut off.
 
     Args:
-        config: of the model.
-        dtype, device: of the weights.
         prefill_tokens: most tokens, with padding, in one forward over prompts.
 
     Raises:
@@ -170,13 +168,13 @@ class HuggingFaceDecoder:
 
         if "past_key_values" not in self._accepted:
             return False
-        known = DynamicCache(config=self._model.config).layers
+        expected_layers = DynamicCache(config=self._model.config).layers
         two = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
         try:
             cache, _ = self._forward(two, torch.ones_like(two), torch.arange(2, device=self._device)[None], None, None)
         except (IndexError, AttributeError):  # a layer looks in vain for its own state
             return False
-        return all(isinstance(layer, DynamicLayer) for layer in known) and all(
+        return all(isinstance(layer, DynamicLayer) for layer in expected_layers) and all(
             layer.keys is not None and layer.keys.shape[-2] == 2 for layer in cache.layers
         )
 
@@ -199,13 +197,13 @@ class HuggingFaceDecoder:
             token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
             columns = torch.arange(token_ids.shape[1], device=self._device)
             is_token = (columns < lengths[:, None]).to(torch.int64)
-            last, kept = torch.unique(lengths - 1, return_inverse=True)
+            last, output_columns = torch.unique(lengths - 1, return_inverse=True)
             embedded = None if images is None else self._embedded(token_ids, [images[index] for index in chunk])
             cache, outputs = self._forward(token_ids, is_token, columns.expand_as(token_ids), None, last, embedded)
             if outputs.shape[1] == token_ids.shape[1]:
-                kept = lengths - 1
+                output_columns = lengths - 1
             for place, index in enumerate(chunk):
-                logits[index] = outputs[place, kept[place]].float()
+                logits[index] = outputs[place, output_columns[place]].float()
                 length = len(sequences[index])
                 prefixes[index] = [
                     (layer.keys[place, :, :length], layer.values[place, :, :length]) for layer in cache.layers
@@ -235,7 +233,7 @@ class HuggingFaceDecoder:
         return True  # it grows with every token, without a bound
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Does nothing: each token makes its own room."""
+        """Does nothing: each token takes its own memory."""
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         outputs = self._model(input_ids=torch.tensor([[*token_ids]], device=self._device), use_cache=False)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 from lightrl.engines.local.kernels import Kernels, LinearOfKernel
 
-_LEAST_MOVED = 2**18  # elements; a smaller weight keeps its plain form beside the packed one: no load restores it
+_LEAST_MOVED = 2**18  # elements; a smaller weight keeps its plain form next to the packed one: no load restores it
 
 
 class FusedLinear:
@@ -34,8 +34,8 @@ class FusedLinear:
 
     Args:
         kernels: None computes with torch.
-        is_shared: another part of the model reads the weight: it is packed beside its plain form, as small ones are;
-            any other in place of it.
+        is_shared: another part of the model reads the weight: it keeps its plain form next to the packed one,
+            as small weights do; other weights do not.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ _TIME_GROWTH = 64  # tokens; the cache grows by at least that
 
 @dataclass(frozen=True)
 class Family:
-    """How a family differs from Llama. Biases need no entry: the model's parameters tell whether it has any."""
+    """How a family differs from Llama. Biases need no entry: they are among the model's parameters."""
 
     has_qk_norm: bool = False  # RMS norm of each query and key head, before the rotation
 
@@ -158,12 +158,10 @@ class LlamaDecoder:
 
     Memory: the weights once (where kernels are, twice of small ones and of a head that is tied to the embedding), and
     key-values that grow by copies; they are kept for reuse. With `cache_bytes`, the most that they may take, `reserve`
-    makes room for all tokens that the rows may get; a row alone may exceed it. A load writes in place.
+    takes memory for all tokens that the rows may get; a row alone may exceed it. A load writes in place.
 
     Args:
-        config: of a family that `find_family` knows.
-        family: its result.
-        dtype, device: of weights and key-values.
+        config: of a `family` that `find_family` knows.
         prefill_tokens: most tokens, with padding, in one forward over prompts.
     """
 
@@ -255,17 +253,19 @@ class LlamaDecoder:
             token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
             rows = self._index([row for index in chunk for row in rows_of[index]])
             sources = on_device([p for p, index in enumerate(chunk) for _ in rows_of[index]], self._device)
-            logits[on_device(chunk, self._device)] = self._prefill(token_ids, lengths, rows, sources)
+            hidden = self._forward(token_ids, rows, sources)
+            last = hidden[torch.arange(len(hidden), device=self._device), lengths - 1]
+            logits[on_device(chunk, self._device)] = self._logits(last)
         return logits
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        if self.cache_bytes is None or self._has_room(num_rows, num_tokens):
+        if self.cache_bytes is None or self._has_capacity(num_rows, num_tokens):
             return True
         moved = self._keys.nbytes if self._num_rows else 0  # the old keys or values are there until they are copied
         return num_rows * _stepped(num_tokens) * self.token_bytes + moved <= self.cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        if self.cache_bytes is not None and not self._has_room(num_rows, num_tokens):
+        if self.cache_bytes is not None and not self._has_capacity(num_rows, num_tokens):
             self._allocate(num_rows, _stepped(num_tokens))
 
     @property
@@ -284,8 +284,8 @@ class LlamaDecoder:
         self._reserve(len(token_ids), longest)
         if self.kernels is None or self._of_kernel is None:
             return self._step_with_torch(token_ids, positions, longest)
-        slots, room = self._keys.shape[1], self._keys.shape[3]
-        cache = CacheOfKernel(address(self._keys), address(self._values), slots, room, address(self._rotations))
+        slots, capacity = self._keys.shape[1], self._keys.shape[3]
+        cache = CacheOfKernel(address(self._keys), address(self._values), slots, capacity, address(self._rotations))
         return self._head(self.kernels.step(self._of_kernel, cache, token_ids, positions))
 
     def _step_with_torch(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
@@ -294,7 +294,7 @@ class LlamaDecoder:
         if self._views_of != (n, num_times):
             self._make_views(n, num_times)
         positions_by_head = positions.repeat_interleave(kv_heads)
-        places = self._slot_starts[: n * kv_heads] + positions_by_head
+        cache_rows = self._slot_starts[: n * kv_heads] + positions_by_head
         masked = positions[:, None, None, None] if self._is_grouped else positions_by_head[:, None, None]
         mask = torch.zeros(*masked.shape[:-1], num_times, dtype=self._dtype, device=self._device)
         mask.masked_fill_(self._times[:num_times] > masked, float("-inf"))
@@ -308,13 +308,13 @@ class LlamaDecoder:
             normed = F.rms_norm(hidden, (hidden.shape[-1],), layer.input_norm, self._eps)
             qkv = layer.qkv(normed).view(n, heads + 2 * kv_heads, size)
             qk = self._rotate(qkv[:, : heads + kv_heads], layer.qk_norm, rotations)
-            flat_keys[depth].index_copy_(0, places, qk[:, heads:].reshape(n * kv_heads, size))
-            flat_values[depth].index_copy_(0, places, qkv[:, heads + kv_heads :].reshape(n * kv_heads, size))
+            flat_keys[depth].index_copy_(0, cache_rows, qk[:, heads:].reshape(n * kv_heads, size))
+            flat_values[depth].index_copy_(0, cache_rows, qkv[:, heads + kv_heads :].reshape(n * kv_heads, size))
             keys, values = self._views[depth]
             queries = qk[:, :heads].reshape(*keys.shape[:-2], group, size)
             if self._is_grouped:
                 mixed = _grouped_attention(queries, keys, values, mask)
-            elif self._is_plain_attention:
+            elif self._dtype == torch.float32 and self._device.type == "cpu":  # plain products are fastest there
                 scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
                 mixed = torch.bmm(torch.softmax(scores, -1), values)
             else:
@@ -334,20 +334,10 @@ class LlamaDecoder:
     def clear(self) -> None:
         self._num_rows = 0
 
-    @property
-    def _is_plain_attention(self) -> bool:
-        """Three plain products are fastest on a CPU in float32; elsewhere fused attention is."""
-        return self._dtype == torch.float32 and self._device.type == "cpu"
-
     def _index(self, rows: list[int]) -> Tensor | slice:
         """Selects rows of a tensor; as a slice if they follow one another, since it is written faster."""
         first, end = rows[0], rows[-1] + 1
         return slice(first, end) if rows == [*range(first, end)] else on_device(rows, self._device)
-
-    def _prefill(self, token_ids: Tensor, lengths: Tensor, rows: Tensor | slice, sources: Tensor) -> Tensor:
-        """Writes key-values of the padded sequences into the rows; returns logits after each last token."""
-        hidden = self._forward(token_ids, rows, sources)
-        return self._logits(hidden[torch.arange(len(hidden), device=self._device), lengths - 1])
 
     def _forward(self, token_ids: Tensor, rows: Tensor | slice | None, sources: Tensor) -> Tensor:
         """Writes key-values of the padded sequences into the rows, if any; returns hidden states [b, T, hidden]."""
@@ -415,8 +405,8 @@ class LlamaDecoder:
         self._views_of = (num_rows, num_times)
 
     def _reserve(self, num_rows: int, num_times: int) -> None:
-        """Makes room for these rows and tokens; both axes grow in large steps."""
-        if self._has_room(num_rows, num_times):
+        """Reserves memory for these rows and tokens; both axes grow in large steps."""
+        if self._has_capacity(num_rows, num_times):
             return
         old_rows, old_times = self._keys.shape[1], self._keys.shape[3]
         if num_rows > old_rows:
@@ -426,19 +416,19 @@ class LlamaDecoder:
             num_times = _stepped(num_times)
         self._allocate(max(num_rows, old_rows), max(num_times, old_times))
 
-    def _has_room(self, num_rows: int, num_times: int) -> bool:
+    def _has_capacity(self, num_rows: int, num_times: int) -> bool:
         return num_rows <= self._keys.shape[1] and num_times <= self._keys.shape[3]
 
     def _allocate(self, rows: int, times: int) -> None:
         if not self._num_rows:  # nothing to copy: the old memory is free first
             self._views, self._views_of = [], (-1, -1)
             self._keys = self._values = self._keys[:, :0].clone()
-        kept = slice(min(times, self._keys.shape[3]))
+        old_times = slice(min(times, self._keys.shape[3]))
         shape = (len(self._layers), rows, self._num_kv_heads, times, self._head_size)
         for name in ("_keys", "_values"):
             old = getattr(self, name)
             new = torch.zeros(shape, dtype=self._dtype, device=self._device)  # zeros: a masked NaN would still spread
-            new[:, : self._num_rows, :, kept] = old[:, : self._num_rows, :, kept]
+            new[:, : self._num_rows, :, old_times] = old[:, : self._num_rows, :, old_times]
             setattr(self, name, new)
         self._times = torch.arange(times, device=self._device)
         self._slot_starts = torch.arange(rows * self._num_kv_heads, device=self._device) * times

@@ -4,7 +4,7 @@
 // The operations of a step are those of LlamaDecoder._step_with_torch, as are the layouts of norms and key-values. A
 // row does not depend on the rows beside it: each sum is added up in one order. Nothing here checks its arguments.
 //
-// Shapes: n rows, H query heads, K key-value heads, D head size, T tokens of room in a slot, I intermediate size.
+// Shapes: n rows, H query heads, K key-value heads, D head size, T tokens that fit in a slot, I intermediate size.
 
 #include <algorithm>
 #include <atomic>
@@ -55,7 +55,7 @@ struct Model {
 
 struct Cache {
   float *keys, *values;    // [layers, slots, K, T, D]
-  int64_t slots, room;     // T
+  int64_t slots, capacity; // T
   const float* rotations;  // [T, D], cosine and sine of each pair
 };
 
@@ -159,7 +159,7 @@ void rotate(float* head, const float* rotation, int64_t size) {
   }
 }
 
-// One query head over `count` keys and values, [count, D] each. `scores` has room for them.
+// One query head over `count` keys and values, [count, D] each. `scores` holds one for each.
 template <int64_t VECTORS>
 void attend(const float* query, const float* keys, const float* values, int64_t count, float* scores, float* mixed) {
   constexpr int64_t size = VECTORS * LANES;
@@ -198,7 +198,7 @@ void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot,
   const int64_t width = model.hidden, size = model.head_size, kv_heads = model.kv_heads, heads = model.heads;
   const int64_t qkv_width = (heads + 2 * kv_heads) * size, group = heads / kv_heads, inner = model.intermediate;
   thread_local std::vector<float> scratch;  // kept from step to step
-  scratch.resize(BLOCK_ROWS * (2 * width + qkv_width + heads * size + 3 * inner) + cache.room);
+  scratch.resize(BLOCK_ROWS * (2 * width + qkv_width + heads * size + 3 * inner) + cache.capacity);
   float* hidden = scratch.data();
   float* normed = hidden + n * width;
   float* qkv = normed + n * width;
@@ -223,7 +223,7 @@ void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot,
         rotate(values, cache.rotations + position * size, size);
       }
       for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
-        const int64_t start = (((depth * cache.slots + slot + row) * kv_heads) + kv_head) * cache.room * size;
+        const int64_t start = (((depth * cache.slots + slot + row) * kv_heads) + kv_head) * cache.capacity * size;
         float *keys = cache.keys + start, *values = cache.values + start;
         std::copy_n(own + (heads + kv_head) * size, size, keys + position * size);
         std::copy_n(own + (heads + kv_heads + kv_head) * size, size, values + position * size);

@@ -65,7 +65,13 @@ class ModelOfKernel(ctypes.Structure):
 class CacheOfKernel(ctypes.Structure):
     """The key-values and the rotation of each position."""
 
-    _fields_ = (("keys", _Address), ("values", _Address), ("slots", _Count), ("room", _Count), ("rotations", _Address))
+    _fields_ = (
+        ("keys", _Address),
+        ("values", _Address),
+        ("slots", _Count),
+        ("capacity", _Count),
+        ("rotations", _Address),
+    )
 
 
 class Kernels:
@@ -107,8 +113,9 @@ class Kernels:
     def step(self, model: ModelOfKernel, cache: CacheOfKernel, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Normed hidden states [n, hidden] after the last tokens [n], which join the key-values of slots 0 to n - 1."""
         outputs = torch.empty(len(token_ids), model.hidden)
-        ids, places = token_ids.contiguous(), positions.contiguous()
-        self._step(model, cache, len(ids), ids.data_ptr(), places.data_ptr(), outputs.data_ptr(), self.threads)
+        token_ids, positions = token_ids.contiguous(), positions.contiguous()
+        addresses = token_ids.data_ptr(), positions.data_ptr(), outputs.data_ptr()
+        self._step(model, cache, len(token_ids), *addresses, self.threads)
         return outputs
 
 
@@ -160,7 +167,7 @@ def _build() -> Path:
             log.info("The kernels of LocalEngine are built for this processor, once; this takes some seconds.")
             built = Path(own) / library.name
             _run([*command, str(_SOURCE), "-o", str(built)])
-            built.replace(library)  # whole or not at all, also beside other ranks
+            built.replace(library)  # whole or not at all, also if other ranks build it too
     return library
 
 
@@ -178,13 +185,13 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(names)}))
 
 
-def _is_right(found: Kernels) -> bool:
+def _is_right(built: Kernels) -> bool:
     """Whether products of small integers are exact, with bias and sum, for rows and outputs that fill no tile."""
     weight, inputs = torch.arange(-150.0, 150.0).view(50, 6) % 7, torch.arange(114.0).view(19, 6) % 5
     bias, added = torch.arange(50.0), torch.arange(950.0).view(19, 50)
-    packed, again = found.pack(weight), torch.empty_like(weight)
-    found.unpack(packed, again)
-    product = found.linear(inputs, LinearOfKernel(packed.data_ptr(), bias.data_ptr(), 6, 50), added)
+    packed, again = built.pack(weight), torch.empty_like(weight)
+    built.unpack(packed, again)
+    product = built.linear(inputs, LinearOfKernel(packed.data_ptr(), bias.data_ptr(), 6, 50), added)
     return torch.equal(again, weight) and torch.equal(product, inputs @ weight.t() + bias + added)
 
 

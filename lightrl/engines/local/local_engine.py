@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,18 +12,14 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines.abilities import (
-    ContinuesCompletions,
-    NamesDtypes,
-    ScoresTokens,
-)
+from lightrl.engines.abilities import ContinuesCompletions, NamesDtypes, ScoresTokens
 from lightrl.engines.engine import Completion, RolloutEngine, check_request, replaces_generate_alone
 from lightrl.engines.local.decode_thread import DecodeThread
 from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.engines.local.sampler import completion_seed
-from lightrl.errors import EngineError
+from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import CONTEXT, context_tokens
 from lightrl.models.images import ImageReader, refusal
 from lightrl.trajectory import Sampling
@@ -30,9 +27,6 @@ from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-import contextlib
-
-from lightrl.errors import WeightSyncError
 
 
 def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> None:
@@ -44,18 +38,18 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
     Raises:
         WeightSyncError: if a name is unknown, missing or repeated, a shape differs, or a value is not finite.
     """
-    written: set[str] = set()
+    loaded_names: set[str] = set()
     with contextlib.ExitStack() as undo:
         for bucket in buckets:
             for name, tensor in bucket.tensors.items():
-                _check_parameter(decoder, name, tensor, written)
+                _check_parameter(decoder, name, tensor, loaded_names)
             _check_values(bucket.tensors)
             for name, tensor in bucket.tensors.items():
-                written.add(name)
+                loaded_names.add(name)
                 if can_undo:
                     undo.callback(decoder.write, name, decoder.read(name))
                 decoder.write(name, tensor)
-        missing = sorted(set(decoder.shapes) - written)
+        missing = sorted(set(decoder.shapes) - loaded_names)
         if missing:
             raise WeightSyncError(
                 f"{len(missing)} of {len(decoder.shapes)} parameters did not arrive, such as {missing[0]!r}. Export "
@@ -64,14 +58,14 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
         undo.pop_all()
 
 
-def _check_parameter(decoder: Decoder, name: str, tensor: Tensor, written: set[str]) -> None:
+def _check_parameter(decoder: Decoder, name: str, tensor: Tensor, loaded_names: set[str]) -> None:
     shape = decoder.shapes.get(name, decoder.optional_shapes.get(name))
     if shape is None:
         raise WeightSyncError(
             f"The engine's model has no parameter {name!r}; its names look like {next(iter(decoder.shapes))!r}. Export "
             "the model that the engine was started with; the engine keeps its old weights."
         )
-    if name in written:
+    if name in loaded_names:
         raise WeightSyncError(f"Parameter {name!r} arrived twice. Fix the export.")
     if tensor.shape != shape:
         raise WeightSyncError(
@@ -102,12 +96,7 @@ log = logging.getLogger(__name__)
 SMALL_MODEL_PARAMETERS = 10_000_000
 
 
-class LocalEngine(
-    RolloutEngine,
-    ScoresTokens,
-    NamesDtypes,
-    ContinuesCompletions,
-):
+class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; other decoder-only models whose layers all keep
@@ -184,11 +173,11 @@ class LocalEngine(
         if self._thread is not None and (self._thread.is_alive() or not self._thread.is_closed):
             raise EngineError("LocalEngine is already started. Close it first, or create a new one.")
         text_config = config.get_text_config()
-        room = context_tokens(config)
+        model_context = context_tokens(config)
         if self._given_max_context is None:
-            self.max_context = room if room is not None else 2**31 - 1
-        elif room is not None and self._given_max_context > room:
-            raise ValueError(f"max_context must be at most {room}, {CONTEXT}, got {self.max_context}.")
+            self.max_context = model_context if model_context is not None else 2**31 - 1
+        elif model_context is not None and self._given_max_context > model_context:
+            raise ValueError(f"max_context must be at most {model_context}, {CONTEXT}, got {self.max_context}.")
         self.choose_device()
         self.weight_version = -1
         self._vocab_size = text_config.vocab_size
@@ -233,13 +222,13 @@ class LocalEngine(
         session: str,
         n: int = 1,
         images: tuple[str, ...] = (),
-        written: Completion | None = None,
+        started: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions of one prompt, without a deadline: the controller has one."""
         if n < 1:
             raise ValueError(f"n must be at least 1 completion, got {n}.")
         seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
-        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, [written] * n)))
+        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, [started] * n)))
 
     def generate_group(
         self,
@@ -289,8 +278,8 @@ class LocalEngine(
     def dtypes(self) -> set[str]:
         return {str(self._dtype).removeprefix("torch.")}
 
-    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        """Computes as `score` does logprob and id of the top `num` tokens at each place, in order; none at place 0."""
+    def top_logprobs(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+        """Computes as `score` does logprob and id of the `num` most likely tokens at each place; none at place 0."""
         rows = self._log_probabilities(token_ids)
         logprobs, ids = rows.topk(min(num, rows.shape[1]), dim=1)
         return [[], *(list(zip(*pair, strict=True)) for pair in zip(logprobs.tolist(), ids.tolist(), strict=True))]
@@ -318,10 +307,15 @@ class LocalEngine(
         thread = self._started()
         longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
         check_request(token_ids, longest, len(samplings), vocab_size=self._vocab_size, max_context=self.max_context)
-        pixels = self._pixel_values(images, token_ids) if images else None
+        pixels = None
+        if images:
+            if self._image_reader is None:
+                raise ValueError(refusal(len(images)))
+            self._image_reader.check(images, token_ids)
+            pixels = self._image_reader.pixel_values(images)
         prompt = tuple(token_ids)
         rows = zip(samplings, seeds, started, strict=True)
-        return thread.submit([Row(prompt, sampling, seed, images, pixels, begun) for sampling, seed, begun in rows])
+        return thread.submit([Row(prompt, sampling, seed, images, pixels, start) for sampling, seed, start in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
@@ -335,13 +329,8 @@ class LocalEngine(
 
     def _make_decoder(self, config: PretrainedConfig) -> Decoder:
         family = find_family(config) if self.fast_path else None
-        if self.dtype != "auto":
-            dtype = getattr(torch, self.dtype)
-        elif self.device.type == "cpu":
-            dtype = torch.float32
-        else:
-            dtype = torch.bfloat16
-        self._dtype = dtype
+        auto = "float32" if self.device.type == "cpu" else "bfloat16"
+        self._dtype = dtype = getattr(torch, auto if self.dtype == "auto" else self.dtype)
         if family is None:
             return HuggingFaceDecoder(config, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
         decoder = LlamaDecoder(config, family, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
@@ -351,12 +340,6 @@ class LocalEngine(
         if decoder.cache_bytes is not None:
             log.info("Key-values may take %d tokens; others wait.", decoder.cache_bytes // decoder.token_bytes)
         return decoder
-
-    def _pixel_values(self, images: tuple[str, ...], token_ids: list[int]) -> Tensor:
-        if self._image_reader is None:
-            raise ValueError(refusal(len(images)))
-        self._image_reader.check(images, token_ids)
-        return self._image_reader.pixel_values(images)
 
     def _started(self) -> DecodeThread:
         if self._thread is None:

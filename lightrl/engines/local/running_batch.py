@@ -1,9 +1,9 @@
-"""RunningBatch: the rows being decoded; they enter together, draw together and leave one by one.
+"""RunningBatch: the rows being decoded; they enter and step together, and leave one by one.
 
 Slots 0 to `size - 1` are in use, so that every tensor of a step is a plain slice; when a row leaves, the last one takes
 its slot. Nothing here knows threads, queues or asyncio: `decode_thread.py` decides when to admit, step and recompute.
 
-Shapes: S slots, n = `size` rows in use, W tokens of room per row, V vocabulary.
+Shapes: S slots, n = `size` rows in use, W tokens that fit in a row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder, on_device
-from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
+from lightrl.engines.local.sampler import ban_stop_tokens, sample_tokens, uniforms
 from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
-# What rows have in common beside their seeds.
+# Settings that rows share; each has its own seed.
 _kind = operator.attrgetter("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "stop_token_ids")
 _FIRST_WIDTH = 64  # tokens; W doubles from here
-_MAX_DRAWS = 32  # steps whose supports wait to be encoded
+_MAX_SAMPLED = 32  # steps whose supports wait to be encoded
 
 
 @dataclass(eq=False)
@@ -39,10 +39,10 @@ class Row:
     seed: int  # this completion's
     images: tuple[str, ...] = ()  # distinguish the images of equal prompts
     pixels: Tensor | None = None  # their pixel values, [m, 3, H, W]
-    written: Completion | None = None  # the part of it that was written before, by this engine or another
+    started: Completion | None = None  # how it starts, generated before by this engine or another
     owner: Any = None  # the completion's owner; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
-    supports: list[bytes] = field(default_factory=list)  # the codes of the tokens', while draws are truncated
+    supports: list[bytes] = field(default_factory=list)  # codes of the tokens' supports, if sampling is truncated
 
     def codes(self) -> TokenArray[int] | None:
         """The codes of the supports, end to end; None if sampling is not truncated."""
@@ -52,13 +52,12 @@ class Row:
 class RunningBatch:
     """The rows being decoded.
 
-    An admitted row has drawn its first token; its last token is not yet in the decoder's key-values.
+    An admitted row has its first token; its last token is not yet in the decoder's key-values.
 
     Args:
         decoder: gives the logits; if its weights change between two calls, `recompute` must come next.
         max_rows: S, bound of `size`.
         vocab_size: V.
-        device: of the decoder.
     """
 
     def __init__(self, decoder: Decoder, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -67,26 +66,26 @@ class RunningBatch:
         self._vocab_size = vocab_size
         self.device = device
         self._rows: list[Row] = []
-        self._draws: list[tuple[list[Row], Any, Any]] = []  # rows, supports [M, 2], tokens [n]: not yet encoded
-        # On the host, so that deciding who is finished reads nothing from the device but the drawn tokens.
+        self._sampled: list[tuple[list[Row], Any, Any]] = []  # rows, supports [M, 2], tokens [n]: not yet encoded
+        # Host state. To find finished rows, only the sampled tokens are read from the device.
         self._prompt_lengths = np.zeros(max_rows, np.int64)
-        self._lengths = np.zeros(max_rows, np.int64)  # tokens drawn so far
+        self._lengths = np.zeros(max_rows, np.int64)  # tokens so far
         self._limits = np.zeros(max_rows, np.int64)  # max_new_tokens
         self._minimums = np.zeros(max_rows, np.int64)  # min_new_tokens
         self._stop_ids = np.full((max_rows, 1), -1)  # [S, K], -1 for none
         self._token_ids = np.zeros((max_rows, 0), np.int32)  # [S, W]
         self._logprobs = np.zeros((max_rows, 0), np.float32)  # [S, W]
         self._unread: list[tuple[Any, Any, Tensor]] = []  # slots [n], their lengths [n], tokens and logprobs [2, n]
-        # On the device.
+        # Device state.
         self._counters = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
-        self._positions, self._generated = self._counters  # [S] of the last token; [S] tokens drawn so far
+        self._positions, self._generated = self._counters  # [S] of the last token; [S] tokens so far
         self._current = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [S] the last token
         self._seeds = torch.zeros_like(self._current)
         self._top_k = torch.zeros_like(self._current)
         self._top_p = torch.ones(max_rows, device=device)
         self._temperature = torch.ones(max_rows, device=device)
         self._is_greedy = torch.zeros(max_rows, dtype=torch.bool, device=device)
-        self._uniforms = torch.zeros(max_rows, 0, dtype=torch.float64, device=device)  # [S, W], draw the tokens
+        self._uniforms = torch.zeros(max_rows, 0, dtype=torch.float64, device=device)  # [S, W], one for each token
         self._slots = torch.arange(max_rows, device=device)
         self._has_temperature = self._has_truncation = self._has_greedy = False
 
@@ -104,12 +103,12 @@ class RunningBatch:
             size += 1
         return self.max_rows
 
-    def make_room(self, rows: Sequence[Row]) -> None:
-        """Reserves the memory of these rows' key-values beside the present ones', before `admit` and `readmit`."""
+    def reserve(self, rows: Sequence[Row]) -> None:
+        """Reserves memory for these rows' key-values too; called before `admit` and `readmit`."""
         self._decoder.reserve(self.size + len(rows), _longest_end([*self._rows, *rows]))
 
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
-        """Computes the prompts, equal ones once, and draws the first token of each row."""
+        """Computes the prompts, equal ones once, and samples the first token of each row."""
         first, end = self.size, self.size + len(rows)
         prompts, owners, images = _distinct([row.prompt for row in rows], rows)
         logits = self._decoder.append(prompts, owners, *images)
@@ -118,13 +117,13 @@ class RunningBatch:
         self._fill_rows(rows, [0] * len(rows))
         self._widen(1)
         self._fill_uniforms(first)
-        self._draw(first, end, logits[on_device(owners, self.device)])
+        self._sample(first, end, logits[on_device(owners, self.device)])
 
     def step(self) -> None:
-        """Draws one token in every row."""
+        """Samples one token in every row."""
         n = self.size
         self._widen(int(self._lengths[:n].max()) + 1)
-        self._draw(0, n, self._decoder.step(self._current[:n], self._positions[:n], self._longest()))
+        self._sample(0, n, self._decoder.step(self._current[:n], self._positions[:n], self._longest()))
 
     def retire(self) -> list[tuple[Row, Completion]]:
         """Removes finished rows; returns them with their completions, in slot order."""
@@ -142,7 +141,7 @@ class RunningBatch:
             return []
         self._encode_supports()
         completions = []
-        versions_of: dict[tuple[Any, ...], TokenArray[int]] = {}  # rows of a wave have the same
+        versions_of: dict[tuple[Any, ...], TokenArray[int]] = {}  # rows that were admitted together have the same
         for slot in finished:
             row, length = self._rows[slot], int(lengths[slot])
             logprobs = self._logprobs[slot, :length]
@@ -158,11 +157,11 @@ class RunningBatch:
         return completions
 
     def read(self) -> None:
-        """Copies what was drawn to the host: a step's one wait for the device, beside that for truncated supports."""
+        """Copies the sampled tokens to the host; only this and truncated supports wait for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return
-        values = torch.cat([drawn for _, _, drawn in unread], dim=1).cpu().numpy()
+        values = torch.cat([tokens for _, _, tokens in unread], dim=1).cpu().numpy()
         slots, lengths = (np.concatenate(parts) for parts in list(zip(*unread, strict=True))[:2])
         self._token_ids[slots, lengths] = values[0]
         self._logprobs[slots, lengths] = values[1].astype(np.int32).view(np.float32)
@@ -189,19 +188,19 @@ class RunningBatch:
         }
 
     def readmit(self, rows: Sequence[Row], weight_version: int) -> None:
-        """Computes the key-values of rows that were `written` in part; draws no token."""
+        """Computes the key-values of rows that were `started` before; samples no token."""
         first = self.size
-        begun = [row.written for row in rows if row.written is not None]
+        starts = [row.started for row in rows if row.started is not None]
         sequences, owners, images = _distinct(
-            [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, begun, strict=True)], rows
+            [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, starts, strict=True)], rows
         )
         self._decoder.append(sequences, owners, *images)
-        lengths = [len(part.token_ids) for part in begun]
+        lengths = [len(part.token_ids) for part in starts]
         self._fill_rows(rows, lengths)
         self._widen(max(lengths) + 1)
         self._fill_uniforms(first)
-        self._fill(self._current, first, [part.token_ids[-1] for part in begun])
-        for slot, (row, part) in enumerate(zip(rows, begun, strict=True), start=first):
+        self._fill(self._current, first, [part.token_ids[-1] for part in starts])
+        for slot, (row, part) in enumerate(zip(rows, starts, strict=True), start=first):
             length = len(part.token_ids)
             self._token_ids[slot, :length] = part.token_ids
             self._logprobs[slot, :length] = part.logprobs
@@ -209,31 +208,31 @@ class RunningBatch:
             row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
 
     def recompute(self, weight_version: int) -> None:
-        """Recomputes the key-values of all rows with the decoder's current weights; draws no token."""
+        """Recomputes the key-values of all rows with the decoder's current weights; samples no token."""
         self._decoder.clear()
         if not self._rows:
             return
         self.read()
-        every = []
+        tokens_by_row = []
         for slot, (row, length) in enumerate(zip(self._rows, self._lengths[: self.size].tolist(), strict=True)):
-            every.append((*row.prompt, *self._token_ids[slot, : length - 1].tolist()))
+            tokens_by_row.append((*row.prompt, *self._token_ids[slot, : length - 1].tolist()))
             row.version_changes.append((length, weight_version))
-        sequences, owners, images = _distinct(every, self._rows)
+        sequences, owners, images = _distinct(tokens_by_row, self._rows)
         self._decoder.append(sequences, owners, *images)
 
     def _longest(self) -> int:
         """Tokens of the longest row, prompt included."""
         return int((self._prompt_lengths + self._lengths)[: self.size].max())
 
-    def _draw(self, first: int, end: int, logits: Tensor) -> None:
-        """Draws one token for the slots `first` to `end`; changes the logits."""
+    def _sample(self, first: int, end: int, logits: Tensor) -> None:
+        """Samples one token for the slots `first` to `end`; changes the logits."""
         rows, generated = self._slots[first:end], self._generated[first:end]
         lengths = self._lengths[first:end]
         is_banned = (lengths < self._minimums[first:end]) & (self._stop_ids[first:end, 0] >= 0)
         if is_banned.any():
             stops = on_device(self._stop_ids[first:end], self.device)
             ban_stop_tokens(logits, on_device(is_banned, self.device), stops)
-        token_ids, logprobs, supports = draw_tokens(
+        token_ids, logprobs, supports = sample_tokens(
             logits,
             self._uniforms[rows, generated],
             temperature=self._temperature[first:end] if self._has_temperature else None,
@@ -241,24 +240,24 @@ class RunningBatch:
             top_p=self._top_p[first:end] if self._has_truncation else None,
             is_greedy=self._is_greedy[first:end] if self._has_greedy else None,
         )
-        drawn = torch.stack((token_ids, logprobs.view(torch.int32)))
-        self._unread.append((np.arange(first, end), lengths.copy(), drawn))
+        tokens = torch.stack((token_ids, logprobs.view(torch.int32)))
+        self._unread.append((np.arange(first, end), lengths.copy(), tokens))
         self._current[first:end] = token_ids
         self._counters[:, first:end] += 1
         lengths += 1
         if supports is not None:
-            self._draws.append((self._rows[first:end], supports.nonzero().cpu().numpy(), token_ids.cpu().numpy()))
-            if len(self._draws) == _MAX_DRAWS:
+            self._sampled.append((self._rows[first:end], supports.nonzero().cpu().numpy(), token_ids.cpu().numpy()))
+            if len(self._sampled) == _MAX_SAMPLED:
                 self._encode_supports()
 
     def _encode_supports(self) -> None:
-        """Gives rows the codes of their last draws; of many at once, since numpy's calls cost most of it."""
-        draws, self._draws = self._draws, []
-        if draws:
-            rows, parts, token_ids = zip(*draws, strict=True)
+        """Gives rows the codes of their latest supports, of several steps at once: numpy's calls cost most of it."""
+        sampled, self._sampled = self._sampled, []
+        if sampled:
+            rows, parts, token_ids = zip(*sampled, strict=True)
             firsts = itertools.accumulate(map(len, rows), initial=0)
-            places = np.concatenate([np.add(part, (first, 0)) for first, part in zip(firsts, parts, strict=False)])
-            codes = encode_supports(places[:, 0], places[:, 1], np.concatenate(token_ids), self._vocab_size)
+            supports = np.concatenate([np.add(part, (first, 0)) for first, part in zip(firsts, parts, strict=False)])
+            codes = encode_supports(supports[:, 0], supports[:, 1], np.concatenate(token_ids), self._vocab_size)
             for row, code in zip(itertools.chain(*rows), codes, strict=True):
                 row.supports.append(code)
 
@@ -288,7 +287,7 @@ class RunningBatch:
                 array[holes] = array[movers]
 
     def _fill_rows(self, rows: Sequence[Row], generated: Sequence[int]) -> None:
-        """Sets what a step needs of new rows, which have drawn so many tokens each."""
+        """Sets what a step needs of new rows; `generated` are their numbers of tokens."""
         first = self.size
         self._rows.extend(rows)
         new = slice(first, self.size)
@@ -298,47 +297,43 @@ class RunningBatch:
         self._fill(self._generated, first, generated)
         self._fill(self._seeds, first, [row.seed for row in rows])
         kinds = {_kind(row.sampling): row.sampling for row in self._rows}  # few, with hundreds of rows
-        places = {kind: place for place, kind in enumerate(kinds)}
-        which = [places[_kind(row.sampling)] for row in rows]
-        every = list(kinds.values())
-        kept = [sampling if sampling.is_truncated else Sampling() for sampling in every]  # greedy is not
-        self._limits[new] = np.array([sampling.max_new_tokens for sampling in every])[which]
-        self._minimums[new] = np.array([sampling.min_new_tokens for sampling in every])[which]
-        self._set_stops([sampling.stop_token_ids for sampling in every], first, which)
+        index_by_kind = {kind: index for index, kind in enumerate(kinds)}
+        indices = [index_by_kind[_kind(row.sampling)] for row in rows]
+        samplings = list(kinds.values())
+        truncations = [sampling if sampling.is_truncated else Sampling() for sampling in samplings]  # greedy has none
+        self._limits[new] = np.array([sampling.max_new_tokens for sampling in samplings])[indices]
+        self._minimums[new] = np.array([sampling.min_new_tokens for sampling in samplings])[indices]
+        stops = [sampling.stop_token_ids for sampling in samplings]
+        width = max(self._stop_ids.shape[1], *(len(ids) for ids in stops))
+        missing = width - self._stop_ids.shape[1]
+        self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self._stop_ids[new] = np.array([[*ids, *[-1] * (width - len(ids))] for ids in stops])[indices]
         for tensor, values in (
-            (self._top_k, [s.max_support if s.is_truncated else self._vocab_size for s in kept]),
-            (self._top_p, [sampling.top_p for sampling in kept]),
-            (self._temperature, [sampling.temperature or 1.0 for sampling in every]),
-            (self._is_greedy, [sampling.temperature == 0 for sampling in every]),
+            (self._top_k, [s.max_support if s.is_truncated else self._vocab_size for s in truncations]),
+            (self._top_p, [sampling.top_p for sampling in truncations]),
+            (self._temperature, [sampling.temperature or 1.0 for sampling in samplings]),
+            (self._is_greedy, [sampling.temperature == 0 for sampling in samplings]),
         ):
-            self._fill(tensor, first, np.array(values)[which])
-        self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in every)
-        self._has_truncation = any(sampling.is_truncated for sampling in every)
-        self._has_greedy = any(sampling.temperature == 0 for sampling in every)
+            self._fill(tensor, first, np.array(values)[indices])
+        self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in samplings)
+        self._has_truncation = any(sampling.is_truncated for sampling in samplings)
+        self._has_greedy = any(sampling.temperature == 0 for sampling in samplings)
 
     def _fill_uniforms(self, first: int) -> None:
-        """The numbers that draw the tokens of the rows from this slot on."""
+        """Fills in the numbers that sample the tokens of the rows from this slot on."""
         self._uniforms[first : self.size] = uniforms(self._seeds[first : self.size], 0, self._uniforms.shape[1])
 
     def _fill(self, tensor: Tensor, first: int, values: Any) -> None:
         tensor[first : first + len(values)] = on_device(values, self.device, tensor.dtype)
 
-    def _set_stops(self, stops: Sequence[tuple[int, ...]], first: int, which: Sequence[int]) -> None:
-        """The stop tokens of the rows from `first` on; `which` of `stops` each has."""
-        width = max(self._stop_ids.shape[1], *(len(ids) for ids in stops))
-        missing = width - self._stop_ids.shape[1]
-        self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        rows = np.array([[*ids, *[-1] * (width - len(ids))] for ids in stops])
-        self._stop_ids[first : first + len(which)] = rows[which]
-
     def _widen(self, num_tokens: int) -> None:
-        """Makes room for at least `num_tokens` in every row."""
+        """Grows W to at least `num_tokens`."""
         old = self._token_ids.shape[1]
         if num_tokens <= old:
             return
         width = max(num_tokens, 2 * old, _FIRST_WIDTH)
-        more = uniforms(self._seeds, old, width - old)
-        self._uniforms = torch.cat([self._uniforms, more], dim=1)
+        new_uniforms = uniforms(self._seeds, old, width - old)
+        self._uniforms = torch.cat([self._uniforms, new_uniforms], dim=1)
         more_columns = ((0, 0), (0, width - old))
         self._token_ids, self._logprobs = np.pad(self._token_ids, more_columns), np.pad(self._logprobs, more_columns)
 
@@ -353,14 +348,15 @@ def _distinct(
 ) -> tuple[list[tuple[int, ...]], list[int], list[list[Tensor | None]]]:
     """The sequences that differ in tokens or images; the index of each row's; and the decoder's argument for their
     images, if there are any."""
-    places: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+    index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     owners = [
-        places.setdefault((sequence, row.images), len(places)) for sequence, row in zip(sequences, rows, strict=True)
+        index_of.setdefault((sequence, row.images), len(index_of))
+        for sequence, row in zip(sequences, rows, strict=True)
     ]
-    prompts = [sequence for sequence, _ in places]
+    prompts = [sequence for sequence, _ in index_of]
     if not any(row.images for row in rows):
         return prompts, owners, []
-    images: list[Tensor | None] = [None] * len(places)
+    images: list[Tensor | None] = [None] * len(index_of)
     for owner, row in zip(owners, rows, strict=True):
         images[owner] = row.pixels
     return prompts, owners, [images]

@@ -1,4 +1,4 @@
-"""Drawing tokens: one uniform number per (seed, position), then the inverse of the cumulative distribution.
+"""Samples tokens: one uniform number per (seed, position), then the inverse of the cumulative distribution.
 
 Does not use the global random state: a completion depends only on its seed and logits, not on the rest of the batch.
 Shapes: n rows, V tokens of the vocabulary. Logprobs are in nats.
@@ -45,7 +45,7 @@ def ban_stop_tokens(logits: Tensor, is_banned: Tensor, stop_token_ids: Tensor) -
     logits.scatter_reduce_(1, stop_token_ids.clamp(min=0), bound, "amin")
 
 
-def draw_tokens(
+def sample_tokens(
     logits: Tensor,
     uniform: Tensor,
     *,
@@ -63,7 +63,7 @@ def draw_tokens(
         uniform: [n] float64 in [0, 1).
         temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
         top_k, top_p: [n]; both or neither; V and 1 keep every token, as in greedy rows.
-        is_greedy: [n] bool; these rows take the likeliest token.
+        is_greedy: [n] bool; these rows take the most likely token.
 
     Returns:
         Token ids [n] int64, logprobs [n] float32, and bool [n, V], the supports of truncated rows and nothing in
@@ -93,7 +93,7 @@ def draw_tokens(
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The probabilities, with 0 outside top-k, then outside top-p of the rest.
 
-    Top-p keeps the likeliest tokens until their sum reaches `top_p`, including the one that reaches it. Ties go to the
+    Top-p keeps the most likely tokens until their sum reaches `top_p`, with the one that reaches it. Ties go to the
     lower token id. The result [n, V] is not renormalized.
     """
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

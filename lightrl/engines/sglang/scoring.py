@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightrl.dataflow import ModelCall
-from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
+from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import EngineError
 
@@ -154,7 +154,6 @@ class ServedRewards:
 
 
 def _rows(experience: Experience) -> list[list[int]]:
-    """The token ids of each trajectory without padding."""
     lengths = experience.lengths.tolist()
     return [ids[:length] for ids, length in zip(experience.token_ids.tolist(), lengths, strict=True)]
 

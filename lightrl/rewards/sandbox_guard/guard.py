@@ -12,9 +12,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from .layers import become_subreaper
+from .layers import Json, become_subreaper
 from .program import READ_BYTES, Program, read_records, start
 
 
@@ -38,20 +37,20 @@ def main() -> None:
 class _Execution:
     """One program, from its start to the end of everything that it started."""
 
-    def __init__(self, request: dict[str, Any]) -> None:
+    def __init__(self, request: Json) -> None:
         self.stdin = request["stdin"]
         self.limits = request["limits"]
         self.program = Program(request)
         self.keeper = 0  # its process id while it lives
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Json:
         folder = tempfile.mkdtemp(prefix=sys.argv[2])  # with the mark of the process that asks
         try:
             return self._run_in(folder)
         finally:
             _remove(folder)
 
-    def _run_in(self, folder: str) -> dict[str, Any]:
+    def _run_in(self, folder: str) -> Json:
         stdin = _file_with(self.stdin.encode(errors="surrogateescape"))
         out, out_end = os.pipe()
         err, err_end = os.pipe()
@@ -76,7 +75,7 @@ class _Execution:
             for descriptor in (life, out, err, report):
                 os.close(descriptor)
 
-    def _watch(self, out: int, err: int, report: int, first_records: bytes) -> dict[str, Any]:
+    def _watch(self, out: int, err: int, report: int, first_records: bytes) -> Json:
         """Collects output until the report comes, a limit is reached, or stdin closes."""
         start_s = time.monotonic()
         received = {out: bytearray(), err: bytearray(), report: bytearray(first_records)}
@@ -112,20 +111,18 @@ class _Execution:
         wall_s = time.monotonic() - start_s
         return self._reply(received[out], received[err], read_records(received[report]), cause, wall_s)
 
-    def _reply(
-        self, out: bytearray, err: bytearray, report: dict[str, Any], cause: str, wall_s: float
-    ) -> dict[str, Any]:
+    def _reply(self, out: bytearray, err: bytearray, report: Json, cause: str, wall_s: float) -> Json:
         exit_code, cpu_s = report.get("exit_code"), report.get("cpu_s", 0.0)
         stopped_by = report.get("stopped_by") if cause == "itself" else cause
         used_up = cpu_s >= 0.9 * self.limits["cpu_s"]  # accounts lag behind the limit's own clock
         if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and used_up):
             stopped_by = "time"
-        room = self.limits["output_kib"] << 10
-        if len(out) + len(err) > room:  # it may have exited by itself meanwhile
+        max_bytes = self.limits["output_kib"] << 10
+        if len(out) + len(err) > max_bytes:  # it may have exited by itself meanwhile
             stopped_by = "output"
         return {
-            "stdout": out[:room].decode(errors="replace"),
-            "stderr": err[-room:].decode(errors="replace"),
+            "stdout": out[:max_bytes].decode(errors="replace"),
+            "stderr": err[-max_bytes:].decode(errors="replace"),
             "exit_code": exit_code,
             "stopped_by": stopped_by,
             "wall_s": wall_s,

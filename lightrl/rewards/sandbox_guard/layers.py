@@ -44,6 +44,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435  # its flags are in memory, where no filter can see them; without it, C libraries use clone
 
 _libc = ctypes.CDLL(None, use_errno=True)
+Json = dict[str, Any]  # a request, a reply, or a part of one
 
 
 def unprotected_by(layers: set[str]) -> list[str]:
@@ -56,7 +57,7 @@ def unprotected_by(layers: set[str]) -> list[str]:
     return [what for what, any_of in needed.items() if not layers & any_of]
 
 
-def set_limits(limits: dict[str, Any], *, counts_all_of_user: bool) -> None:
+def set_limits(limits: Json, *, counts_all_of_user: bool) -> None:
     """Resource limits; `counts_all_of_user` if the bound on processes includes those outside the sandbox."""
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     memory_bytes, file_bytes = limits["memory_mib"] << 20, limits["file_mib"] << 20
@@ -124,7 +125,7 @@ def enter_namespaces(kind: str) -> bool:
     return True
 
 
-def mount_own(folder: str, owner: int, limits: dict[str, Any]) -> set[str]:
+def mount_own(folder: str, owner: int, limits: Json) -> set[str]:
     """Mounts `disk`, a bounded memory disk at `folder`, and `proc`, a `/proc` of its own; returns those that worked."""
     if not _mount("none", "/", None, _MS_REC_PRIVATE, ""):
         return set()  # a mount could reach the system's

@@ -10,9 +10,10 @@ import select
 import signal
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from . import layers
+from .layers import Json
 
 READ_BYTES = 1 << 16
 _FIRST_PRIVATE_UID = 0x50000000  # plus the guard's process id: no other user has it
@@ -22,7 +23,7 @@ _WATCH_S = 0.05
 class Program:
     """A program, and the layers of protection around it; each process below the guard has its own copy."""
 
-    def __init__(self, request: dict[str, Any]) -> None:
+    def __init__(self, request: Json) -> None:
         self.request = request
         self.limits = request["limits"]
         self.layers: set[str] = set(request["layers"]) if sys.platform == "linux" else set()
@@ -153,7 +154,7 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
     os.execve(command[0], command, {**environment, **program.request["environment"]})
 
 
-def _overuse(limits: dict[str, Any]) -> str | None:
+def _overuse(limits: Json) -> str | None:
     """The limit that all processes of the namespace exceed together, the keeper aside."""
     num_threads, num_bytes = 0, 0
     page = resource.getpagesize()
@@ -184,13 +185,13 @@ def _reap(pid: int) -> int | None:
     return code
 
 
-def _write_record(descriptor: int, record: dict[str, Any]) -> None:
+def _write_record(descriptor: int, record: Json) -> None:
     os.write(descriptor, json.dumps(record).encode() + b"\n")
 
 
-def read_records(data: bytes | bytearray) -> dict[str, Any]:
+def read_records(data: bytes | bytearray) -> Json:
     """All records in it as one."""
-    merged: dict[str, Any] = {}
+    merged: Json = {}
     for line in bytes(data).splitlines():
         merged.update(json.loads(line))
     return merged

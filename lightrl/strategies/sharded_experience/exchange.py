@@ -33,9 +33,6 @@ def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Se
         has: bool [W, B], who has which rows.
         needs: bool [W, B].
         sizes: bytes of each row, [B].
-
-    Raises:
-        ValueError: if a row is needed that no rank has.
     """
     lost = (needs.any(0) & ~has.any(0)).nonzero()[:, 0].tolist()
     if lost:

@@ -26,15 +26,9 @@ from lightrl.experience import (
 )
 from lightrl.functional import EVERY_TOKEN, to_device
 from lightrl.functional.device_copy import remember
-from lightrl.functional.rows import (
-    check_trajectories,
-    reward_fields,
-    row_fields,
-    support_codes,
-    support_fields,
-)
+from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, support_codes, support_fields
 from lightrl.strategies.ranks import Ranks
-from lightrl.strategies.sharded_experience.token_rows import TokenRows
+from lightrl.strategies.sharded_experience.token_rows import TokenRows, Values
 from lightrl.trajectory import Trajectory, token_array
 
 _CPU = torch.device("cpu")
@@ -80,7 +74,7 @@ class ShardedExperience:
     @classmethod
     def of(cls, experience: Experience) -> ShardedExperience:
         """Return the same rows, all here, on the host."""
-        tensors: dict[str, Any] = experience.tensors()
+        tensors: dict[str, Tensor | TokenRows] = {**experience.tensors()}
         if experience.supports is not None:
             tensors = {name: value for name, value in tensors.items() if name not in ON_HOST}
             codes = TokenRows([item.numpy() for item in row_codes(experience)], _NO_CODES)
@@ -119,7 +113,7 @@ class ShardedExperience:
     def with_rewards(self, trajectories: Sequence[Trajectory]) -> ShardedExperience:
         """Set the rewards of these trajectories, which are the rows."""
         values, per_token = reward_fields(trajectories)
-        tensors: dict[str, Any] = {"rewards": values}
+        tensors: dict[str, Tensor | TokenRows] = {"rewards": values}
         if per_token is not None:
             tensors["token_rewards"] = TokenRows(per_token, np.empty(0, np.float32))
         return self.with_tensors(tensors)
@@ -143,11 +137,7 @@ class ShardedExperience:
         return sorted(name for name in (*self.rows, *self.tokens) if not name.startswith("_"))
 
     def read(self, name: str) -> Tensor | None:
-        """Return a field or an extra of all rows, padded; None if it is not set.
-
-        Raises:
-            ValueError: if some of its rows are on other ranks.
-        """
+        """Return a field or an extra of all rows, padded; None if it is not set. All rows must be here."""
         if name in ON_HOST:
             return self._support_tensors().get(name)
         if name not in self.tokens:
@@ -212,7 +202,7 @@ class ShardedExperience:
         """Sum, or take the maximum of, what each rank computed from its `local`."""
         return self.ranks.total(values, operation)
 
-    def with_tensors(self, tensors: Mapping[str, Any]) -> ShardedExperience:
+    def with_tensors(self, tensors: Mapping[str, Tensor | TokenRows | OnLossTokens]) -> ShardedExperience:
         """Set these fields: [B], [B, T, ...] of all rows, TokenRows or OnLossTokens."""
         rows = {name: value for name, value in self.rows.items() if name not in tensors}
         tokens = {name: value for name, value in self.tokens.items() if name not in tensors}
@@ -341,7 +331,7 @@ def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
     is_generated = version >= 0
     highest = np.iinfo(version.dtype).max
 
-    def of_rows(reduce: Any, values: Any, without: int) -> Tensor:
+    def of_rows(reduce: np.ufunc, values: Values, without: int) -> Tensor:
         result = torch.full((len(mask),), without)
         if filled:
             result[filled] = torch.from_numpy(reduce.reduceat(values, np.append(0, ends[:-1]), dtype=np.int64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import overload
 
 import torch
 
@@ -24,7 +24,7 @@ class Microbatches(Sequence[Experience]):
         self.experience = experience
         self.rows = rows
         self.device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -33,7 +33,7 @@ class Microbatches(Sequence[Experience]):
     def __getitem__(self, index: int) -> Experience: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Experience]: ...
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> Experience | Sequence[Experience]:
         if isinstance(index, slice):
             return Microbatches(self.experience, self.rows[index], self.device)
         rows = self.rows[index]

@@ -34,9 +34,6 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
 
     Returns:
         Rows in ascending order within a share; shares are empty if there are fewer rows than ranks.
-
-    Raises:
-        ValueError: if `num` is not positive.
     """
     if num < 1:
         raise ValueError(f"num must be at least 1, got {num}.")
@@ -55,7 +52,7 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
         _, first_row, first = heapq.heappop(heap)
         _, second_row, second = heapq.heappop(heap)
         pairs = zip(first, reversed(second), strict=True)
-        merged = sorted(((a + b, rows + more) for (a, rows), (b, more) in pairs), key=lambda part: -part[0])
+        merged = sorted(((a + b, rows + others) for (a, rows), (b, others) in pairs), key=lambda part: -part[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], min(first_row, second_row), merged))
     return [sorted(rows) for _, rows in heap[0][2]]
 

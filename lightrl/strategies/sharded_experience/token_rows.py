@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Values = np.ndarray[Any, np.dtype[Any]]
+
 
 class TokenRows:
     """Values per token on the host: of each row an array [tokens of the row, ...], None if it is on another rank.
@@ -21,15 +23,15 @@ class TokenRows:
         empty: an array [0, ...] with their dtype and shape.
     """
 
-    def __init__(self, rows: Sequence[Any], empty: Any) -> None:
+    def __init__(self, rows: Sequence[Any], empty: Values) -> None:
         self.rows = rows
         self.empty = empty
 
     @classmethod
-    def of_flat(cls, values: Any, lengths: Tensor, rows: Sequence[int] | None = None) -> TokenRows:
+    def of_flat(cls, values: Values, lengths: Tensor, rows: Sequence[int] | None = None) -> TokenRows:
         """Split an array [N, ...], the values of `rows` or of all rows end to end."""
         rows = range(len(lengths)) if rows is None else rows
-        made: list[Any] = [None] * len(lengths)
+        made: list[Values | None] = [None] * len(lengths)
         start = 0
         for row, length in zip(rows, lengths[list(rows)].tolist(), strict=True):
             made[row] = values[start : start + length]
@@ -61,7 +63,7 @@ class TokenRows:
     def token_bytes(self) -> int:
         return int(self.empty.itemsize * np.prod(self.empty.shape[1:]))
 
-    def flat(self, rows: Iterable[int] | None = None) -> Any:
+    def flat(self, rows: Iterable[int] | None = None) -> Values:
         """Join the values of these rows, or of all, end to end in their order: an array [N, ...]."""
         picked = self.rows if rows is None else [self.rows[row] for row in rows]
         return np.concatenate([self.empty, *picked])
@@ -73,10 +75,10 @@ class TokenRows:
         """Forget the values of other rows."""
         return TokenRows([values if row in rows else None for row, values in enumerate(self.rows)], self.empty)
 
-    def with_flat(self, values: Any, lengths: Tensor, rows: Sequence[int]) -> TokenRows:
+    def with_flat(self, values: Values, lengths: Tensor, rows: Sequence[int]) -> TokenRows:
         """Add the values of further rows, end to end."""
-        more = TokenRows.of_flat(values, lengths, rows).rows
-        return TokenRows([old if new is None else new for old, new in zip(self.rows, more, strict=True)], self.empty)
+        added = TokenRows.of_flat(values, lengths, rows).rows
+        return TokenRows([old if new is None else new for old, new in zip(self.rows, added, strict=True)], self.empty)
 
     def times(self, values: Tensor) -> TokenRows:
         """Return the row's value, of [B], on each True of a mask, 0 elsewhere."""

@@ -1,0 +1,142 @@
+"""Addresses of servers and weight receivers: from the environment, and the routes between them and this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from lightrl.errors import EngineUnreachable
+
+ADDRESS_VARIABLES = ("LIGHTRL_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS")
+RECEIVER_VARIABLE = "LIGHTRL_RECEIVER_ADDRS"  # weight receivers of the delta transport
+TOKEN_VARIABLE = "LIGHTRL_SERVER_TOKEN"
+RECEIVER_HELP = (
+    "`lightrl serve` starts a weight receiver for its servers and prints its address. For other servers run "
+    f"`{TOKEN_VARIABLE}=… python -m lightrl.engines.servers.sync.receiver --host HOST --port PORT`, and set "
+    f"{RECEIVER_VARIABLE}."
+)
+
+
+def as_url(address: str) -> str:
+    """`host:port` as `http://host:port`, without a `/` at the end."""
+    return (address if "://" in address else f"http://{address}").rstrip("/")
+
+
+def receivers_from_environment() -> list[str]:
+    """The addresses in LIGHTRL_RECEIVER_ADDRS; none if it is not set."""
+    return _addresses(RECEIVER_VARIABLE)
+
+
+def addresses_from_environment() -> list[str]:
+    """The addresses in LIGHTRL_SERVER_ADDRS, or in AReaL's variable.
+
+    Raises:
+        ValueError: if neither is set.
+    """
+    for name in ADDRESS_VARIABLES:
+        if addresses := _addresses(name):
+            return addresses
+    raise ValueError(
+        "The engine needs urls, servers or LIGHTRL_SERVER_ADDRS. Set servers: 1 to start one on this machine."
+    )
+
+
+def _addresses(name: str) -> list[str]:
+    return [as_url(part.strip()) for part in os.environ.get(name, "").split(",") if part.strip()]
+
+
+def check_routes(urls: Sequence[str], *, transport: str, trainer_host: str | None, weight_folder: str | None) -> None:
+    """Raises ValueError if weights cannot reach these servers by this transport."""
+    try:
+        remote = remote_servers(urls)
+        if transport == "distributed":
+            trainer_address(urls, trainer_host)
+    except EngineUnreachable:
+        return  # the engine waits for it, and reports it
+    if remote and transport in ("tensor", "cuda_ipc"):
+        raise ValueError(f"transport: {transport} needs servers on this machine; {remote[0]} is elsewhere. Use disk.")
+    if remote and transport == "disk" and weight_folder is None:
+        raise ValueError(
+            f"{remote[0]} is on another machine and cannot see this one's temporary folder. Set weight_folder to a "
+            "folder that both see under the same path, or use transport: distributed or delta."
+        )
+
+
+def remote_servers(urls: Iterable[str]) -> list[str]:
+    """The servers that are not on this machine; raises EngineUnreachable if a name is unknown or has no route."""
+    routes = {url: _route_to(url) for url in urls}
+    return [url for url, (there, here) in routes.items() if there != here and not ip_address(there).is_loopback]
+
+
+def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str:
+    """The address of this machine that all these servers can reach: `trainer_host`, or that of the route to them.
+
+    Raises:
+        ValueError: if servers elsewhere cannot reach it, it is not ours, or the routes to the servers differ.
+        EngineUnreachable: if a server's name is unknown or has no route.
+    """
+    remote = remote_servers(urls)
+    if trainer_host is None:
+        addresses = {_route_to(url)[1] for url in remote} or {"127.0.0.1"}
+        if len(addresses) > 1:
+            raise ValueError(
+                f"The routes to {', '.join(remote)} start at {len(addresses)} addresses of this machine, "
+                f"{', '.join(sorted(addresses))}. Set engine.trainer_host to the one that all servers can reach."
+            )
+        return addresses.pop()
+    address = _address_of(trainer_host)
+    if remote and ip_address(address).is_loopback:
+        raise ValueError(
+            f"engine.trainer_host={trainer_host!r} is {address}, which leads {remote[0]} to itself. Set it to an "
+            "address of this machine that the servers can reach, or omit it for that of the route to them."
+        )
+    try:
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"engine.trainer_host={trainer_host!r} ({address}) is not an address of this machine: {error}. Set it to "
+            "one, or omit it for that of the route to the servers."
+        ) from error
+    return address
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this IPv4 address; None if it is not found, or the system is not Linux."""
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                request = name.encode()[:15].ljust(256, b"\0")
+                try:
+                    answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                except OSError:  # it has no address
+                    continue
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    except (ImportError, OSError):
+        return None
+    return None
+
+
+def _route_to(url: str) -> tuple[str, str]:
+    """(the server's address, ours on the route to it); sends nothing."""
+    parts = urlsplit(url)
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(target[0]), str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineUnreachable(f"There is no route to {url}: {error}. Check its address.") from error
+
+
+def _address_of(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ValueError(f"engine.trainer_host={host!r} is not a known name: {error}.") from error

@@ -1,0 +1,295 @@
+"""Connection: HTTP to one server, with deadlines and retries; every failure names the server.
+
+Failed connections, answers of 5xx and answers that are not JSON are retried after a wait that doubles, except where a
+repeated request does harm; answers of 4xx never. Generation and control have separate connections, so that a pause
+never queues behind 4,096 generations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import random
+import resource
+import secrets
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import aiohttp
+
+from lightrl.concurrency.line_buffer import body_of
+from lightrl.engines.servers.addresses import TOKEN_VARIABLE
+from lightrl.engines.servers.timeouts import Timeouts
+from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+
+MAX_BACKOFF_S = 5.0
+_SLICE_BYTES = 2**18  # a request's body is sent in slices
+_MAX_ANSWER_BYTES = 2**30
+MAX_CONNECTIONS = 4096  # concurrent generations at a server; more of them queue here
+_KEPT_FILES = 128  # for files, and for pipes and sockets of rewards and agents
+CONTROL_CONNECTIONS = 16  # to each server
+
+
+def raise_open_files() -> int:
+    """Allows as many open files as the system permits; returns the new limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def connections_within(limit: int, num_servers: int) -> int:
+    """How many requests to each server may be in flight, so that this process stays within its limit of open files."""
+    num_open = sum(1 for _ in Path("/dev/fd").iterdir())
+    return max(1, (limit - num_open - _KEPT_FILES) // max(1, num_servers) - CONTROL_CONNECTIONS)
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Whether this process, or this machine, could not open another file: nothing that a server could help."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+class ServerRefused(EngineError):
+    """A server answered with an HTTP error, or that it failed."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def is_server_error(self) -> bool:
+        """Whether another server may accept the same request."""
+        return self.status >= 500
+
+
+class OutOfFiles(EngineError):
+    """Raised if this machine could not open another connection; the server has no part in it."""
+
+
+class Connection:
+    """HTTP to one server. For one event loop at a time; after `close` the next request opens new connections.
+
+    A subclass says what it connects to, for messages, and which path generates.
+
+    Args:
+        token: the server's API key; None if it has none.
+        num_retries: of a request that may be repeated.
+        backoff_s: before the first retry; doubled each time up to 5 s, with jitter.
+        max_connections: concurrent generations; more of them queue here.
+    """
+
+    generate_path = "/generate"
+    program = "the right server"
+    not_found_hints: ClassVar[Mapping[str, str]] = {}  # path to what its absence means
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeouts: Timeouts | None = None,
+        num_retries: int = 3,
+        backoff_s: float = 0.2,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"A server's address must look like http://host:port, got {url!r}.")
+        self.url = self.name = url.rstrip("/")  # the name is for messages
+        self.timeouts = timeouts or Timeouts()
+        self.last_answer_at: float | None = None  # seconds, monotonic
+        self._last_path = ""  # path of that answer
+        self._num_retries = num_retries
+        self._backoff_s = backoff_s
+        self._max_connections = max_connections
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._num_closes = 0
+        self._is_over = False
+
+    async def request(
+        self,
+        method: Literal["GET", "POST", "DELETE"],
+        path: str,
+        body: dict[str, Any] | bytes | None = None,
+        *,
+        timeout_s: float = 0.0,
+        num_retries: int | None = None,
+        read: Callable[[bytes], Any] | None = json.loads,
+        headers: dict[str, str] | None = None,
+    ) -> Any:
+        """The answer, as `read` parses it; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
+
+        Puts the answer's headers into `headers`, names in lower case.
+
+        A retried generation gets a new random `rid`, also in `body`: the server may still hold the old one.
+
+        Raises:
+            ServerRefused: if the server answers with an error.
+            EngineUnreachable: if there is no connection, or the answer is not JSON.
+            EngineTimeout: at the deadline.
+            OutOfFiles: if this process may not open another connection.
+        """
+        kind = "generate" if path == self.generate_path else "control"
+        timeout_s = timeout_s or (self.timeouts.generate_s if kind == "generate" else self.timeouts.request_s)
+        retries = self._num_retries if num_retries is None else num_retries
+        num_closes = self._num_closes
+        for attempt in range(retries + 1):
+            try:
+                return await self._attempt(method, path, body, timeout_s, kind, read, headers)
+            except EngineError as error:
+                if attempt == retries or self._num_closes != num_closes or not _may_retry(error):
+                    raise
+            await asyncio.sleep(min(self._backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1.0))
+            if kind == "generate" and isinstance(body, dict) and "rid" in body:
+                body["rid"] = secrets.token_hex(16)
+        raise AssertionError("unreachable")
+
+    async def close(self, *, for_good: bool = False) -> None:
+        """Closes the connections, on the event loop that opened them. Requests in flight fail and are not retried.
+
+        Afterwards requests open new ones, or are refused if it was `for_good`.
+        """
+        self._num_closes += 1
+        self._is_over = self._is_over or for_good
+        for kind in list(self._sessions):
+            # One at a time: what a cancelled close leaves open, the next one closes.
+            session = self._sessions.pop(kind, None)
+            if session is not None:
+                await session.close()
+
+    def describe(self) -> str:
+        """Says what the server last answered, for messages."""
+        if self.last_answer_at is None:
+            return f"{self.name} has never answered"
+        return f"{self.name} last answered {self._last_path} {time.monotonic() - self.last_answer_at:.1f} s ago"
+
+    async def _attempt(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | bytes | None,
+        timeout_s: float,
+        kind: str,
+        read: Callable[[bytes], Any] | None,
+        answer_headers: dict[str, str] | None,
+    ) -> Any:
+        name = path.partition("?")[0]
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.connect_s)
+        data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
+        headers = None
+        if isinstance(body, bytes):  # a large one: other requests continue in between
+            data, headers = _slices(body), {"Content-Length": str(len(body))}
+        num_closes = self._num_closes
+        try:
+            async with self._session(kind).request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as response:
+                content = await self._content(response, name)
+                status = response.status
+                if answer_headers is not None:
+                    answer_headers.update((key.lower(), value) for key, value in response.headers.items())
+        except asyncio.CancelledError as error:
+            # Closing a session cancels the requests that wait for a connection; then nobody has cancelled this task.
+            is_cancelled = getattr(asyncio.current_task(), "cancelling", lambda: 0)()  # Python 3.10 has no count
+            if is_cancelled or self._num_closes == num_closes:
+                raise
+            raise EngineUnreachable(f"The connection to {self.name} was closed before it took {name}.") from error
+        except aiohttp.ServerTimeoutError as error:  # deadline of the connection; the whole request's is below
+            raise EngineUnreachable(
+                f"{self.name} accepted no connection for {name} within engine.timeouts.request_s="
+                f"{self.timeouts.connect_s:g}; {self.describe()}. It may hang, or have too many connections."
+            ) from error
+        except asyncio.TimeoutError as error:
+            raise EngineTimeout(
+                f"{self.name} did not answer {name} within {timeout_s:g} s; {self.describe()}. Check its log, or "
+                "increase the deadline in engine.timeouts."
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            if is_out_of_files(error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error):
+                raise OutOfFiles(
+                    f"This machine could not open a connection to {self.name}: too many open files. Raise the limit "
+                    "(ulimit -n, LimitNOFILE) of this process."
+                ) from error
+            raise EngineUnreachable(
+                f"{self.name} gave no answer to {name}: {_reason(error)}; {self.describe()}. Check that it is running "
+                "at this address."
+            ) from error
+        self._last_path, self.last_answer_at = name, time.monotonic()
+        if status >= 400:
+            text = _short(content.decode(errors="replace"))
+            hint = self._hint(status, name)
+            raise ServerRefused(f"{self.name} answered {name} with HTTP {status}: {text}. {hint}", status=status)
+        if read is None:
+            return None
+        try:
+            return read(content)
+        except (ValueError, RecursionError) as error:
+            raise EngineUnreachable(
+                f"{self.name} answered {name} with {_short(content.decode(errors='replace'))!r}, which is not JSON. "
+                f"Check that it is {self.program}."
+            ) from error
+
+    async def _content(self, response: aiohttp.ClientResponse, name: str) -> bytes:
+        """Reads an answer; refuses one that would fill the memory."""
+        content = await body_of(response, _MAX_ANSWER_BYTES)
+        if content is None:
+            raise EngineUnreachable(
+                f"{self.name} answered {name} with more than {_MAX_ANSWER_BYTES >> 20} MiB. Check that it is "
+                f"{self.program}."
+            )
+        return content
+
+    def _hint(self, status: int, path: str) -> str:
+        if status in (401, 403):
+            problem = "does not accept this token" if self._headers else "requires a token, and this run has none"
+            return f"The server {problem}. Set {TOKEN_VARIABLE} to the API key that it was started with."
+        if status == 404 and path in self.not_found_hints:
+            return self.not_found_hints[path]
+        return "Check the server's log." if status >= 500 else "Fix the request."
+
+    def _session(self, kind: str) -> aiohttp.ClientSession:
+        session = self._sessions.get(kind)
+        if session is None:
+            if self._is_over:
+                raise EngineUnreachable(f"The connection to {self.name} was closed.")
+            limit = self._max_connections if kind == "generate" else CONTROL_CONNECTIONS
+            session = self._sessions[kind] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60),
+                headers={"Content-Type": "application/json", **self._headers},
+            )
+        return session
+
+
+async def _slices(body: bytes) -> AsyncIterator[memoryview]:
+    for start in range(0, len(body), _SLICE_BYTES):
+        yield memoryview(body)[start : start + _SLICE_BYTES]
+
+
+def _may_retry(error: EngineError) -> bool:
+    """Not after a deadline: the caller has waited long enough, and the server may still be at work."""
+    if isinstance(error, ServerRefused):
+        return error.is_server_error
+    return isinstance(error, EngineUnreachable | OutOfFiles)
+
+
+def _reason(error: aiohttp.ClientError | OSError) -> str:
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    address = f"{error.host} port {error.port}" if isinstance(error, aiohttp.ClientConnectorError) else "the server"
+    if isinstance(cause, socket.gaierror):
+        return f"no machine named {address.partition(' port ')[0]!r} is known"
+    if isinstance(cause, ConnectionRefusedError):
+        return f"{address} refused the connection, nothing listens there"
+    if isinstance(cause, TimeoutError):
+        return f"{address} did not accept the connection in time"
+    if isinstance(cause, aiohttp.ServerDisconnectedError | ConnectionResetError | BrokenPipeError):
+        return f"{address} closed the connection before it answered"
+    return f"{address}: {getattr(cause, 'strerror', None) or str(cause) or type(cause).__name__}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else text[:300] + " …"

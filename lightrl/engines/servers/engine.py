@@ -1,0 +1,507 @@
+"""ServerEngine: rollouts by servers, given by address or started here; each kind of server has a subclass.
+
+Its parts, each built from those above it:
+
+    ServerFleet, HomeLoop     the servers, and the event loop of everything below
+    Members, Leader           what happens to servers one by one; requests of other processes
+    RequestLoop               generate ─► a server, whatever fails
+    WeightLoader              load_weights ─► all servers, verified
+    Watch                     losses, returns, joins
+
+The loop is the controller's (`attach`, `detach`); without a controller it has one of its own. `start`, `load_weights`,
+`score`, `release_memory` and `close` are called from other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightrl.checks.bounds import check_bounds
+from lightrl.checks.disk_errors import check_local
+from lightrl.concurrency.in_thread import call_all
+from lightrl.concurrency.owner import own_prefix
+from lightrl.engines.abilities import ContinuesCompletions, HasReplicas, NamesDtypes, ScoresTokens, Verification
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.engines.servers.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url, check_routes
+from lightrl.engines.servers.client import ServerClient
+from lightrl.engines.servers.connection import MAX_CONNECTIONS, Connection, connections_within, raise_open_files
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.follower import Follower
+from lightrl.engines.servers.gateway import Gateway, check_router, check_smg, smg_process
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.leader import Leader, Traffic
+from lightrl.engines.servers.members import Members
+from lightrl.engines.servers.processes.command import gpus_of_servers, visible
+from lightrl.engines.servers.processes.keeper import end_all, keep, start_all
+from lightrl.engines.servers.processes.process import ServerProcess, usable_token, write_model_folder
+from lightrl.engines.servers.registry import registry_at
+from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.adapter_versions import AdapterVersions
+from lightrl.engines.servers.sync.cache_canary import CacheCanary
+from lightrl.engines.servers.sync.loader import WeightLoader
+from lightrl.engines.servers.sync.receivers import Receivers
+from lightrl.engines.servers.sync.report import SyncReport
+from lightrl.engines.servers.sync.served_adapters import AdapterLoader
+from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.sync.transports import TransportName, make_transport
+from lightrl.engines.servers.sync.verification import WeightVerifier
+from lightrl.engines.servers.timeouts import Timeouts
+from lightrl.engines.servers.watch import Watch
+from lightrl.errors import EngineError
+from lightrl.models import context_tokens
+from lightrl.models.images import ImageReader
+from lightrl.models.lora import AdapterShape
+from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket, ServerForm, SharedFolder
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that must be saved
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of a started engine, each built from those before it."""
+
+    members: Members
+    leader: Leader
+    requests: RequestLoop
+    loader: WeightLoader
+
+
+class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtypes, HasReplicas):
+    """A rollout engine of one or many servers of one kind.
+
+    Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
+    variable LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas. An address such as
+    `file:///shared/servers` is a registry: servers that announce themselves there join and leave during the run.
+    Started servers get the GPUs that the trainer does not use, or its own if colocated.
+
+    A request goes to the server with the fewest outstanding tokens, a session's turns to the one that has its prefix.
+    If a server is lost, hangs or fails (5xx), its requests continue elsewhere with what they have; no token is counted
+    twice. An error in the request (4xx) is raised. If no server is left, the EngineError says what happened to each.
+
+    Args:
+        urls: addresses of running servers, such as `http://host:30000`, or one of a registry.
+        servers: how many to start on this machine.
+        tp: GPUs of each started server.
+        server_args: arguments of started servers, by the server's own names.
+        transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; takes a
+            pickle, see weights/shared_memory.py), `delta` (only what changed, through weight receivers) or
+            `cuda_ipc` (same GPUs; a pickle too, and not run yet). They have the servers' dtype if all report the same.
+        router: who chooses the server of a request: `smg` starts SGLang's gateway on this machine (pip install smg), an
+            address is that of a running one, for this run alone; None chooses here. All else goes to each server.
+        weight_folder: of the disk transport, visible to trainer and servers under this path; None takes a temporary
+            one of this machine.
+        trainer_host: address of this machine that servers elsewhere connect to for `distributed`; None is that of the
+            route to them.
+        placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
+            trainer updates. This needs `StalenessControl(0)`.
+        adapters: with LoRA, `merged` sends whole weights with the adapters in them; `served` sends the base once and
+            then only adapters, one per version, which a request keeps until its end; see sync/served_adapters.py.
+        timeouts: how long to wait for what.
+    """
+
+    probe_every_n_loads = 1
+    client_type: type[ServerClient]  # set by each kind
+
+    def __init__(
+        self,
+        *,
+        urls: Sequence[str] | None = None,
+        servers: int | None = None,
+        tp: int = 1,
+        server_args: Mapping[str, Any] | None = None,
+        transport: TransportName = "disk",
+        router: str | None = None,
+        weight_folder: str | None = None,
+        trainer_host: str | None = None,
+        placement: Literal["separate", "colocated"] = "separate",
+        adapters: Literal["merged", "served"] = "merged",
+        timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
+    ) -> None:
+        if urls is not None and servers is not None:
+            raise ValueError(f"Set urls or servers, not both (urls={urls}, servers={servers}).")
+        check_bounds(1, servers=servers, tp=tp)
+        for name, value, choices in (
+            ("transport", transport, ("disk", "distributed", "tensor", "delta", "cuda_ipc")),
+            ("placement", placement, ("separate", "colocated")),
+            ("adapters", adapters, ("merged", "served")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}.")
+        if adapters == "served" and placement == "colocated":
+            raise ValueError(
+                "adapters='served' needs placement='separate': colocated servers give up their base before each "
+                "update, so a load of the adapters alone is not enough. Set adapters to merged."
+            )
+        check_router(router, adapters=adapters)
+        check_local(weight_folder=weight_folder)
+        self.weight_version = -1  # all routable servers have acknowledged it
+        self.urls = list(urls) if urls is not None else None
+        self.num_servers = servers
+        self.tp = tp
+        self.server_args = dict(server_args or {})
+        self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
+        self.should_verify = True  # set before `start`; see `WeightSync.verify`
+        self.token: str | None = None  # set before `start`; else LIGHTRL_SERVER_TOKEN, or a random one for our servers
+        self.transport = transport
+        self.router = router
+        self.weight_folder = weight_folder
+        self.trainer_host = trainer_host
+        self.placement = placement
+        self.adapters: Literal["merged", "served"] = adapters
+        self.timeouts = timeouts
+
+        self.fleet = ServerFleet()  # the servers and their states; a new one at each start
+        self.expected_adapters: tuple[AdapterShape, int] | None = None  # shape, number of versions
+        self._config: PretrainedConfig | None = None
+        self._token: str | None = None
+        self._num_connections = MAX_CONNECTIONS  # to each server, within the limit of open files
+        self._processes: list[ServerProcess] = []  # started here
+        self._receivers = Receivers()
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._home = HomeLoop(self.fleet.describe)  # this and the parts live from one `start` to the next
+        self._members: Members | None = None
+        self._parts: _Parts | None = None
+        self._is_open = False
+
+    @property
+    def last_sync(self) -> SyncReport | None:
+        """Outcome of the last load for each server."""
+        return self._parts.loader.last_report if self._parts is not None else None
+
+    @property
+    def gateway(self) -> Gateway | None:
+        """The gateway that requests go through."""
+        return self._members.gateway if self._members is not None else None
+
+    def gpus(self) -> list[int] | None:
+        """GPUs of the servers that are started here, as torch numbers them; None if this machine has none.
+
+        Raises:
+            ValueError: if there are too few.
+        """
+        return gpus_of_servers(
+            (self.num_servers or 0) * self.tp,
+            available=torch.cuda.device_count(),
+            trainer=[device.index or 0 for device in self.trainer_devices if device.type == "cuda"],
+            placement=self.placement,
+        )
+
+    def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
+        """Called before `start` if `adapters` is `served`: keep this many versions.
+
+        `load_weights` then gets the adapters under their names in the model, and after them the base if `needs_base`.
+        Servers that are started here get SGLang's arguments for these adapters.
+        """
+        self.expected_adapters = (shape, num_versions)
+
+    def needs_base(self) -> bool:
+        """Whether the next load must bring the base."""
+        loader = self._opened().loader
+        return isinstance(loader, AdapterLoader) and loader.needs_base
+
+    def check(self) -> None:
+        """Raises ValueError if servers cannot be started or reached with these settings on this machine."""
+        urls = self._given_urls()
+        if urls is None:
+            self.check_start()
+            usable_token(self.token or os.environ.get(TOKEN_VARIABLE))
+        if registry_at(urls) is None:
+            self._check_routes(urls or ())
+        if self.transport == "cuda_ipc" and not torch.cuda.is_available():
+            raise ValueError("transport='cuda_ipc' needs a GPU, and torch sees none here. Set tensor or disk.")
+        if self.router == "smg":
+            check_smg()
+
+    def check_start(self) -> None:
+        """Raises ValueError if servers of this kind cannot be started on this machine."""
+        raise NotImplementedError
+
+    def make_processes(self, model_folder: Path, num_servers: int, **settings: Any) -> list[ServerProcess]:
+        """Makes servers of this kind, without weights, by `make_servers` with these settings of it."""
+        raise NotImplementedError
+
+    def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:
+        """The dtype that these servers take for a model of this config if their dtype is `auto`."""
+        raise NotImplementedError
+
+    def _given_urls(self) -> list[str] | None:
+        """None if the engine starts its servers."""
+        return self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
+
+    def _check_routes(self, urls: Sequence[str]) -> None:
+        urls = [as_url(url) for url in urls]
+        check_routes(urls, transport=self.transport, trainer_host=self.trainer_host, weight_folder=self.weight_folder)
+
+    def start(self, config: PretrainedConfig) -> None:
+        """Starts servers or connects to running ones, and waits until all answer."""
+        if self._is_open:
+            raise EngineError(f"{type(self).__name__} is already started. Close it first.")
+        self.check()
+        urls = self._given_urls()
+        receiver_urls: list[str] = []
+        if (registry := registry_at(urls)) is not None:
+            entries = registry.wait_for_servers(self.timeouts.startup_s)
+            urls = [entry.url for entry in entries]
+            receiver_urls = [entry.receiver for entry in entries if entry.receiver]
+            self._check_routes(urls)
+        urls = None if urls is None else [as_url(url) for url in urls]
+        self.weight_version = -1
+        self._processes = []
+        self._members = self._parts = None
+        self._token = self.token or os.environ.get(TOKEN_VARIABLE)
+        self._limit_connections(len(urls) if urls is not None else self.num_servers or 1)
+        self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
+        self.fleet = fleet = ServerFleet(may_grow=registry is not None)
+        self._home = home = HomeLoop(fleet.describe, timeout_s=self.timeouts.request_s)
+        self._is_open = True
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            if urls is None:
+                self._start_servers(config, Path(self._scratch.name) / "model")
+            else:
+                for url in urls:
+                    fleet.join(Server(self._client(url)))
+                if self.transport == "delta":
+                    self._receivers.connect(receiver_urls, urls)
+            self._members = members = Members(home, fleet, self._start_gateway(), self.timeouts)
+            home.call(members.reach_all(), self.timeouts.startup_s + self.timeouts.request_s)
+            self._parts = parts = self._assemble(config, members)
+            if self.should_verify:
+                parts.loader.check_models()
+            watch = Watch(home, members, parts.loader, self._receivers, registry, self._client, self.timeouts)
+            home.keep(watch.run)
+            undo.pop_all()
+
+    async def attach(self) -> None:
+        """Moves the engine to the running event loop, the controller's; it opens new connections there."""
+        await self._home.move_here(self._leave_loop)
+
+    async def detach(self) -> None:
+        """Ends what runs on this event loop, which is about to end."""
+        await self._leave_loop()
+        self._home.forget()
+
+    def close(self) -> None:
+        """Ends the servers that were started here, and requests in flight; each step whatever the others raise."""
+        was_open, self._is_open = self._is_open, False
+        if not was_open:
+            return
+        parts, scratch = self._parts, self._scratch
+        assert scratch is not None
+        call_all(
+            *([] if parts is None else [parts.loader.close]),
+            lambda: self._home.close(lambda: self._leave_loop(for_good=True)),
+            lambda: end_all(self._processes, STOP_GRACE_S),
+            self._receivers.stop,
+            *([] if parts is None else [parts.loader.close_transport]),
+            scratch.cleanup,
+        )
+
+    def queue_depths(self) -> dict[str, int]:
+        traffic = self._parts.requests.traffic if self._parts is not None else Traffic()
+        return {"running": traffic.num_running, "waiting": traffic.num_waiting}
+
+    async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
+        """Takes what RolloutEngine's takes; waits at most `timeouts.generate_s` for each request to a server."""
+        requests = self._opened().requests
+        if self.weight_version < 0:
+            raise EngineError(f"{type(self).__name__} has no weights yet. Call load_weights before the first request.")
+        try:
+            return await self._home.across(requests.generate(token_ids, sampling, **request))
+        except asyncio.CancelledError:
+            if self._is_open:
+                raise
+            raise EngineError(f"{type(self).__name__} was closed before the completion was finished.") from None
+
+    @property
+    def leader(self) -> Leader:
+        """Leads processes that send requests to these servers; called after `start`, used on the controller's loop."""
+        return self._opened().leader
+
+    def follower(self, num_followers: int) -> Follower:
+        """The engine of each of so many other processes, to be pickled, and opened there."""
+        limits = self._opened().requests.limits
+        share = min(self._num_connections, max(1, MAX_CONNECTIONS // num_followers))
+        gateway = None if self.gateway is None else (self.gateway.url, self.gateway.token)
+        token, timeouts = self._token, self.timeouts
+        return Follower(self.client_type, self.fleet.salt, token, timeouts, share, limits, gateway=gateway)
+
+    async def unfinished(self) -> dict[int, Completion]:
+        """Requests in flight are aborted, which is how servers return what they have, and continue after the pause."""
+        return await self._home.across(self._opened().requests.unfinished())
+
+    async def pause(self) -> None:
+        await self._home.across(self._opened().requests.pause())
+
+    async def resume(self) -> None:
+        await self._home.across(self._opened().requests.resume())
+
+    def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
+        """Returns logprobs by address of each server; waits for the slowest, as a request does."""
+        return self._home.call(self._opened().requests.score(sequences), self.timeouts.generate_s)
+
+    def drop_replica(self, name: str, reason: str) -> None:
+        """The server at this address gets no more requests until it has loaded the weights again."""
+        members, server = self._opened().members, self.fleet.servers.get(name)
+        if server is not None:
+            self._home.soon(lambda: members.lose(server, reason))
+
+    def verified_by(self) -> dict[str, Verification]:
+        """Returns the check by address of each routable server; there are no digests of adapters."""
+        is_served = isinstance(self._opened().loader, AdapterLoader)
+        routable = self.fleet.in_state("routable")
+        return {server.url: "version" if is_served else server.verified_by for server in routable}
+
+    def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
+        """Raises WeightSyncError only if no server has the new weights; `last_sync` has what happened to each."""
+        loader = self._opened().loader
+        try:
+            loader.load(buckets, weight_version)
+        finally:
+            self.weight_version = loader.weight_version
+
+    def release_memory(self) -> None:
+        """Colocated servers give their memory to the trainer until the next load; others do nothing."""
+        self._opened().loader.release_memory()
+
+    def shared_folder(self) -> SharedFolder | None:
+        """The folder into which every rank may write its share of the weights; None if they travel in another way."""
+        return self._opened().loader.shared_folder()
+
+    def dtypes(self) -> set[str]:
+        """The dtypes of the servers."""
+        names = self._home.call(self._opened().members.dtypes(), self.timeouts.request_s * 2)
+        auto = str(self.dtype_of_auto(self._config)).removeprefix("torch.")
+        return {auto if name == "auto" else name for name in names}
+
+    def _opened(self) -> _Parts:
+        if not self._is_open or self._parts is None:
+            raise EngineError(f"{type(self).__name__} is closed. Start it, or create a new one.")
+        return self._parts
+
+    def _client(self, url: str) -> ServerClient:
+        return self.client_type(url, token=self._token, timeouts=self.timeouts, max_connections=self._num_connections)
+
+    def _limit_connections(self, num_servers: int) -> None:
+        limit = raise_open_files()
+        self._num_connections = min(MAX_CONNECTIONS, connections_within(limit, num_servers))
+        if self._num_connections < MAX_CONNECTIONS:
+            log.warning(
+                "This process may open %d files (ulimit -n, LimitNOFILE), so at most %d requests go to each server at "
+                "once instead of %d; more queue here.",
+                limit,
+                self._num_connections,
+                MAX_CONNECTIONS,
+            )
+
+    def _start_servers(self, config: PretrainedConfig, model_folder: Path) -> None:
+        """Starts servers without weights on this machine, and a weight receiver for the delta transport."""
+        assert self.num_servers is not None
+        self._token = usable_token(self._token)
+        gpus = self.gpus()
+        processes = self.make_processes(
+            write_model_folder(config, model_folder),
+            self.num_servers,
+            tp=self.tp,
+            devices=None if gpus is None else visible(gpus),
+            token=self._token,
+            startup_timeout_s=self.timeouts.startup_s,
+        )
+        self._processes = processes
+        start_all(processes)
+        for process in processes:
+            self.fleet.join(Server(self._client(process.url), process))
+        if self.transport == "delta":
+            receiver = self._receivers.start(processes[0].host, self._token)
+            self._home.keep(functools.partial(keep, receiver))
+
+    def _start_gateway(self) -> Gateway | None:
+        """The gateway of `router`, started here if that is `smg`; it gets the servers' token."""
+        if self.router is None:
+            return None
+        if self.router != "smg":
+            return Gateway(as_url(self.router), self._token, self.fleet, timeouts=self.timeouts)
+        assert self._scratch is not None
+        process = smg_process(self._token)
+        self._processes = [*self._processes, process]
+        start_all([process])
+        self._home.keep(functools.partial(keep, process, hang_s=self.timeouts.hang_s))
+        return Gateway(process.url, process.token, self.fleet, timeouts=self.timeouts)
+
+    def _assemble(self, config: PretrainedConfig, members: Members) -> _Parts:
+        assert self._scratch is not None
+        home, timeouts, fleet = self._home, self.timeouts, self.fleet
+        self._config = config
+        limits = RequestLimits(int(config.get_text_config().vocab_size), context_tokens(config), ImageReader.of(config))
+        home.call(members.identify_all(), timeouts.request_s * 2)
+        dtype = self._sent_dtype()
+        transport = make_transport(
+            self.transport,
+            config,
+            dtype=dtype,
+            folder=Path(self.weight_folder or Path(self._scratch.name) / "weights"),
+            sync_s=timeouts.sync_s,
+            trainer_host=self.trainer_host,
+            connect=lambda url: Connection(url, token=self._token, timeouts=timeouts),
+            receiver_of=self._receivers.of,
+            request_s=timeouts.request_s,
+        )
+        canary = CacheCanary(
+            fleet, vocab_size=limits.vocab_size, max_context=limits.max_context, timeout_s=timeouts.generate_s
+        )
+        sync = ServerSync(
+            transport,
+            timeout_s=timeouts.sync_s,
+            verify=self.should_verify,
+            verifier=WeightVerifier(config, ServerForm.of(config, dtype), timeout_s=timeouts.sync_s),
+            canary=canary if self.should_verify else None,
+        )
+        versions = None
+        if self.adapters == "served" and self.expected_adapters is not None:
+            versions = AdapterVersions(fleet, *self.expected_adapters, timeout_s=timeouts.sync_s)
+        traffic = Traffic()
+        leader = Leader(home, members, traffic)
+        requests = RequestLoop(home, members, traffic, leader, limits=limits, timeouts=timeouts, adapters=versions)
+        make: Callable[..., WeightLoader] = WeightLoader
+        if versions is not None:
+            make = functools.partial(AdapterLoader, versions=versions, form=ServerForm(dtype))
+        is_colocated = self.placement == "colocated"
+        parts = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
+        return _Parts(members, leader, requests, make(**parts, config=config, is_colocated=is_colocated))
+
+    def _sent_dtype(self) -> torch.dtype | None:
+        """The dtype of all servers if it is narrower than float32; None sends the trainer's own."""
+        dtypes = set()
+        for server in self.fleet.in_state():
+            dtype = server.info.dtype if server.info is not None else None
+            if server.info is not None and server.info.is_auto and server.process is not None:
+                dtype = self.dtype_of_auto(self._config)  # another server's config may differ
+            dtypes.add(dtype)
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        return None if dtype == torch.float32 else dtype
+
+    async def _leave_loop(self, *, for_good: bool = False) -> None:
+        """Ends requests, watches and connections."""
+        try:
+            await self._home.end_tasks()
+        finally:
+            if self._members is not None:
+                await self._members.disconnect(for_good=for_good)

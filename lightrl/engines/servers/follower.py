@@ -1,0 +1,122 @@
+"""Follower: requests of another process than the one that controls the servers; see leader.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.engines.servers.client import ServerClient
+from lightrl.engines.servers.connection import raise_open_files
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.gateway import Gateway
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.leader import FleetState, FollowerState, Leader, Traffic
+from lightrl.engines.servers.members import Members
+from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop
+from lightrl.engines.servers.server import GONE, Server
+from lightrl.engines.servers.timeouts import Timeouts
+from lightrl.trajectory import Sampling
+
+ReportServer = Callable[[str, str, str], object]  # gets what `Leader.on_server_failed` takes
+
+
+class _FollowedMembers(Members):
+    """Members as the leader describes them; it decides which are lost."""
+
+    def __init__(
+        self, home: HomeLoop, fleet: ServerFleet, gateway: Gateway | None, timeouts: Timeouts, report: ReportServer
+    ) -> None:
+        super().__init__(home, fleet, gateway, timeouts)
+        self._report = report
+        self._suspects: set[Server] = set()  # reported since the last state
+
+    def follow(self, state: FleetState, make_client: Callable[[str], ServerClient]) -> None:
+        self._suspects.clear()
+        self.fleet.may_grow = state.may_grow
+        if self.gateway is not None and state.gateway is not None:
+            if state.gateway.num_cuts > self.gateway.state.num_cuts:
+                self._home.spawn(self.gateway.close())
+            self.gateway.state = state.gateway
+        for status in state.servers:
+            server = self.fleet.servers.get(status.url)
+            if server is None:
+                server = self.fleet.join(Server(make_client(status.url)))
+            elif status.state in GONE and server.state != status.state:
+                self._home.spawn(server.client.close())  # fails its requests at once
+            server.state, server.weight_version = status.state, status.weight_version
+            server.reason, server.may_return = status.reason, status.may_return
+        for url in self.fleet.servers.keys() - {status.url for status in state.servers}:
+            self._home.spawn(self.forget(self.fleet.servers[url]))
+
+    def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
+        self._report("lost", server.url, reason)
+
+    async def check(self, server: Server) -> None:
+        if server not in self._suspects:
+            self._suspects.add(server)
+            self._report("suspect", server.url, "")
+
+
+@dataclass
+class Follower:
+    """An engine that only requests completions; it is pickled, and opened in its process.
+
+    Args:
+        salt: of the run's keys in the servers' prefix caches.
+        max_connections: of this process to each server; more requests queue here.
+        gateway: address and key; None if there is none.
+    """
+
+    client_type: type[ServerClient]
+    salt: str
+    token: str | None
+    timeouts: Timeouts
+    max_connections: int
+    limits: RequestLimits
+    gateway: tuple[str, str | None] | None = None
+    weight_version: int = -1
+
+    async def open(self, report: ReportServer) -> None:
+        """Called first, on the event loop of its requests; `report` sends what failed to the leader."""
+        raise_open_files()
+        self._fleet = ServerFleet(salt=self.salt)
+        self._home = HomeLoop(self._fleet.describe, timeout_s=self.timeouts.request_s)
+        gateway = None if self.gateway is None else Gateway(*self.gateway, self._fleet, timeouts=self.timeouts)
+        self._members = _FollowedMembers(self._home, self._fleet, gateway, self.timeouts, report)
+        self._traffic = Traffic(is_held=True)  # until the first state
+        leader = Leader(self._home, self._members, self._traffic)  # leads nobody
+        self._requests = RequestLoop(
+            self._home, self._members, self._traffic, leader, limits=self.limits, timeouts=self.timeouts
+        )
+        await self._home.move_here(self._home.end_tasks)
+
+    def follow(self, state: FleetState) -> None:
+        if state.weight_version != self.weight_version:
+            self._fleet.sessions.clear()  # the load has emptied the caches
+        self.weight_version = self._fleet.weight_version = state.weight_version
+        self._members.follow(state, self._client)
+        self._traffic.is_held = not state.is_open
+        self._home.wake()
+
+    @property
+    def state(self) -> FollowerState:
+        servers = self._fleet.in_state()
+        loads = tuple((item.url, item.num_requests, item.outstanding_tokens) for item in servers if item.num_requests)
+        return FollowerState(self._traffic.num_running, self._traffic.has_minimum, loads)
+
+    async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
+        return await self._requests.generate(token_ids, sampling, **request)
+
+    generate_group = RolloutEngine.generate_group
+
+    async def unfinished(self) -> dict[int, Completion]:
+        return await self._requests.unfinished()
+
+    async def close(self) -> None:
+        await self._home.end_tasks()
+        await self._members.disconnect(for_good=True)
+
+    def _client(self, url: str) -> ServerClient:
+        return self.client_type(url, token=self.token, timeouts=self.timeouts, max_connections=self.max_connections)

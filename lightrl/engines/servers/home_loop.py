@@ -1,0 +1,181 @@
+"""HomeLoop: the event loop that an engine's requests run on, and how other threads reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.concurrency.loop_thread import WAIT_S, LoopThread, Work, deaths
+from lightrl.concurrency.wake_up import wake_up
+from lightrl.errors import EngineError, EngineTimeout
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_CANCEL_AGAIN_S = 1.0
+_ENDED = "The event loop of the engine ended. The log, or the error before, says why."
+
+
+class HomeLoop:
+    """The controller's event loop, or one of its own, in a thread, while there is no controller.
+
+    Tasks that are `spawned`, or run inside `counted`, are cancelled when the loop changes; what is `kept` starts again
+    on the next one.
+
+    Args:
+        describe: what the servers do, for the message of a missed deadline.
+    """
+
+    def __init__(self, describe: Callable[[], str], *, timeout_s: float = 60.0) -> None:
+        self.timeout_s = timeout_s
+        self._describe = describe
+        self._kept: list[Callable[[], Work[object]]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._own_thread: LoopThread | None = None
+        self._is_closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()  # a new one for each loop
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop; starts its own if there is none. EngineError after `close`."""
+        if self._is_closed:  # a supervising thread that is late must not start a loop that nobody ends
+            raise EngineError("The engine is closed.")
+        if self._loop is None:
+            self._own_thread = LoopThread(
+                loop_timeout_s=self.timeout_s, on_exit=lambda error: log.error("A request ended with %r.", error)
+            )
+            self._own_thread.start()
+            self._enter(self._own_thread.loop)
+        assert self._loop is not None
+        return self._loop
+
+    async def move_here(self, leave: Callable[[], Work[None]]) -> None:
+        """Makes the running loop the home; `leave` runs on the previous one, which ends if it was our own."""
+        here = asyncio.get_running_loop()
+        old, thread = self._loop, self._own_thread
+        if old is here:
+            return
+        if old is not None and thread is not None:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leave(), old))
+            self._own_thread = None
+            await in_thread(thread.close, lambda: asyncio.sleep(0), self.timeout_s)
+        self._enter(here)
+
+    def forget(self) -> None:
+        """The loop is about to end."""
+        self._loop = None
+
+    def close(self, leave: Callable[[], Work[None]]) -> None:
+        """Runs `leave` on the loop, from another thread, and ends our own loop.
+
+        A loop that does not answer in time, or is ending itself, is left as it is: its requests end with it.
+        """
+        loop, thread = self._loop, self._own_thread
+        try:
+            if loop is not None and loop.is_running():
+                self.call(leave(), self.timeout_s)
+        except EngineError as error:
+            log.warning("The engine did not wait for the end of its requests: %s", error)
+        finally:
+            self._is_closed = True
+            self._loop = self._own_thread = None
+            if thread is not None:
+                thread.close(lambda: asyncio.sleep(0), self.timeout_s)
+
+    async def end_tasks(self) -> None:
+        """Cancels all tasks and waits for them; on the loop.
+
+        One that continues is cancelled again: aiohttp swallows a cancellation that arrives as its own timeout expires.
+        """
+        me = asyncio.current_task()
+        while tasks := [task for task in self._tasks if task is not me and not task.done()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)  # a cancelled request spawns one that aborts it
+
+    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._changed = asyncio.Event()
+        for start in self._kept:
+            self._start_soon(start)
+
+    def call(self, coroutine: Work[_T], timeout_s: float) -> _T:
+        """Returns the coroutine's result, from another thread; EngineError if the loop ends meanwhile."""
+        future, loop, deadline_s = self._submit(coroutine), self._loop, time.monotonic() + timeout_s
+        try:
+            while not concurrent.futures.wait([future], WAIT_S).done:
+                if loop is not None and loop in deaths:
+                    raise EngineError(f"The thread of the engine's event loop died: {deaths[loop]!r}.")
+                if time.monotonic() > deadline_s:
+                    raise EngineTimeout(
+                        f"The event loop did not answer the engine within {timeout_s:g} s. {self._describe()}."
+                    )
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise EngineError(_ENDED) from error
+        finally:
+            future.cancel()  # no effect if it is done
+
+    async def across(self, coroutine: Work[_T]) -> _T:
+        """Returns the coroutine's result; from any loop."""
+        if self._loop is asyncio.get_running_loop():
+            return await coroutine
+        return await asyncio.wrap_future(self._submit(coroutine))
+
+    def _submit(self, coroutine: Work[_T]) -> concurrent.futures.Future[_T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except EngineError:
+            coroutine.close()
+            raise
+        except RuntimeError as error:  # the loop is closed
+            coroutine.close()
+            raise EngineError(_ENDED) from error
+
+    def soon(self, action: Callable[[], object]) -> None:
+        """Runs `action` on the loop, if there is one; from any thread."""
+        if self._loop is not None:
+            wake_up(self._loop, action)
+
+    def keep(self, start: Callable[[], Work[object]]) -> None:
+        """Runs this coroutine on the loop, and again on each later one; from any thread."""
+        self._kept.append(start)
+        self._start_soon(start)
+
+    def _start_soon(self, start: Callable[[], Work[object]]) -> None:
+        self.soon(lambda: self.spawn(start()))
+
+    def spawn(self, coroutine: Work[_T]) -> asyncio.Task[_T]:
+        """Starts a task that nothing awaits."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Cancels the task inside when the loop changes."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    def wake(self) -> None:
+        """Ends every `wait_for_change`."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Returns at the next `wake`, or after `timeout_s`."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)

@@ -1,0 +1,199 @@
+"""Members: what happens to an engine's servers one by one: reached, lost, drained; `Watch` says when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import time
+
+import aiohttp
+
+from lightrl.engines.servers.client import abort_at
+from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.gateway import Gateway
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.server import ACTIVE, Server
+from lightrl.engines.servers.timeouts import Timeouts
+from lightrl.errors import EngineError, EngineTimeout
+
+log = logging.getLogger(__name__)
+
+_SHORT_S = 5.0
+_CUT_AFTER_S = 1.0  # for requests of a lost server, then of the others, to leave the gateway by themselves
+_WARN_AFTER_S = 3.0  # a wrong port looks like a server that is starting
+_WARN_EVERY_S = 30.0
+_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+
+class Members:
+    """Changes the fleet and the connections to its servers together; on the home loop.
+
+    Args:
+        gateway: requests go through it; None if they go to each server.
+    """
+
+    def __init__(self, home: HomeLoop, fleet: ServerFleet, gateway: Gateway | None, timeouts: Timeouts) -> None:
+        self.fleet = fleet
+        self.gateway = gateway
+        self.probe_s = min(timeouts.hang_s, timeouts.request_s)  # deadline of a health check
+        self._home = home
+        self._timeouts = timeouts
+
+    async def reach_all(self) -> None:
+        """Waits until every server answers, at most `startup_s`; raises EngineError if the gateway cannot be used."""
+        await asyncio.gather(*(self.reach(server) for server in self.fleet.in_state()))
+        if self.gateway is not None:
+            await self.gateway.settle()
+            if problem := self.gateway.state.problem:
+                raise EngineError(problem)
+
+    async def identify_all(self) -> None:
+        """Asks every server which process it is; one that does not answer is asked again at the first load."""
+
+        async def identify(server: Server) -> None:
+            with contextlib.suppress(EngineError):
+                await server.identify()
+
+        await asyncio.gather(*(identify(server) for server in self.fleet.in_state()))
+
+    async def reach(self, server: Server) -> None:
+        """Waits while the server may be starting; raises within seconds if its address is wrong."""
+        start = time.monotonic()
+        warn_after_s = _WARN_AFTER_S
+        while True:
+            try:
+                await server.client.model_info(timeout_s=min(_SHORT_S, self._timeouts.request_s), num_retries=0)
+                return
+            except EngineError as error:
+                waited_s = time.monotonic() - start
+                is_fatal = _is_other_program(error) or (_is_nowhere(error) and waited_s > _WARN_AFTER_S)
+                if is_fatal or waited_s > self._timeouts.startup_s:
+                    raise
+                if server.process is None and waited_s > warn_after_s:
+                    warn_after_s += _WARN_EVERY_S
+                    log.warning(
+                        "No answer yet; waiting up to engine.timeouts.startup_s=%g s: %s",
+                        self._timeouts.startup_s,
+                        error,
+                    )
+            await asyncio.sleep(0.2)
+
+    def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
+        """Fails the server's requests at once; they continue elsewhere."""
+        if self.fleet.lose(server, reason, is_given_up=is_given_up):
+            what = "retired" if server.state == "retired" else "lost"
+            log.warning("The server at %s is %s: %s", server.url, what, reason)
+            if not self.fleet.in_state(*ACTIVE) and self.fleet.has_hope():
+                log.warning(
+                    "No server is left now; requests wait up to engine.timeouts.startup_s=%g s for one to return.",
+                    self._timeouts.server_wait_s,
+                )
+            self._home.spawn(self._free(server))
+        self._home.wake()
+
+    async def _free(self, server: Server) -> None:
+        """Makes the requests at a lost server fail, so that they continue elsewhere."""
+        await server.client.close()
+        if (gateway := self.gateway) is None:
+            return
+        self._home.spawn(abort_at([server.client], abort_all=True))  # if it is alive; its answers are not used
+        await asyncio.sleep(_CUT_AFTER_S)
+        await gateway.settle()
+        if self.fleet.has(server) and server.num_requests:  # it hangs, and which these are is unknown
+            await abort_at([one.client for one in self.fleet.in_state("routable")], abort_all=True)
+            await asyncio.sleep(_CUT_AFTER_S)  # the others return what they have
+            await gateway.cut()
+            self._home.wake()
+
+    def check_hope(self, since: float) -> None:
+        """Raises if no server will be routable, or none could be used for `server_wait_s` after `since`, monotonic."""
+        limit_s = self._timeouts.server_wait_s
+        is_late = time.monotonic() - since > limit_s
+        if is_late and self.gateway is not None and self.fleet.urls("routable") and not self.gateway.can_send():
+            problem = self.gateway.state.problem or f"{self.gateway.name} does not have the servers as workers."
+            raise EngineTimeout(f"No request was sent for engine.timeouts.startup_s={limit_s:g} s: {problem}")
+        if not self.fleet.has_hope() or (is_late and not self.fleet.in_state(*ACTIVE)):
+            waited = f"none returned within engine.timeouts.startup_s={limit_s:g}; " if is_late else ""
+            raise EngineError(
+                f"No server is left: {waited}{self.fleet.describe()}. Check their logs; resume from the last "
+                "checkpoint."
+            )
+        if is_late:
+            raise EngineTimeout(
+                f"A request waited engine.timeouts.startup_s={limit_s:g} s for a routable server: "
+                f"{self.fleet.describe()}."
+            )
+
+    async def wait_for_any(self) -> None:
+        """Waits for a server that may get weights, at most `server_wait_s`."""
+        since = time.monotonic()
+        while not self.fleet.in_state(*ACTIVE):
+            self.check_hope(since)
+            await self._home.wait_for_change(1.0)
+
+    async def check(self, server: Server) -> None:
+        """Checks a server after one of its requests failed."""
+        if not self.fleet.has(server) or server.state != "routable":
+            return
+        try:
+            await server.client.model_info(timeout_s=self.probe_s, num_retries=1)
+        except EngineError as error:
+            is_busy = isinstance(error, EngineTimeout) and server.silent_s < self._timeouts.hang_s
+            if not is_busy and not isinstance(error, OutOfFiles):
+                self.lose(server, str(error))
+
+    async def dtypes(self) -> set[str]:
+        """The dtype that each server was started with, or `auto`; of a quantized one the coarsest."""
+        names = await asyncio.gather(*(self._dtype(server) for server in self.fleet.in_state(*ACTIVE)))
+        return {name for name in names if name is not None} or {"auto"}
+
+    async def _dtype(self, server: Server) -> str | None:
+        with contextlib.suppress(EngineError, asyncio.TimeoutError):  # a server that is gone computes nothing
+            info = await asyncio.wait_for(server.client.server_info(), self._timeouts.request_s)  # with its retries
+            return info.computes_in
+        return None
+
+    async def drain(self, server: Server) -> None:
+        """Moves the requests of a server that leaves elsewhere, waits for that at most `request_s`, and forgets it."""
+        deadline = time.monotonic() + self._timeouts.request_s
+        self.fleet.drain(server)
+        if self.gateway is not None:
+            await self.gateway.settle()
+        while self.fleet.drain(server) and time.monotonic() < deadline:
+            self._home.wake()  # processes that follow learn of it
+            if self.fleet.urls("routable"):  # else its requests cannot continue anywhere
+                with contextlib.suppress(EngineError):
+                    await server.client.abort(abort_all=True)
+            await asyncio.sleep(0.05)
+            if self.gateway is not None:  # it counts the requests
+                await self.gateway.settle()
+        await self.forget(server)
+
+    async def forget(self, server: Server) -> None:
+        self.fleet.forget(server)
+        await server.client.close(for_good=True)
+
+    async def disconnect(self, *, for_good: bool = False) -> None:
+        """Closes the connections; the next requests, on this loop or another, open new ones unless it is `for_good`."""
+        for server in self.fleet.in_state():
+            await server.client.close(for_good=for_good)
+        if self.gateway is not None:
+            await self.gateway.close(for_good=for_good)
+
+
+def _is_other_program(error: EngineError) -> bool:
+    """Whether what answered is not our server: it refuses the request or the token, or speaks no JSON."""
+    if isinstance(error, ServerRefused):
+        return not error.is_server_error
+    return isinstance(error.__cause__, (ValueError, aiohttp.ClientResponseError))
+
+
+def _is_nowhere(error: EngineError) -> bool:
+    """Whether the address leads to no machine: its name is unknown, or there is no route."""
+    cause = error.__cause__
+    cause = cause.os_error if isinstance(cause, aiohttp.ClientConnectorError) else cause
+    return isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) in _NO_ROUTE

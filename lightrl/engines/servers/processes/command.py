@@ -1,0 +1,85 @@
+"""Command lines of all kinds of servers: arguments as flags, each one's devices, an environment without secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from lightrl.checks.bounds import check_bounds
+
+# Names of variables that hold a secret: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, SSH_AUTH_SOCK, ...
+_SECRET = re.compile(r"(^|_)(TOKENS?|KEYS?|APIKEY|SECRETS?|PASSW(OR)?D|PASS|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
+
+
+def environment_for(python: str) -> dict[str, str]:
+    """The environment of a server that this Python runs: the trainer's, without secrets and paths to its packages."""
+    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if python != sys.executable else set()
+    return {name: value for name, value in os.environ.items() if name not in ours and not _SECRET.search(name)}
+
+
+def flags(args: Mapping[str, Any]) -> list[str]:
+    """`{"tp_size": 2, "enable_metrics": True}` as `--tp-size 2 --enable-metrics`."""
+    words: list[str] = []
+    for name, value in args.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.removeprefix("--").replace("_", "-"))
+        if isinstance(value, Mapping):
+            words.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            words += [str(item) for item in value]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> list[list[str]]:
+    """`tp` devices for each server, in order; empty lists if there are no devices at all."""
+    check_bounds(1, servers=servers, tp=tp)
+    if devices and len(devices) < servers * tp:
+        raise ValueError(
+            f"servers={servers} with tp={tp} need {servers * tp} devices, but there are {len(devices)} "
+            f"({', '.join(map(str, devices))}). Lower servers or tp, or list more devices."
+        )
+    return [[str(device) for device in devices[index * tp : (index + 1) * tp]] for index in range(servers)]
+
+
+def gpus_of_servers(
+    num: int,
+    *,
+    available: int,
+    trainer: Collection[int],
+    placement: Literal["separate", "colocated"],
+) -> list[int] | None:
+    """`num` GPUs of this machine, numbered as torch numbers them; None if there are none.
+
+    Args:
+        num: servers times `tp`.
+        available: GPUs that torch sees.
+        trainer: those of the trainer's ranks on this machine.
+        placement: of the engine.
+
+    Raises:
+        ValueError: if there are too few.
+    """
+    if available == 0:
+        return None
+    free = [gpu for gpu in range(available) if (gpu in trainer) == (placement == "colocated")]
+    if len(free) < num:
+        which_gpus = "of the trainer" if placement == "colocated" else f"next to the trainer's {sorted(trainer)}"
+        raise ValueError(
+            f"The servers need {num} GPUs (servers × tp) {which_gpus}, but there are {len(free)} of {available}. Lower "
+            "servers, tp or trainer.devices, or set placement to "
+            f"{'separate' if placement == 'colocated' else 'colocated'}."
+        )
+    return free[:num]
+
+
+def visible(gpus: Sequence[int]) -> list[str]:
+    """Names of GPUs in CUDA_VISIBLE_DEVICES: torch numbers only those that this process sees."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus]

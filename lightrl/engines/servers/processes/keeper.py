@@ -1,0 +1,127 @@
+"""Processes of ours that are restarted when they end or hang, and given up when that happens too often.
+
+running ── ends, hangs ──► wait ─► start ─► ready ─► running
+                            ▲                 │ failed
+                            └─ not too often ─┴─ given up
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from lightrl.checks.printable import count_text
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.servers.processes.process import ServerProcess
+from lightrl.errors import EngineError, LightRLError
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_PROBE_EVERY_S, _PROBE_TIMEOUT_S = 5.0, 5.0
+HANG_S = 60.0
+
+
+def start_all(processes: Sequence[ServerProcess]) -> None:
+    """Starts processes at once and waits until all are ready; if one fails, the others end too."""
+    failed = threading.Event()
+
+    def wait_ready(process: ServerProcess) -> None:
+        try:
+            process.wait_ready()
+        except EngineError:
+            if failed.is_set():  # another one failed first, and its message matters
+                return
+            failed.set()
+            end_all([other for other in processes if other is not process], 0.0)
+            raise
+
+    with contextlib.ExitStack() as undo:
+        undo.callback(end_all, processes, 0.0)
+        for process in processes:
+            process.start()
+        with ThreadPoolExecutor(len(processes)) as pool:
+            list(pool.map(wait_ready, processes))
+        undo.pop_all()
+
+
+def end_all(processes: Sequence[ServerProcess], grace_s: float | None = None) -> None:
+    """Ends processes at the same time, for good; returns when they are gone. May be called twice."""
+    if processes:
+        with ThreadPoolExecutor(len(processes)) as pool:
+            list(pool.map(lambda process: process.stop(grace_s, for_good=True), processes))
+
+
+async def keep(process: ServerProcess, *, hang_s: float = HANG_S) -> str:
+    """Restarts a process whenever it ends or hangs; returns why it is given up."""
+    while True:
+        reason = await _until_lost(process, hang_s)
+        log.warning("%s at %s is lost: %s.", process.name, process.url, reason)
+        problem = await restart(process, reason)
+        if problem is not None:
+            return problem
+
+
+async def restart(
+    process: ServerProcess, reason: str, on_ready: Callable[[], Awaitable[None]] | None = None
+) -> str | None:
+    """Ends what is left of a process and starts it again, as often as its policy allows.
+
+    Args:
+        on_ready: makes it usable; if it raises, the process counts as lost again.
+
+    Returns:
+        None once it runs, or why it is given up.
+    """
+    ran_s = process.ran_s
+    await in_thread(process.stop, 0.0)
+    while (delay_s := process.policy.delay_s(ran_s)) is not None:
+        await asyncio.sleep(delay_s)
+        problem = await _try_to_start(process, on_ready)
+        if problem is None:
+            log.info("%s is back at %s.", process.name, process.url)
+            return None
+        reason, ran_s = problem, 0.0
+        log.warning("%s could not be restarted: %s", process.name, reason)
+        await in_thread(process.stop, 0.0)
+    message = (
+        f"{process.name} is given up after {count_text(process.policy.restarts, 'restart')} in a row. "
+        f"Last reason: {reason}. {process.last_output()}"
+    )
+    log.error("%s", message)
+    return message
+
+
+async def _try_to_start(process: ServerProcess, on_ready: Callable[[], Awaitable[None]] | None) -> str | None:
+    """Why it did not start or is not usable; None if it is."""
+    try:
+        await in_thread(process.start)
+        await in_thread(process.wait_ready)
+        if on_ready is not None:
+            await on_ready()
+    except LightRLError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001  # a full disk, no more processes, threads or memory: nobody else watches this process
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+async def _until_lost(process: ServerProcess, hang_s: float) -> str:
+    answered_at = probed_at = time.monotonic()
+    while True:
+        await asyncio.sleep(_TICK_S)
+        if not process.is_alive():
+            return f"its process ended ({process.exit_status()})"
+        if time.monotonic() - probed_at < min(_PROBE_EVERY_S, hang_s / 4):
+            continue
+        probed_at = time.monotonic()
+        with contextlib.suppress(RuntimeError):  # no thread
+            if await in_thread(process.answers, min(_PROBE_TIMEOUT_S, hang_s)):
+                answered_at = time.monotonic()
+            elif time.monotonic() - answered_at > hang_s:
+                return f"it has not answered for {time.monotonic() - answered_at:.0f} s"

@@ -1,0 +1,380 @@
+"""ServerProcess: a server as a child process: started, awaited, probed, ended without orphans.
+
+Each kind of server has a subclass with its command line. concurrency/parent_guard.py is the process in between, which
+ends it whatever happens to this one; `keeper.py` keeps several running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrl.checks.printable import end_of_log
+from lightrl.concurrency import parent_guard
+from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
+from lightrl.engines.servers.addresses import TOKEN_VARIABLE
+from lightrl.engines.servers.connection import is_out_of_files
+from lightrl.engines.servers.processes.command import devices_of_servers
+from lightrl.errors import EngineError, EngineTimeout
+from lightrl.models.images import auto_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_POLL_S = 0.2
+_PROBE_TIMEOUT_S = 5.0
+_TAIL_BYTES = 3000
+_KILL_WAIT_S = 10.0  # for the guard process to kill what is left
+
+
+class HeldPort:
+    """A port of this machine that only a program which knows its number can use, until `close`.
+
+    A socket is bound to it and does not listen. Linux then assigns the port to no outgoing connection and to no program
+    that asks for any free one, yet a server can bind it that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do.
+    Other systems refuse that server too: there the port is only looked up, and another program may take it.
+
+    Args:
+        host: the address that the server will listen on.
+        port: 0 for a free one.
+
+    Raises:
+        EngineError: if another program listens on this port, or the host is not an address of this machine.
+    """
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise EngineError(
+                f"No server can listen at {host}:{port}: {error}. Set host to an address of this machine, and port to "
+                "a free one, or omit it."
+            ) from error
+        self.number = int(self._socket.getsockname()[1])
+        if sys.platform != "linux":
+            self.close()
+
+    def close(self) -> None:
+        """Releases the port. May be called twice."""
+        self._socket.close()
+
+
+@dataclass
+class RestartPolicy:
+    """Rule for restarting a lost process and for giving it up."""
+
+    max_restarts: int = 3  # in a row
+    backoff_s: float = 1.0  # before the first; doubled for each further one, up to a minute
+    stable_s: float = 600.0  # a run of this length resets the count
+    restarts: int = 0  # in a row
+
+    def delay_s(self, ran_s: float) -> float | None:
+        """Seconds to wait before the next start, after a run of `ran_s` seconds; None gives the process up."""
+        if ran_s >= self.stable_s:
+            self.restarts = 0
+        if self.restarts >= self.max_restarts:
+            return None
+        self.restarts += 1
+        return min(self.backoff_s * 2.0 ** (self.restarts - 1), 60.0)
+
+
+class ServerProcess:
+    """A server process on this machine; it may be restarted after it ended, on a new port unless one was given.
+
+    Invariants: it listens on the loopback unless `host` says otherwise, and requires a token on every route that
+    matters; the token is in no command line and no log that another user can read; no other program gets its port
+    between start and end (see `HeldPort`); none of its processes outlives this one, not even after `kill -9`.
+
+    Args:
+        command: the program and its arguments, with `{port}` for its port; it finds the token in LIGHTRL_SERVER_TOKEN.
+            Its socket must set SO_REUSEADDR, as most servers do.
+        host: address to listen on. Consider who can reach it before you leave the loopback.
+        port: None for a free one at each start, 0 for one that it keeps from its first start on.
+        token: that requests must carry; None for a random one. It cannot start with `-`.
+        devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
+        log_file: its output, appended; None for a file in a temporary folder.
+        startup_timeout_s: how long it may take to be ready.
+        stop_timeout_s: how long it may take to exit when asked to; then it is killed.
+    """
+
+    secret_arguments: tuple[str, ...] = ()  # arguments that get the token, in a file that only this user can read
+    info_path = "/ready"  # a route that answers at once; 200 means ready if the server has no /ready
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        name: str = "server 0",
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        token: str | None = None,
+        devices: Sequence[int | str] | None = None,
+        log_file: str | Path | None = None,
+        startup_timeout_s: float = 900.0,
+        stop_timeout_s: float = 15.0,
+    ) -> None:
+        for argument, value in (("startup_timeout_s", startup_timeout_s), ("stop_timeout_s", stop_timeout_s)):
+            if not value > 0:
+                raise ValueError(f"{argument} must be > 0 seconds, got {value}.")
+        self.name = name
+        self.token = usable_token(token)
+        self.host = host
+        self.port = port or 0  # at the latest start
+        self.startup_timeout_s = startup_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._keeps_port = port is not None
+        self._held_port: HeldPort | None = None  # while the process runs
+        self._secrets_file: Path | None = None  # the guard removes it
+        self._devices = devices
+        self._program = list(command)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._last_command: list[str] = []
+        self._started_at = 0.0
+        self._is_over = False
+        self.policy = RestartPolicy()
+        self.log_file = Path(log_file) if log_file is not None else None
+
+    @property
+    def url(self) -> str:
+        """Address at the latest start."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard, which ends with the server; None before the first start."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Starts the process and returns at once; raises EngineError if its port is taken."""
+        with self._lock:
+            if self._is_over:
+                raise EngineError(f"{self.name} was not started: it is being stopped.")
+            if self.is_alive():
+                raise RuntimeError(f"{self.name} is already running at {self.url}. Call stop() first.")
+            held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
+            self._end_process(0)  # one that was killed still has a pipe
+            self._release()  # only now, so that the new port differs
+            self._held_port, self.port = held_port, held_port.number
+            if self.log_file is None:
+                prefix = own_prefix("lightrl-server-", kept_s=LOGS_KEPT_S)
+                self.log_file = Path(tempfile.mkdtemp(prefix=prefix)) / "server.log"
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            self._secrets_file = self._write_secrets()
+            self._last_command = self.command_line(str(self._secrets_file))
+            # SGLang logs its arguments, the token among them.
+            log_descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            gpus = {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices))}
+            try:
+                os.fchmod(log_descriptor, 0o600)
+                os.write(log_descriptor, f"== lightrl starts {self.name}: {self.command}\n".encode())
+                guard = [sys.executable, "-I", parent_guard.__file__, str(os.getpid()), str(self._stop_timeout_s)]
+                self._process = subprocess.Popen(
+                    [*guard, str(self._secrets_file), *self._last_command],
+                    stdin=subprocess.PIPE,
+                    stdout=log_descriptor,
+                    stderr=log_descriptor,
+                    bufsize=0,
+                    start_new_session=True,
+                    env=self.environment() | gpus,
+                )
+            finally:
+                os.close(log_descriptor)
+            self._started_at = time.monotonic()
+
+    def wait_ready(self) -> None:
+        """Returns when the server reports that it is ready.
+
+        Raises:
+            EngineError: if the process ended.
+            EngineTimeout: if it is not ready `startup_timeout_s` after its start. Both give the server's last output.
+        """
+        deadline = self._started_at + self.startup_timeout_s
+        while not self.is_ready():
+            if not self.is_alive():
+                raise EngineError(
+                    f"{self.name} ended ({self.exit_status()}) {time.monotonic() - self._started_at:.0f} s after its "
+                    f"start, before it was ready. {self.last_output()}"
+                )
+            if time.monotonic() > deadline:
+                raise EngineTimeout(
+                    f"{self.name} at {self.url} was not ready {time.monotonic() - self._started_at:.0f} s after its "
+                    f"start. If it only needs longer, increase engine.timeouts.startup_s. {self.last_output()}"
+                )
+            time.sleep(_POLL_S)
+
+    @property
+    def ran_s(self) -> float:
+        """Seconds since its latest start."""
+        return time.monotonic() - self._started_at
+
+    def is_alive(self) -> bool:
+        """Whether its process runs; a hanging server counts."""
+        return self._process is not None and self._process.poll() is None
+
+    def is_ready(self) -> bool:
+        """Whether it reports that it is ready and not paused."""
+        status = self._status_of("/ready")
+        return status == 200 or (status == 404 and self._status_of(self.info_path) == 200)
+
+    def answers(self, within_s: float = _PROBE_TIMEOUT_S) -> bool:
+        """Whether its HTTP side is alive: paused, starting and refusing servers answer, hanging ones do not."""
+        return self._status_of(self.info_path, within_s) is not None
+
+    def exit_status(self) -> str:
+        """How the process ended, for a message."""
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            return "running" if self._process is not None else "never started"
+        return f"signal {code - 128}" if code > 128 else f"exit code {code}"
+
+    def stop(self, grace_s: float | None = None, *, for_good: bool = False) -> None:
+        """Ends the server and everything it started, after `grace_s` or `stop_timeout_s` to exit by itself.
+
+        Afterwards `start` starts it again, or refuses to if this was `for_good`.
+        """
+        self._is_over |= for_good
+        with self._lock:
+            self._end_process(self._stop_timeout_s if grace_s is None else grace_s)
+            self._release()
+
+    @property
+    def command(self) -> str:
+        """The command line of the latest start, for messages."""
+        return " ".join(self._last_command)
+
+    def log_tail(self) -> str:
+        """The end of the server's output, without the token."""
+        return "" if self.log_file is None else end_of_log(self.log_file, _TAIL_BYTES).replace(self.token, "<token>")
+
+    def last_output(self) -> str:
+        """Command, log file and its end, for messages."""
+        output = f"Last output:\n{tail}" if (tail := self.log_tail()) else "It printed nothing."
+        return f"Command: {self.command}\nLog: {self.log_file}\n{output}"
+
+    def _end_process(self, grace_s: float) -> None:
+        process = self._process
+        if process is None or process.stdin is None or process.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(f"{grace_s}".encode())
+        process.stdin.close()
+        try:
+            process.wait(grace_s + _KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # Linux then kills the server, as the guard has asked it to
+            process.wait()
+
+    def _release(self) -> None:
+        """Closes the port, and removes the secrets of a server whose guard was killed or never started."""
+        if self._held_port is not None:
+            self._held_port.close()
+        if self._secrets_file is not None:
+            with contextlib.suppress(OSError):  # called while an error is handled
+                self._secrets_file.unlink(missing_ok=True)
+
+    def command_line(self, secrets_file: str) -> list[str]:
+        """The program and its arguments at this port; `secrets_file` is YAML with the `secret_arguments`."""
+        return [part.replace("{port}", str(self.port)) for part in self._program]
+
+    def environment(self) -> dict[str, str]:
+        """The process's variables, without those that choose its devices."""
+        return {**os.environ, TOKEN_VARIABLE: self.token}
+
+    def _write_secrets(self) -> Path:
+        """Writes the file that holds the token: every user of the machine can see a command line."""
+        descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # this user's alone
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(dict.fromkeys(self.secret_arguments, self.token), file)  # JSON is YAML
+        return Path(name)
+
+    def _status_of(self, route: str, within_s: float = _PROBE_TIMEOUT_S) -> int | None:
+        """HTTP status of a GET; None without an answer in time, 0 if this process may not open a connection."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=within_s)
+        try:
+            connection.request("GET", route, headers={"Authorization": f"Bearer {self.token}"})
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            return 0 if is_out_of_files(error) else None
+        finally:
+            connection.close()
+
+
+def usable_token(token: str | None) -> str:
+    """The server's token, or a random one for None."""
+    if token is not None and token.startswith("-"):  # in its secrets file too
+        raise ValueError(
+            "The server's token starts with '-', which SGLang takes for an option. Change LIGHTRL_SERVER_TOKEN, or "
+            "omit it for a random one."
+        )
+    return token or secrets.token_hex(32)
+
+
+def make_servers(
+    make: Callable[..., ServerProcess],
+    model_folder: Path,
+    num: int,
+    *,
+    tp: int = 1,
+    devices: Sequence[int | str] | None = None,
+    seed: int = 0,
+    port: int | None = None,
+    log_folder: Path | None = None,
+    **settings: Any,
+) -> list[ServerProcess]:
+    """Makes servers of one kind and model, not started; number i gets `tp` of the devices, `seed + i` and `port + i`.
+
+    Raises:
+        ValueError: if there are fewer devices than `num * tp`; None leaves each server the devices of this process.
+    """
+    return [
+        make(
+            model_folder,
+            name=f"server {index}",
+            port=port + index if port else port,
+            tp=tp,
+            devices=None if devices is None else share,
+            seed=seed + index,
+            log_file=None if log_folder is None else log_folder / f"server-{index}.log",
+            **settings,
+        )
+        for index, share in enumerate(devices_of_servers(num, tp, devices or []))
+    ]
+
+
+def write_model_folder(config: PretrainedConfig, folder: str | Path) -> Path:
+    """Writes the config and a tokenizer, from which a server starts a model without weights (`load_format: dummy`).
+
+    The config gets no end token: SGLang stops at a config's end tokens whatever a request says, and lightrl's requests
+    name their stop tokens. The tokenizer has a single token: requests and answers are token ids, but a request with
+    `min_new_tokens` kills an SGLang without a tokenizer.
+    """
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    values = config.to_dict()
+    if not values.get("architectures"):
+        values["architectures"] = [auto_model(config)._model_mapping[type(config)].__name__]
+    values["eos_token_id"] = None
+    (folder / "config.json").write_text(json.dumps(values, indent=2, default=str) + "\n")
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder

@@ -1,0 +1,165 @@
+"""A completion over several requests: what is missing, and what an answer adds. Pure.
+
+A completion may take several requests: after an abort for a sync, or the loss of its server, the next request has the
+tokens so far as part of its prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightrl.engines.engine import Completion
+from lightrl.errors import EngineError
+from lightrl.models.images import ImageReader, data_url, refusal
+from lightrl.trajectory import FinishReason, Sampling, TokenArray
+
+_ABOVE_0_NATS = 1e-3  # rounding
+NO_IDS: TokenArray[int] = TokenArray((), "i")
+_NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
+_NO_CODES: TokenArray[int] = TokenArray((), "B")
+
+
+class MalformedAnswer(EngineError):
+    """A server's answer is not a valid completion; the request goes to another server."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of one request, one entry for each."""
+
+    token_ids: TokenArray[int] = NO_IDS
+    logprobs: TokenArray[float] = _NO_LOGPROBS
+    weight_versions: TokenArray[int] = NO_IDS
+    finish: str = "abort"
+    supports: TokenArray[int] | None = None  # codes; None if the server did not send the supports
+    problem: str = ""  # why it is unusable
+
+
+@dataclass(frozen=True)
+class RequestImages:
+    """The images of a prompt as servers take them."""
+
+    prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
+    image_data: list[str]  # data: URLs, for servers on other machines
+
+    @classmethod
+    def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> RequestImages:
+        """The images of a prompt, given how the policy reads them; raises ValueError if it takes none."""
+        if image_reader is None:
+            raise ValueError(refusal(len(images)))
+        image_reader.check(images, token_ids)
+        prompt = image_reader.collapsed(token_ids, len(images))
+        return cls(prompt, [data_url(image) for image in images])
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """The adapter that a request is sent to; its tokens are of this version."""
+
+    version: int
+    name: str
+    base_version: int  # the server must report it
+
+
+@dataclass
+class CompletionDraft:
+    """One completion in progress."""
+
+    prompt: list[int]
+    sampling: Sampling  # `max_new_tokens` counts all requests of the completion together
+    sample: int = 0  # number of the completion among the n of the prompt
+    token_ids: TokenArray[int] = NO_IDS
+    logprobs: TokenArray[float] = _NO_LOGPROBS
+    weight_versions: TokenArray[int] = NO_IDS
+    supports: TokenArray[int] = _NO_CODES
+    finish_reason: FinishReason | None = None
+    images: RequestImages | None = None
+    adapter: AdapterVersion | None = None  # adapter of the latest request
+
+    @property
+    def last_version(self) -> int:
+        return self.weight_versions[-1] if self.weight_versions else -1
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of prompt and completion together; a measure of a server's load."""
+        return len(self.prompt) + self.sampling.max_new_tokens
+
+    def add(self, answer: Answer, server: str, vocab_size: int) -> None:
+        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion."""
+        token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
+        if answer.problem:
+            raise MalformedAnswer(
+                f"{server} answered /generate with {answer.problem}. Check that this run loaded its weights."
+            )
+        if self.adapter is not None:
+            if other := sorted({version for version, _ in versions.runs()} - {self.adapter.base_version}):
+                raise MalformedAnswer(
+                    f"{server} generated with base {other} below adapter {self.adapter.name}, which belongs to base "
+                    f"{self.adapter.base_version}."
+                )
+            versions = TokenArray.of_runs([(self.adapter.version, len(token_ids))], "i")
+        if token_ids and max(token_ids) >= vocab_size:
+            raise MalformedAnswer(
+                f"{server} generated token id {max(token_ids)}, outside the trainer's vocabulary (0 to "
+                f"{vocab_size - 1}). Check that it serves the trainer's model."
+            )
+        if len(self.token_ids) + len(token_ids) > self.sampling.max_new_tokens:
+            raise MalformedAnswer(
+                f"{server} generated {len(token_ids)} tokens after {len(self.token_ids)}, more than "
+                f"max_new_tokens={self.sampling.max_new_tokens}."
+            )
+        order = [self.last_version, *(version for version, _ in versions.runs())]
+        if order != sorted(order):
+            raise MalformedAnswer(
+                f"{server} generated with weight versions {versions[:1]} to {versions[-1:]} after the newer "
+                f"{self.last_version}."
+            )
+        if finish == "stop" and not token_ids:
+            raise MalformedAnswer(f"{server} stopped without a stop token.")
+        if self.sampling.is_truncated and token_ids:
+            if answer.supports is None:
+                raise MalformedAnswer(
+                    f"{server} did not return which tokens it sampled from (return_sampling_mask), which training with "
+                    "top_p or top_k needs. Use SGLang 0.5.20 or later."
+                )
+            self.supports = TokenArray.joined([self.supports, answer.supports], "B")
+        self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
+        self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
+        self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
+        if finish == "stop" and self._is_end(self.token_ids[-1]):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.sampling.max_new_tokens:
+            self.finish_reason = "length"
+        # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
+
+    def completion(self) -> Completion:
+        """Completion so far; its finish reason is `abort` while more is to come."""
+        supports = self.supports if self.sampling.is_truncated else None
+        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason or "abort", supports)
+
+    def _is_end(self, token: int) -> bool:
+        return token in self.sampling.stop_token_ids and len(self.token_ids) >= self.sampling.min_new_tokens
+
+
+def request_seed(seed: int, sample: int) -> int:
+    """Seed of all requests of a completion, 0 to 2**63 - 1: SGLang hashes it with each token's position."""
+    # So a completion has the same tokens wherever it is interrupted.
+    if sample == 0 and seed >= 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> None:
+    """Raises ValueError for what no model samples; trained on, it would be noticed as a bad update, or not at all."""
+    numbers = np.asarray(logprobs)
+    if not (np.isfinite(numbers) & (numbers <= _ABOVE_0_NATS)).all():
+        wrong = next(number for number in logprobs if not -math.inf < number <= _ABOVE_0_NATS)
+        raise ValueError(f"a logprob of {wrong:g}")
+    if (np.asarray(token_ids) < 0).any():
+        raise ValueError(f"a token id of {min(token_ids)}")

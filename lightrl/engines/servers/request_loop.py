@@ -1,0 +1,326 @@
+"""RequestLoop: completions, request by request: which server, what to do when it fails, the gate that a pause closes.
+
+    generate() ─► gate ─► ServerFleet.choose ─► ServerClient.generate ─► CompletionDraft.add ─► Completion
+                 (pause)      │                    │ lost, 5xx, not JSON    │ aborted
+                              └────────────────────┴────────────────────────┘ continues elsewhere with what it has
+
+Everything runs on the home loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightrl.engines.engine import Completion, check_request
+from lightrl.engines.servers.client import ABORT_TIMEOUT_S, abort_at
+from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.leader import Leader, Traffic
+from lightrl.engines.servers.members import Members
+from lightrl.engines.servers.request import Answer, CompletionDraft, MalformedAnswer, RequestImages
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.adapter_versions import AdapterVersions
+from lightrl.engines.servers.timeouts import Timeouts
+from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+from lightrl.models.images import ImageReader
+from lightrl.trace import span
+from lightrl.trajectory import Sampling, token_array
+
+log = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 5.0
+MAX_RETRIES = 8  # failures of a request in a row, without a token in between
+
+
+@dataclass
+class _Failures:
+    """Failures of one request in a row, without a token in between."""
+
+    num: int = 0
+    servers: set[Server] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of the servers' model."""
+
+    vocab_size: int
+    max_context: int | None  # tokens of prompt and completion
+    image_reader: ImageReader | None  # how it reads images; None if it takes none
+
+
+@dataclass(eq=False)
+class RequestLoop:
+    """Generates completions while the gate is open."""
+
+    home: HomeLoop
+    members: Members
+    traffic: Traffic
+    leader: Leader  # with followers, they alone send requests, and the traffic is theirs
+    limits: RequestLimits
+    timeouts: Timeouts
+    adapters: AdapterVersions | None = None  # None if the policy is merged
+    _paused: set[Server] = field(default_factory=set)  # servers that `pause` has paused and nothing resumed since
+    _at_load: set[Server] = field(default_factory=set)  # a load pauses and resumes them
+    _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # seed to a completion that is generated alone
+
+    @property
+    def fleet(self) -> ServerFleet:
+        return self.members.fleet
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        n: int = 1,
+        images: tuple[str, ...] = (),
+        started: Completion | None = None,
+    ) -> list[Completion]:
+        """Generates as RolloutEngine's does; a cancellation aborts the requests on the servers."""
+        limits = self.limits
+        check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
+        request_images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
+        with self.home.counted():
+            if n == 1:
+                draft = CompletionDraft(token_ids, sampling, images=request_images)
+                if started is not None:
+                    draft.token_ids = token_array("token_ids", started.token_ids)
+                    draft.logprobs = token_array("behavior_logprobs", started.logprobs)
+                    draft.weight_versions = token_array("weight_versions", started.weight_versions)
+                    draft.supports = token_array("supports", started.supports or ())
+                self._drafts[sampling.seed] = draft
+                try:
+                    return [await self._generate(draft, session)]
+                finally:
+                    self._drafts.pop(sampling.seed, None)
+            drafts = [CompletionDraft(token_ids, sampling, sample, images=request_images) for sample in range(n)]
+            tasks = [asyncio.ensure_future(self._generate(draft, session)) for draft in drafts]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
+        """Logprobs at temperature 1 of these sequences' tokens from each routable server, 0 for the first token.
+
+        A server that gives none has empty lists; one that is lost meanwhile is left out.
+        """
+        with self.home.counted():
+            while True:
+                await self._find_server("probe", set())
+                servers = self.fleet.in_state("routable")
+                answers = await asyncio.gather(*(self._logprobs_of(server, sequences) for server in servers))
+                if any(answers):
+                    return {server.url: rows for server, rows in zip(servers, answers, strict=True) if rows is not None}
+
+    async def _logprobs_of(self, server: Server, sequences: list[list[int]]) -> list[list[float]] | None:
+        """None if the server is lost."""
+        failures = _Failures()
+        while self.fleet.has(server) and server.state == "routable":
+            try:
+                adapter = None if self.adapters is None else self.adapters.choose(None).name
+                requests = (server.client.logprobs(token_ids, adapter=adapter) for token_ids in sequences)
+                return list(await asyncio.gather(*requests))
+            except EngineError as error:
+                await self._wait_to_retry(server, error, failures)
+        return None
+
+    async def pause(self) -> None:
+        """Stops requests in flight at a token; new ones wait. Waits for the servers that have any."""
+        self.traffic.is_paused = True
+        await self.leader.notify()
+        if self.traffic.num_running:
+            await self._pause_servers()
+
+    async def unfinished(self) -> dict[int, Completion]:
+        """Returns what is generated of the completions that were requested alone, by seed; while requests are paused.
+
+        A server returns what it has only when it ends a request: it is aborted, and sent again after the pause.
+        """
+        paused, self._paused = self._paused, set()
+        for server in paused & set(self.fleet.in_state("routable")):
+            await server.client.resume()
+        await self._abort_all(self.fleet.in_state("routable"), within_s=self.timeouts.request_s)
+        return {seed: draft.completion() for seed, draft in self._drafts.items() if len(draft.token_ids)}
+
+    async def resume(self) -> None:
+        """Continues all requests."""
+
+        async def resume(server: Server) -> None:
+            try:
+                await server.client.resume()
+            except EngineError as error:
+                self.members.lose(server, f"it could not be resumed: {error}")
+
+        # Also if all requests have ended since: nothing else resumes that server. During a load, the load does.
+        paused = self._paused - self._at_load
+        await asyncio.gather(*(resume(server) for server in self.fleet.in_state("routable") if server in paused))
+        self._paused.clear()
+        self.traffic.is_paused = False
+        self.home.wake()
+
+    def leave_to_load(self, servers: Collection[Server]) -> None:
+        """Leaves it to a load to pause and resume these servers, until `release`."""
+        self._at_load.update(servers)
+
+    async def close_gate(self) -> None:
+        """New requests wait until `release`. A server reads a pause only after what was sent before it."""
+        self.traffic.is_held = True
+        await self.leader.notify()
+
+    async def hold(self, servers: Collection[Server]) -> None:
+        """Closes the gate. Requests in flight return with what they have if one of them has a minimum of tokens."""
+        await self.close_gate()
+        if self.traffic.has_minimum:
+            await self._abort_all(servers, within_s=self.timeouts.sync_s)
+
+    async def _abort_all(self, servers: Collection[Server], *, within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while self.traffic.num_running and time.monotonic() < deadline:
+            for server in servers:
+                with contextlib.suppress(EngineError):
+                    await server.client.abort(abort_all=True)
+            await asyncio.sleep(0.01)
+            await self.leader.notify()
+
+    async def release(self, servers: Collection[Server]) -> None:
+        """The load of these servers is over and they were resumed: requests continue, unless paused."""
+        self._paused.difference_update(servers)
+        self._at_load.difference_update(servers)
+        if self.traffic.is_paused and self.traffic.num_running:
+            await self._pause_servers()
+        self.traffic.is_held = False
+        self.home.wake()
+
+    async def _pause_servers(self) -> None:
+        if self.traffic.has_minimum:
+            await self._abort_all(self.fleet.in_state("routable"), within_s=self.timeouts.request_s)
+
+        async def pause(server: Server) -> None:
+            self._paused.add(server)
+            try:
+                await server.client.pause()
+            except EngineError as error:
+                self.members.lose(server, f"it could not be paused: {error}")
+
+        await asyncio.gather(*(pause(server) for server in self.fleet.in_state("routable")))
+
+    async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
+        """Sends requests until the completion is finished: again after an abort, elsewhere after a loss."""
+        failures = _Failures()
+        while draft.finish_reason is None:
+            # Every routable server has every adapter; the version of its base says nothing.
+            min_version = draft.last_version if self.adapters is None else -1
+            server = await self._find_server(session, failures.servers, min_version=min_version)
+            before = len(draft.token_ids)
+            try:
+                await self._request(server, draft)
+            except EngineError as error:
+                await self._wait_to_retry(server, error, failures)
+            else:
+                if len(draft.token_ids) > before:
+                    failures = _Failures()
+        return draft.completion()
+
+    async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
+        """Returns after a while if the request may be sent again; else raises."""
+        is_refused = isinstance(error, ServerRefused) and not error.is_server_error
+        if is_refused and self.adapters is not None and server.client.is_unknown_adapter(error):
+            self.members.lose(server, str(error))
+            is_refused = False
+        passing = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
+        if is_refused or not isinstance(error, passing):
+            raise error
+        failures.num += 1
+        if not isinstance(error, OutOfFiles):
+            failures.servers.add(server)
+        if isinstance(error, (EngineTimeout, EngineUnreachable)):  # it may have lost only this request
+            self.home.spawn(self.members.check(server))
+        if failures.num > MAX_RETRIES:
+            raise EngineError(
+                f"A request failed {failures.num} times in a row. Last failure: {error} Servers: "
+                f"{self.fleet.describe()}."
+            ) from error
+        await asyncio.sleep(min(0.05 * 2**failures.num, MAX_BACKOFF_S))
+
+    async def _request(self, server: Server, draft: CompletionDraft) -> None:
+        rid = secrets.token_hex(16)
+        traffic, fleet, has_gateway = self.traffic, self.fleet, self.members.gateway is not None
+        traffic.has_minimum |= draft.sampling.min_new_tokens > 0
+        if not has_gateway:
+            fleet.start_request(server, draft.max_tokens)
+        traffic.num_running += 1
+
+        def abort() -> None:
+            servers = fleet.in_state("routable", "draining") if has_gateway else [server]  # any, behind a gateway
+            self.home.spawn(abort_at([one.client for one in servers], rid))
+
+        limit_s = self.timeouts.generate_s  # then the server returns what it has, unless it lost the request
+        overdue = asyncio.get_running_loop().call_later(limit_s, abort)
+        try:
+            with self._adapter(draft, rid, server):
+                body = server.client.request_of(draft, rid, fleet.cache_key(server.weight_version))
+                since = time.monotonic()
+                with span("request", "server", server.url, prompt=len(draft.prompt)) as sent:
+                    answer, url = await self._send(server, body, limit_s + ABORT_TIMEOUT_S)
+                    sent.args["tokens"] = len(answer.token_ids)
+                if warning := fleet.note_answer(url, time.monotonic() - since, len(answer.token_ids)):
+                    log.warning("%s", warning)
+        except asyncio.CancelledError:
+            abort()
+            raise
+        finally:
+            overdue.cancel()
+            traffic.num_running -= 1
+            if not has_gateway:
+                fleet.end_request(server, draft.max_tokens)
+        draft.add(answer, url, self.limits.vocab_size)
+
+    async def _send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
+        """Returns the answer and the address of the server that gave it: a gateway chooses one."""
+        if (gateway := self.members.gateway) is not None:
+            return await gateway.generate(body, timeout_s=timeout_s, read=server.client.read_answer)
+        read = server.client.read_answer
+        return await server.client.generate(body, num_retries=0, timeout_s=timeout_s, read=read), server.url
+
+    @contextlib.contextmanager
+    def _adapter(self, draft: CompletionDraft, rid: str, server: Server) -> Iterator[None]:
+        """Runs the draft's next request under an adapter, if adapters are served."""
+        if self.adapters is None:
+            yield
+            return
+        draft.adapter = self.adapters.choose(draft.adapter)
+        with self.adapters.used(draft.adapter.version, rid, server):
+            yield
+
+    async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
+        """Waits for the gate, a routable server and the gateway, if there is one; a change of any wakes it."""
+        gateway = self.members.gateway
+        since = time.monotonic()
+        is_waiting = False
+        try:
+            while True:
+                if not self.traffic.is_open:
+                    since = time.monotonic()
+                elif (gateway is None or gateway.can_send()) and (
+                    server := self.fleet.choose(session, min_version=min_version, excluded=failed)
+                ):
+                    return server
+                if not is_waiting:
+                    is_waiting = True
+                    self.traffic.num_waiting += 1
+                self.members.check_hope(since)
+                await self.home.wait_for_change(1.0)
+        finally:
+            self.traffic.num_waiting -= is_waiting

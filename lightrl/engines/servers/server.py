@@ -1,0 +1,125 @@
+"""Server: one server of an engine, and all that the engine knows of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import torch
+
+from lightrl.checks.printable import count_text
+from lightrl.engines.abilities import Verification
+from lightrl.engines.servers.client import MEMORY_PARTS, MemoryPart, ServerClient
+from lightrl.engines.servers.processes.process import ServerProcess
+from lightrl.engines.servers.server_info import ServerInfo
+
+State = Literal["starting", "routable", "draining", "restarting", "lost", "retired"]
+ACTIVE: tuple[State, ...] = ("starting", "routable")  # may get weights
+GONE: tuple[State, ...] = ("restarting", "lost", "retired")
+SPEED_ANSWERS = 64  # latest answers that a server's speed is measured over
+
+
+@dataclass(eq=False)
+class Server:
+    """One server at one address, from when it joins until it is forgotten; belongs to the home loop.
+
+    `ServerFleet` decides its state, `Members` and `Watch` act on it. A server of ours that restarts gets another
+    address, and is another Server with the same process object.
+    """
+
+    client: ServerClient
+    process: ServerProcess | None = None  # set if the engine started it
+    state: State = "starting"
+    reason: str = ""  # why it is not routable
+    may_return: bool = False  # it is lost, and admitted again if it answers
+    losses: tuple[int, ...] = ()  # the fleet's newest weight version at each of the latest
+    weight_version: int = -1  # acknowledged
+    verified_by: Verification = "version"  # the strongest check that the last load passed
+    info: ServerInfo | None = None  # None until it was asked
+    digest_dtype: torch.dtype | None = None  # dtype under which its digests equaled the trainer's
+    logged_check: Verification | None = None  # check that the log has named for this process
+    released: set[MemoryPart] = field(default_factory=set)  # a resume of anything else kills the server
+    num_requests: int = 0
+    outstanding_tokens: int = 0  # prompts of its requests, and what may still be generated
+    num_answers: int = 0
+    recent_s: float = 0.0  # seconds and tokens of the latest answers; older ones count less
+    recent_tokens: float = 0.0
+    is_slow: bool = False  # and the log has named it
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last answered anything: a busy server may delay one answer while it gives others."""
+        last = self.client.last_answer_at
+        return float("inf") if last is None else time.monotonic() - last
+
+    @property
+    def page_tokens(self) -> int:
+        """The unit in which it caches key-values."""
+        return self.info.page_tokens if self.info is not None else 1
+
+    def status(self) -> ServerStatus:
+        return ServerStatus(**{item.name: getattr(self, item.name) for item in fields(ServerStatus)})
+
+    def describe(self) -> str:
+        """One clause, for messages."""
+        reason, requests = f" ({self.reason})" if self.reason else "", count_text(self.num_requests, "request")
+        return f"{self.url} is {self.state} with version {self.weight_version} and {requests}{reason}"
+
+    def rejoin(self) -> None:
+        """The server is up again at its address, without our weights."""
+        self.state, self.reason, self.may_return = "starting", "", False
+        self.weight_version = -1
+
+    async def identify(self, *, timeout_s: float = 0.0) -> bool:
+        """Asks which process answers at the address; True if it is another one than before."""
+        info = await self.client.server_info(timeout_s=timeout_s)
+        is_other = self.info is not None and self.info.identity != info.identity
+        if is_other:
+            self.digest_dtype = self.logged_check = None
+        self.info = info
+        return is_other
+
+    async def release_memory(self) -> None:
+        """Releases the parts that it still holds; only while paused, a server that is not idle dies."""
+        tags = [part for part in MEMORY_PARTS if part not in self.released]
+        self.released.update(tags)  # before the request: a server that fails in between is lost anyway
+        if tags:
+            await self.client.release_memory(tags)
+
+    async def resume_memory(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
+        """Takes back those of `parts` that it has released, one after the other."""
+        for part in MEMORY_PARTS:
+            if part in parts and part in self.released:
+                self.released.discard(part)
+                await self.client.resume_memory([part])
+
+    def note_answer(self, seconds: float, num_tokens: int) -> None:
+        decay = 1 - 1 / SPEED_ANSWERS
+        self.recent_s = self.recent_s * decay + seconds
+        self.recent_tokens = self.recent_tokens * decay + num_tokens
+        self.num_answers += 1
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Over the latest answers; None while there are too few."""
+        is_known = self.num_answers >= SPEED_ANSWERS and self.recent_tokens
+        return 1000 * self.recent_s / self.recent_tokens if is_known else None
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """A server's state as plain values, for `lightrl status` and for processes that follow this one."""
+
+    url: str
+    state: State
+    weight_version: int
+    num_requests: int
+    outstanding_tokens: int
+    reason: str
+    may_return: bool

@@ -1,0 +1,105 @@
+"""ServerInfo: what a running server reports of itself; other_model: whether its model is the trainer's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightrl.weights.digests import DTYPES, ServerLayout
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "tie_word_embeddings")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A running server's own account: which process it is, how it holds weights, of which model.
+
+    Args:
+        identity: differs after a restart; None from a server that does not report when it started.
+        num_ranks: tensor-parallel.
+        dtype: of its weights; None if it only says `auto`.
+        is_cpu: whether its weights are on a CPU.
+        layout_problem: why its digests cannot be compared with the trainer's; None if they can.
+        model_path: at its start.
+        overrides: of that model's config.
+        page_tokens: the unit in which it caches key-values.
+        is_auto: its dtype follows from the config that it was started with.
+        computes_in: torch's name of the coarsest dtype that it computes in, or `auto`.
+        world_size: its ranks, of tensor and pipeline parallelism together.
+    """
+
+    identity: str | None = None
+    num_ranks: int = 1
+    dtype: torch.dtype | None = None
+    is_cpu: bool = True
+    layout_problem: str | None = None
+    model_path: str = ""
+    overrides: str = "{}"
+    page_tokens: int = 1
+    is_auto: bool = False
+    computes_in: str = "auto"
+    world_size: int = 1
+
+    def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
+        """Layouts that it may have; `dtype` if that is known from an earlier load."""
+        dtypes = [self.dtype or dtype] if self.dtype or dtype else list(DTYPES)
+        return [ServerLayout(one, self.num_ranks, self.is_cpu) for one in dtypes if one is not None]
+
+
+def other_model(
+    config: PretrainedConfig, model_info: Mapping[str, Any], info: ServerInfo, names: Iterable[str]
+) -> str | None:
+    """How a server's model differs from the trainer's, as far as the server reports; None if it seems to be the same.
+
+    A running server does not report its sizes. They are compared if this machine can read the config that the server
+    was started from.
+
+    Args:
+        model_info: its `model_type` and `architectures`, if it reports them.
+        names: the server's parameters.
+    """
+    theirs = model_info.get("model_type")
+    if theirs is not None and theirs != config.model_type:
+        return f"it serves a model of type {theirs!r} ({info.model_path}); the trainer's is {config.model_type!r}"
+    architectures, ours = model_info.get("architectures"), config.architectures
+    if architectures and ours and set(architectures) != set(ours):
+        return f"it serves {', '.join(architectures)} ({info.model_path}); the trainer has {', '.join(ours)}"
+    numbers = {int(piece) for name in names if (piece := name.partition("model.layers.")[2].split(".")[0]).isdigit()}
+    num_layers = config.get_text_config().num_hidden_layers
+    if numbers and len(numbers) != num_layers and info.layout_problem is None:
+        return f"its model ({info.model_path}) has {len(numbers)} layers; the trainer's has {num_layers}"
+    served = _readable_config(info)
+    if served is None:
+        return None
+    text, served_text = config.get_text_config(), served.get_text_config()
+    differing = [
+        f"{name}={getattr(served_text, name, None)} instead of {getattr(text, name, None)}"
+        for name in _SIZES
+        if None not in (getattr(text, name, None), getattr(served_text, name, None))
+        and getattr(text, name) != getattr(served_text, name)
+    ]
+    if differing:
+        return f"its model ({info.model_path}, {served.model_type}) has {', '.join(differing)} (the trainer's)"
+    return None
+
+
+def _readable_config(info: ServerInfo) -> PretrainedConfig | None:
+    from transformers import AutoConfig
+
+    if not info.model_path:
+        return None
+    with contextlib.suppress(OSError, ValueError):  # a path of the server's host, or a format unknown here
+        served: PretrainedConfig = AutoConfig.from_pretrained(info.model_path, local_files_only=True)
+        for name, value in json.loads(info.overrides).items():
+            setattr(served, name, value)
+        return served
+    return None

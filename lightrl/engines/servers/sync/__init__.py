@@ -1,0 +1,12 @@
+"""Weight versions, on their way to the servers and verified there.
+
+Reading order:
+    loader.py             a version, checked, to all servers or to one that is back
+    server_sync.py        new weights into paused servers, verified; report.py  what happened to each server
+      transports/         how the bytes get there
+      receiver.py         the delta transport's process next to the servers; receivers.py  where
+    served_adapters.py    adapters next to their base; adapter_versions.py  one per version, and who uses it
+    verification.py       digests of what was sent, against the servers'; cache_canary.py  was the prefix cache emptied?
+
+May import: what servers/ may.
+"""

@@ -1,0 +1,136 @@
+"""AdapterVersions: which adapters the servers have, one per weight version, by name; and the requests that use them.
+
+What was measured on SGLang 0.5.23: a server compares the SHA-256 of each tensor with what the trainer says, and dies
+if one differs; it refuses a second adapter of a name; its prefix cache keeps adapters apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.request import AdapterVersion
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.transports.transport import num_ranks
+from lightrl.errors import EngineError
+from lightrl.models.lora import AdapterShape
+from lightrl.weights.shared_memory import payload_of
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "policy-v"
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One version's tensors in host memory, for servers that come back."""
+
+    tensors: Mapping[str, Tensor]  # peft's name to tensor
+    checksums: Mapping[str, str]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Adapter:
+        checksums = {
+            name: hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+            for name, tensor in tensors.items()
+        }
+        return cls({name: tensor.clone() for name, tensor in tensors.items()}, checksums)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+@dataclass
+class AdapterVersions:
+    """The adapter versions that every routable server has."""
+
+    fleet: ServerFleet  # its weight version is that of the base
+    shape: AdapterShape
+    num_kept: int  # versions
+    timeout_s: float  # for each request, and for the last request under a version that is removed
+    newest: int = -1
+    _adapters: dict[int, Adapter] = field(default_factory=dict)  # weight version to adapter, oldest first
+    _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version to its requests: id to server
+
+    def choose(self, started_with: AdapterVersion | None) -> AdapterVersion:
+        """The version for the next request of a completion: the one it started with, or the newest."""
+        version = self.newest
+        if started_with is not None and started_with.version in self._adapters:
+            version = started_with.version
+        return AdapterVersion(version, name_of(version), self.fleet.weight_version)
+
+    @contextlib.contextmanager
+    def used(self, version: int, rid: str, server: Server) -> Iterator[None]:
+        """Counts a request under this version while it runs."""
+        requests = self._in_use.setdefault(version, {})
+        requests[rid] = server
+        try:
+            yield
+        finally:
+            del requests[rid]
+
+    async def add(self, version: int, adapter: Adapter) -> list[int]:
+        """Keeps a version that all routable servers have; returns those that are dropped, whose requests it aborts."""
+        self._adapters.pop(version, None)  # from before this run was resumed from an older checkpoint
+        self._adapters[version] = adapter
+        self.newest = version
+        dropped = list(self._adapters)[: -self.num_kept]
+        for old in dropped:
+            del self._adapters[old]
+        requests = [request for old in dropped for request in self._in_use.get(old, {}).items()]
+        await asyncio.gather(*(server.client.abort(rid) for rid, server in requests), return_exceptions=True)
+        return dropped
+
+    async def give(self, server: Server, version: int, adapter: Adapter, payload: str) -> None:
+        """Afterwards the server has this adapter under the version's name, and lists it; others of ours are removed."""
+        client, name = server.client, name_of(version)
+        current = {name_of(one) for one in (*self._adapters, *self._in_use)} - {name}
+        for other in await client.adapters():
+            if other.startswith(_PREFIX) and other not in current:  # left by an earlier run, or from before a resume
+                await client.unload_adapter(other, timeout_s=self.timeout_s)
+        payloads = [payload] * await num_ranks(server)
+        checksums = dict(adapter.checksums)
+        await client.load_adapter(name, self.shape.config, payloads, checksums, timeout_s=self.timeout_s)
+        if name not in await client.adapters():
+            raise EngineError(f"{client.url} acknowledged the adapter {name} but does not list it in /v1/models.")
+
+    async def give_all(self, server: Server) -> None:
+        """Gives a server that is back all kept versions, before it gets requests."""
+        for version, adapter in list(self._adapters.items()):
+            await self.give(server, version, adapter, await in_thread(payload_of, dict(adapter.tensors)))
+
+    async def remove(self, version: int) -> None:
+        """Unloads a version when its last request has ended: a server would hold other updates back until then."""
+        deadline = time.monotonic() + self.timeout_s
+        while (requests := self._in_use.get(version)) and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+        self._in_use.pop(version, None)
+        if requests:
+            log.warning(
+                "Requests under %s were aborted and still run after timeouts.sync_s=%g s, %d of them on %s. The next "
+                "load removes this adapter.",
+                name_of(version),
+                self.timeout_s,
+                len(requests),
+                ", ".join(sorted({server.url for server in requests.values()})),
+            )
+            return
+        for server in self.fleet.in_state("routable"):
+            with contextlib.suppress(EngineError):  # it may have been lost meanwhile
+                await server.client.unload_adapter(name_of(version), timeout_s=self.timeout_s)
+
+
+def name_of(version: int) -> str:
+    return f"{_PREFIX}{version}"

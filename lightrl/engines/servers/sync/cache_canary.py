@@ -1,0 +1,88 @@
+"""CacheCanary: a short prompt that shows whether a load has emptied a server's prefix cache.
+
+Key-values of old weights must not be used with new ones. Each request carries a cache key of the run and the weight
+version, so a new request shares none. A request that a load interrupts keeps its old key and computes its prefix again;
+only the flush of the cache protects it. So a canary is generated before a load, and again after it under the *old* key:
+none of its tokens may be in the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.server import Server
+from lightrl.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+_SETTLE_S = 0.25  # for canaries that a busy server still queues when the load is about to begin
+_FLUSH_S = 60.0  # for a busy server to be idle
+_ABORT_S = 1.0
+
+
+@dataclass(frozen=True)
+class CacheCanary:
+    """Canaries of one engine."""
+
+    fleet: ServerFleet  # has the cache keys
+    vocab_size: int
+    max_context: int | None = None  # tokens; None is no limit
+    timeout_s: float = 3600.0  # for a canary after a load: it waits behind other requests
+
+    def start(self, servers: Iterable[Server], weight_version: int) -> dict[str, asyncio.Task[int]]:
+        """Starts a canary on each server, under the key of the version that it has; returns them by address."""
+        return {server.url: asyncio.ensure_future(self._generate(server, weight_version)) for server in servers}
+
+    async def settle(self, starting: dict[str, asyncio.Task[int]]) -> list[str]:
+        """Returns the addresses where the canary is in the cache; those that a busy server still queues are aborted."""
+        if starting:
+            await asyncio.wait(starting.values(), timeout=_SETTLE_S)
+        cached = [
+            url for url, task in starting.items() if task.done() and not task.cancelled() and task.exception() is None
+        ]
+        for task in starting.values():
+            task.cancel()
+        await asyncio.gather(*starting.values(), return_exceptions=True)
+        return cached
+
+    async def check(self, server: Server, weight_version: int) -> str | None:
+        """Why the server must get no more requests after a load, or None; `weight_version` is the one before.
+
+        A cache that was not emptied is flushed as soon as the server is idle, and checked again.
+        """
+        try:
+            num_cached = await self._generate(server, weight_version)
+            if num_cached == 0:
+                return None
+            log.warning(
+                "%s kept %d key-values of weight version %d during a load. Its cache is flushed now.",
+                server.url,
+                num_cached,
+                weight_version,
+            )
+            await server.client.flush_cache(wait_s=_FLUSH_S)
+            num_cached = await self._generate(server, weight_version)
+        except EngineError as error:
+            return f"its prefix cache could not be checked after a load: {error}"
+        if num_cached == 0:
+            return None
+        return f"its prefix cache still has key-values of weight version {weight_version}, after a load and a flush"
+
+    async def _generate(self, server: Server, weight_version: int) -> int:
+        """Generates one token; the number of prompt tokens that the cache had."""
+        length = min(2 * server.page_tokens + 8, (self.max_context or 2**31) - 1)
+        rid = secrets.token_hex(16)
+        token_ids = [(7 * index + 3) % self.vocab_size for index in range(length)]
+        key = self.fleet.cache_key(weight_version)
+        try:
+            return await server.client.num_cached(token_ids, rid, key, timeout_s=self.timeout_s)
+        except asyncio.CancelledError:
+            with contextlib.suppress(EngineError, asyncio.TimeoutError):
+                await asyncio.wait_for(server.client.abort(rid), _ABORT_S)
+            raise

@@ -1,0 +1,281 @@
+"""WeightLoader: the trainer's weights, checked, to all servers of an engine, and to one that comes back.
+
+The calling thread holds a lock during a load; server_sync.py pauses, loads and resumes servers on the home loop. With a
+colocated engine, `release_memory` gives the servers' memory to the trainer until the next load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.members import Members
+from lightrl.engines.servers.request_loop import RequestLoop
+from lightrl.engines.servers.server import ACTIVE, Server
+from lightrl.engines.servers.server_info import other_model
+from lightrl.engines.servers.sync.report import SyncFailed, SyncReport, SyncServers
+from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.timeouts import Timeouts
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.weights import Bucket, SharedFolder
+from lightrl.weights.disk import read_back
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, kw_only=True)
+class WeightLoader:
+    """Loads weight versions into the servers; the fleet knows which one they have."""
+
+    home: HomeLoop
+    members: Members
+    requests: RequestLoop
+    sync: ServerSync
+    timeouts: Timeouts
+    config: PretrainedConfig  # the policy's
+    is_colocated: bool = False  # the servers give their memory to the trainer between loads
+    last_report: SyncReport | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
+    _shapes: dict[str, list[int]] | None = None  # parameters of the first load
+    _is_over: bool = False
+
+    @property
+    def fleet(self) -> ServerFleet:
+        return self.members.fleet
+
+    @property
+    def weight_version(self) -> int:
+        """All routable servers have it."""
+        return self.fleet.weight_version
+
+    def check_models(self) -> None:
+        """Raises EngineError if a server has another model than the trainer; from another thread."""
+        self.home.call(self._check_models(self.fleet.in_state()), self.timeouts.sync_s)
+
+    def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
+        """Loads a version into all servers; returns when they have it. From the thread that gathers the buckets."""
+        with self._lock:
+            limit_s = self.timeouts.server_wait_s + self.timeouts.sync_s + self.timeouts.request_s
+            servers, absent = self.home.call(self._begin(), limit_s)
+            previous = self.fleet.weight_version
+            report: SyncReport | None = None
+            try:
+                report = self.sync.load_from_thread(
+                    self.home,
+                    servers,
+                    self._checked(buckets, weight_version, servers),
+                    weight_version=weight_version,
+                    previous_version=previous if previous >= 0 else None,
+                    report=SyncReport(weight_version, absent=absent),
+                    before_pause=self.requests.close_gate,
+                )
+                self.fleet.weight_version = weight_version
+            except SyncFailed as error:
+                report = error.report
+                raise
+            finally:
+                self.last_report = report or self.last_report
+                self.home.call(self._end(servers, report), self.timeouts.request_s * 2)
+
+    def give(self, server: Server) -> None:
+        """Loads the current version into a server that is back, or leaves it to the next load; from a thread."""
+        with self._lock:
+            version = self.fleet.weight_version
+            is_due = self.fleet.has(server) and version >= 0 and not self._is_over
+            if not is_due or not self.sync.transport.holds(version):
+                return
+            self.home.call(self._check_models([server]), self.timeouts.sync_s)
+            report = self.sync.load_from_thread(self.home, [server], None, weight_version=version)
+            self.home.call(self._before_admit(server), self.timeouts.sync_s)
+            self.home.call(self._end([server], report), self.timeouts.request_s)
+
+    def let_go(self, server: Server) -> None:
+        """Drains a server that leaves and forgets it, between two loads; from a thread."""
+        with self._lock:
+            if self.fleet.has(server):
+                self.home.call(self._let_go(server), self.timeouts.request_s * 2)
+
+    def shared_folder(self) -> SharedFolder | None:
+        """The folder into which all ranks may write; None if the transport takes no files of others."""
+        folder = self.sync.transport.shared_folder()
+        if folder is None:
+            return None
+        folder.root.mkdir(parents=True, exist_ok=True)
+        dtype = None if folder.form.dtype is None else str(folder.form.dtype).removeprefix("torch.")
+        return SharedFolder(str(folder.root), dtype, sorted(folder.form.skip_names), self.timeouts.sync_s)
+
+    def release_memory(self) -> None:
+        """Colocated servers release the memory of weights and key-values, until the next load; from another thread.
+
+        Requests in flight stop at a token and continue after the load.
+        """
+        if self.is_colocated:
+            with self._lock:
+                self.home.call(self._release_memory(), self.timeouts.sync_s)
+
+    def close(self) -> None:
+        """Ends loads, from another thread; colocated servers that outlive the engine get their memory back."""
+        self._is_over = True
+        if self.is_colocated:
+            with contextlib.suppress(EngineError):  # it is their end too, or `lose` has reported it
+                self.home.call(self._resume_memory(), self.timeouts.request_s)
+
+    def close_transport(self) -> None:
+        """Called after the last load."""
+        if self.sync.verifier is not None:
+            self.sync.verifier.close()
+        closing = threading.Thread(target=asyncio.run, args=(self.sync.transport.close(),), daemon=True)
+        closing.start()
+        closing.join(self.timeouts.request_s)
+
+    def _checked(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
+        """The buckets; raises if they are not the parameters of the first load, or not finite.
+
+        Their digests are computed meanwhile, those of files that other ranks wrote from the files.
+        """
+        shapes: dict[str, list[int]] = {}
+        verifier = self.sync.verifier if self.sync.verify else None
+        digests = verifier.begin(weight_version, servers) if verifier is not None else None
+        for bucket in buckets:
+            self._check_tensors(bucket, shapes)
+            # The last one carries the version: it is sent only if all is right.
+            if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
+                raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
+            if digests is not None:
+                for part in (*read_back(bucket.files), bucket):
+                    digests.add(part)
+            yield bucket
+        self._shapes = shapes
+
+    def _check_tensors(self, bucket: Bucket, shapes: dict[str, list[int]]) -> None:
+        """Rejects tensors that the first load did not have; adds the shapes to those of this load."""
+        for name, shape in bucket.shapes.items():
+            if name in shapes or (self._shapes is not None and self._shapes.get(name) != shape):
+                raise WeightSyncError(
+                    f"Parameter {name!r} of shape {shape} arrived twice, or was not in the first load in this shape. "
+                    "Every load must have the same parameters."
+                )
+            shapes[name] = shape
+        for name, tensor in bucket.tensors.items():  # the ranks that wrote the others have checked them
+            if not torch.isfinite(tensor).all():
+                raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
+
+    async def _let_go(self, server: Server) -> None:
+        self.fleet.drain(server)
+        await self.requests.leader.notify()  # and learn which requests they have there
+        await self.members.drain(server)
+
+    async def _begin(self) -> tuple[list[Server], dict[str, str]]:
+        """The servers that take part, and by address why the others do not."""
+        await self.members.wait_for_any()
+        servers = self.fleet.in_state(*ACTIVE)
+        is_known = all(server.info is not None for server in servers)
+        identifying = asyncio.gather(*(self._identify(server) for server in servers))
+        if not is_known:  # else the answer, of a busy scheduler, is needed only for the log
+            await identifying
+        self.requests.leave_to_load(servers)
+        await self.requests.leader.notify()  # whether they have a minimum
+        if self.requests.traffic.has_minimum:
+            await self.requests.hold(servers)
+        self.fleet.is_loading = True
+        self.fleet.sessions.clear()
+        absent = {server.url: server.reason for server in self.fleet.in_state() if server not in servers}
+        return servers, absent
+
+    async def _before_admit(self, server: Server) -> None:
+        """Gives a server that is back what it needs besides the weights."""
+
+    async def _identify(self, server: Server) -> None:
+        with contextlib.suppress(EngineError):  # the load itself says what is wrong
+            if await server.identify(timeout_s=self.timeouts.request_s):
+                log.warning(
+                    "The server at %s was restarted since the last load; it gets the weights again.", server.url
+                )
+
+    async def _check_models(self, servers: Sequence[Server]) -> None:
+
+        async def check(server: Server) -> None:
+            await server.identify()
+            model_info = await server.client.model_info()
+            ranks = await server.client.digests(timeout_s=self.timeouts.sync_s)
+            names = ranks[0] if ranks is not None else {}
+            assert server.info is not None
+            problem = other_model(self.config, model_info, server.info, names)
+            if problem is not None:
+                raise EngineError(
+                    f"The server at {server.url} has another model: {problem}. Start it with the policy's."
+                )
+
+        await asyncio.gather(*(check(server) for server in servers))
+
+    async def _check_flush(self, server: Server, weight_version: int) -> None:
+        """Loses a server that kept key-values of the weights before a load."""
+        canary = self.sync.canary
+        problem = await canary.check(server, weight_version) if canary is not None else None
+        if problem is not None:
+            self.members.lose(server, problem)
+
+    async def _end(self, servers: Sequence[Server], report: SyncReport | None) -> None:
+        for server in servers:
+            url = server.url
+            server.verified_by = report.verified_by.get(url, "version") if report is not None else "version"
+            if report is not None and url in report.lost:
+                self.members.lose(server, report.lost[url])
+            elif report is not None and url in report.versions:
+                self.fleet.admit(server, report.versions[url])
+            elif server.state not in ("lost", "restarting"):
+                await self._reassess(server)
+            if report is None or report.previous_version is None:
+                continue
+            if url in report.canaries and report.versions.get(url) == report.weight_version:
+                self.home.spawn(self._check_flush(server, report.previous_version))
+        self.fleet.is_loading = False
+        await self.requests.release(servers)
+
+    async def _reassess(self, server: Server) -> None:
+        """Keeps a server after an interrupted sync only if it reports the previous version."""
+        version = self.fleet.weight_version
+        try:
+            info = await server.client.model_info()
+            await server.client.resume()
+        except EngineError as error:
+            self.members.lose(server, str(error))
+            return
+        if version < 0:
+            return
+        if str(info.get("weight_version")) == str(version):
+            self.fleet.admit(server, version)
+        else:
+            self.members.lose(server, f"it reports version {info.get('weight_version')!r} after an interrupted sync")
+
+    async def _release_memory(self) -> None:
+        routable = self.fleet.in_state("routable")
+        servers = SyncServers(routable, self.timeouts.sync_s)
+        self.requests.leave_to_load(routable)
+        await self.requests.hold(routable)
+        await servers.ask(lambda server: server.client.pause(timeout_s=servers.timeout_s))
+        await servers.ask(lambda server: server.release_memory())
+        self._lose_failed(routable, servers)
+
+    async def _resume_memory(self) -> None:
+        released = [server for server in self.fleet.in_state("routable") if server.released]
+        servers = SyncServers(released, self.timeouts.request_s)
+        await servers.ask(lambda server: server.resume_memory())
+        await servers.ask(lambda server: server.client.resume())
+
+    def _lose_failed(self, candidates: Iterable[Server], servers: SyncServers) -> None:
+        for server in candidates:
+            if server.url in servers.lost:
+                self.members.lose(server, servers.lost[server.url])

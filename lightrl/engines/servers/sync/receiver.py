@@ -1,0 +1,143 @@
+"""The weight receiver: keeps, next to servers, the weights that they load; takes full versions and deltas.
+
+    LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.servers.sync.receiver --host HOST --port PORT [--folder FOLDER]
+
+It knows nothing of the servers: the trainer sends it a version while they generate, and says which folder of
+theirs to load. weights/delta_folder.py says what is refused and what survives. Every route but /ready requires the
+token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.servers.addresses import TOKEN_VARIABLE
+from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
+
+_MAX_PART_BYTES = 2**36  # bound of a request: a part is larger than its bound if one tensor is
+Fields = dict[str, Any]
+PROTOCOL = 4  # version of the requests; trainer and receiver must agree
+
+
+class Receiver:
+    """The routes of one DeltaFolder."""
+
+    def __init__(self, folder: DeltaFolder, token: str) -> None:
+        self.folder = folder
+        self._token = token
+        self._lock = asyncio.Lock()  # one change of the folder at a time
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_PART_BYTES, middlewares=[self._check_token])
+        app.router.add_get("/ready", self._ready)
+        app.router.add_post("/state", self._route(self._state))
+        app.router.add_post("/begin", self._route(self._begin))
+        app.router.add_post("/part", self._route(self._part))
+        app.router.add_post("/finish", self._route(self._finish))
+        app.router.add_post("/revert", self._route(self._revert))
+        app.cleanup_ctx.append(self._open)
+        return app
+
+    async def _open(self, app: web.Application) -> AsyncIterator[None]:
+        yield
+        self.folder.close()
+
+    @web.middleware
+    async def _check_token(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if request.path != "/ready" and not hmac.compare_digest(given.encode(), self._token.encode()):
+            return web.json_response({"error": f"The token is missing or wrong; set {TOKEN_VARIABLE}."}, status=401)
+        return await handler(request)
+
+    def _route(
+        self, answer: Callable[[web.Request], Awaitable[Fields]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            await request.read()
+            try:
+                return web.json_response(await answer(request))
+            except NotTheBase as error:
+                problem = str(error)
+            except (ValueError, KeyError, TypeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            except OSError as error:
+                problem = f"The folder {self.folder.root} failed: {error}. Start the receiver with another --folder."
+            return web.json_response({"error": problem})
+
+        return handle
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.json_response({"protocol": PROTOCOL})
+
+    async def _state(self, request: web.Request) -> Fields:
+        async with self._lock:
+            return self._present() | {"protocol": PROTOCOL}
+
+    async def _begin(self, request: web.Request) -> Fields:
+        fields = await request.json()
+        async with self._lock:
+            await in_thread(self.folder.begin, fields["session"], fields["base"])
+            return self._present()
+
+    async def _part(self, request: web.Request) -> Fields:
+        query, body = request.query, await request.read()
+        await in_thread(self.folder.write, query["session"], int(query["index"]), body, int(query["check"]))
+        return {}
+
+    async def _finish(self, request: web.Request) -> Fields:
+        fields = await request.json()
+        version = Version(**fields["version"])
+        async with self._lock:
+            await in_thread(self.folder.finish, fields["session"], version, fields["num_parts"], fields["config"])
+            return self._present()
+
+    async def _revert(self, request: web.Request) -> Fields:
+        digest = (await request.json())["digest"]
+        async with self._lock:
+            await in_thread(self.folder.revert, digest)
+            return self._present()
+
+    def _present(self) -> Fields:
+        folder = self.folder
+        return {"digest": folder.version.digest, "folder": str(folder.path), "undo": folder.undo.digest}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on, which the trainer can reach")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--folder", help="keeps the weights once; readable by the servers; default: below /dev/shm")
+    options = parser.parse_args()
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        sys.exit(f"The receiver needs {TOKEN_VARIABLE}, the token of the servers and of the run.")
+    folder = options.folder or folder_in_memory("lightrl-weights-")
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody can load what is left there
+        receiver = Receiver(DeltaFolder(folder), token)
+        web.run_app(
+            receiver.app(),
+            host=options.host,
+            port=options.port,
+            reuse_address=True,
+            print=None,
+            access_log=None,
+            shutdown_timeout=1.0,
+        )
+
+
+if __name__ == "__main__":
+    main()

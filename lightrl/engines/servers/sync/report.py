@@ -1,0 +1,95 @@
+"""The servers of one weight sync: SyncServers, which are left; SyncReport, what happened to each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from lightrl.engines.abilities import Verification
+from lightrl.engines.servers.server import Server
+from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError, WeightSyncUndone
+from lightrl.trace import span
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class SyncReport:
+    """Outcome for each server: it serves a version again, or it is lost. Keys are addresses."""
+
+    weight_version: int  # to be loaded
+    previous_version: int | None = None  # version that the servers had before; None if it is not of this run
+    versions: dict[str, int] = field(default_factory=dict)  # the version it serves now
+    lost: dict[str, str] = field(default_factory=dict)  # why it is paused or gone; it must get no request
+    absent: dict[str, str] = field(default_factory=dict)  # why it took no part: it was lost before
+    rolled_back: dict[str, str] = field(default_factory=dict)  # why it serves the previous version again
+    verified_by: dict[str, Verification] = field(default_factory=dict)  # the check that each server's weights passed
+    canaries: list[str] = field(default_factory=list)  # servers with a canary of the previous version; see CacheCanary
+    num_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
+
+    def describe(self) -> str:
+        serve = [
+            f"{url} serves version {version}" + (f" again ({self.rolled_back[url]})" if url in self.rolled_back else "")
+            for url, version in self.versions.items()
+        ]
+        failed = {**self.lost, **{url: f"took no part: {reason}" for url, reason in self.absent.items()}}
+        return "; ".join([*serve, *(f"{url}: {what}" for url, what in failed.items())])
+
+
+class SyncFailed(WeightSyncError):
+    """No server has the new weights; `report` says which serve the old ones and which are lost."""
+
+    def __init__(self, message: str, report: SyncReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class SyncUndone(SyncFailed, WeightSyncUndone):
+    """No server has the new weights, and some serve the old ones."""
+
+
+class SyncServers:
+    """The servers of one sync; one that fails moves from `left` to `lost`.
+
+    Args:
+        timeout_s: for each request, and for the trainer's next bucket.
+    """
+
+    def __init__(self, servers: Sequence[Server], timeout_s: float) -> None:
+        self.left = list(servers)
+        self.timeout_s = timeout_s
+        self.has_old_weights = True  # the weights of `left` are untouched
+        self.lost: dict[str, str] = {}  # address to the reason
+        self.silent: set[Server] = set()  # lost ones that do not answer at all
+
+    async def ask(self, question: Callable[[Server], Awaitable[_T]]) -> dict[Server, _T]:
+        """Asks all servers at once and waits for the slowest; returns the answers of those that have not failed."""
+        servers = list(self.left)
+
+        async def answer(server: Server) -> _T:
+            with span("sync", "sync", f"{server.url} sync"):
+                return await question(server)
+
+        outcomes = await asyncio.gather(*map(answer, servers), return_exceptions=True)
+        answers: dict[Server, _T] = {}
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, EngineError):
+                self.lose(server, str(outcome))
+                if isinstance(outcome, (EngineUnreachable, EngineTimeout)):
+                    self.silent.add(server)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                answers[server] = outcome
+        return answers
+
+    def lose(self, server: Server, reason: str) -> None:
+        self.lost[server.url] = reason
+        self.left = [one for one in self.left if one is not server]
+
+    def check_some_left(self) -> None:
+        if not self.left:
+            raise WeightSyncError("no server is left")

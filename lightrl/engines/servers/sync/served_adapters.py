@@ -1,0 +1,111 @@
+"""AdapterLoader: adapters on servers that hold their base: one adapter per weight version, by name.
+
+    base, once ─► every server, as WeightLoader does it
+    adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
+    a request ─► lora_path: policy-v12, until it ends; later requests use the newest
+
+So a load needs no pause and sends only the adapters. A request keeps the version it started with, which is the version
+of its tokens. `max_staleness + 1` versions are kept. A request under an older one is aborted and continues under the
+newest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.adapter_versions import Adapter, AdapterVersions
+from lightrl.engines.servers.sync.loader import WeightLoader
+from lightrl.engines.servers.sync.report import SyncReport, SyncServers
+from lightrl.errors import WeightSyncError
+from lightrl.models.lora import is_adapter, peft_name
+from lightrl.weights import Bucket, ServerForm
+from lightrl.weights.shared_memory import payload_of
+
+
+@dataclass(eq=False, kw_only=True)
+class AdapterLoader(WeightLoader):
+    """Loads the base once, and after that only adapters, in the dtype of `form`."""
+
+    versions: AdapterVersions
+    form: ServerForm
+    _adapter_shapes: dict[str, torch.Size] | None = None  # adapters of the first load
+
+    @property
+    def weight_version(self) -> int:
+        """The newest adapter version on all routable servers."""
+        return self.versions.newest
+
+    @property
+    def needs_base(self) -> bool:
+        return self.fleet.weight_version < 0
+
+    def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
+        """Loads the adapters of a version, and before them the base, which comes last, if `needs_base`.
+
+        Raises:
+            WeightSyncError: if the adapters are not those of the first load, or no server takes them.
+        """
+        start = time.perf_counter()
+        tensors, base = _split(buckets)
+        adapter = self._checked_adapter(tensors)
+        if base is not None:
+            super().load(base, weight_version)
+        with self._lock:
+            report = self.home.call(self._load_adapter(adapter, weight_version), self.timeouts.sync_s)
+            report.seconds["load"] = round(time.perf_counter() - start, 6)
+            self.last_report = report
+
+    async def _before_admit(self, server: Server) -> None:
+        await self.versions.give_all(server)
+
+    def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if not shapes or (self._adapter_shapes is not None and shapes != self._adapter_shapes):
+            raise WeightSyncError(
+                f"The load has {len(shapes)} adapter tensors instead of the {len(self._adapter_shapes or shapes)} of "
+                "the first load, in the same shapes. Every load must have the same."
+            )
+        for name, tensor in tensors.items():
+            if not torch.isfinite(tensor).all():
+                raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
+        self._adapter_shapes = shapes
+        return Adapter.of({peft_name(name): tensor.cpu() for name, tensor in self.form.tensors(Bucket(tensors))})
+
+    async def _load_adapter(self, adapter: Adapter, weight_version: int) -> SyncReport:
+        versions = self.versions
+        servers = SyncServers(self.fleet.in_state("routable"), self.timeouts.sync_s)
+        payload = await in_thread(payload_of, dict(adapter.tensors))
+        candidates = list(servers.left)
+        await servers.ask(lambda server: versions.give(server, weight_version, adapter, payload))
+        self._lose_failed(candidates, servers)
+        if not servers.left:
+            lost = "; ".join(f"{url}: {reason}" for url, reason in servers.lost.items())
+            raise WeightSyncError(
+                f"The adapters of version {weight_version} reached no server: {lost or 'no server is left'}. "
+                f"{versions.shape.how_to_serve}"
+            )
+        self.fleet.sessions.clear()
+        for dropped in await versions.add(weight_version, adapter):
+            self.home.spawn(versions.remove(dropped))
+        loaded = {server.url: weight_version for server in servers.left}
+        num_bytes = adapter.num_bytes * len(servers.left)
+        return SyncReport(weight_version, versions=loaded, lost=servers.lost, num_bytes=num_bytes)
+
+
+def _split(buckets: Iterable[Bucket]) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
+    """Splits off the adapters, which come first, as copies; then the base's buckets, None if there are none."""
+    tensors: dict[str, Tensor] = {}
+    rest = iter(buckets)
+    for bucket in rest:
+        if not all(is_adapter(name) for name in bucket.tensors):
+            return tensors, itertools.chain([bucket], rest)
+        tensors |= {name: tensor.detach().clone() for name, tensor in bucket.tensors.items()}
+    return tensors, None

@@ -1,0 +1,433 @@
+"""ServerSync: new weights into servers, so that no token carries a version that did not sample it.
+
+    stage ─► pause(retract) ─► begin ─► load ─► end ─► verify ─► resume
+    folder,    no token from     bracket  buckets; the    version and     tokens of the
+    group,     here on           of 0.5.21 last one has   digests         new version
+    canaries                              the version
+
+A server that fails anywhere stays paused and is named in the report: it leaves the pool, since it may hold a mixture,
+and returns through another sync with what the transport holds. If none is left, the previous version is restored, if
+the transport still has it, and SyncFailed says what happened on each server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.concurrency.loop_thread import deaths
+from lightrl.concurrency.wake_up import wake_up
+from lightrl.engines.abilities import Verification
+from lightrl.engines.servers.connection import ServerRefused
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.cache_canary import CacheCanary
+from lightrl.engines.servers.sync.report import SyncFailed, SyncReport, SyncServers, SyncUndone
+from lightrl.engines.servers.sync.transports import WeightTransport
+from lightrl.engines.servers.sync.verification import WeightVerifier
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.trace import span
+from lightrl.weights import Bucket
+
+LOOK_S = 1.0  # a waiting thread checks this often that the loop still runs
+BLOCKED_S = 60.0  # a loop that runs nothing for this long is blocked
+
+
+class BucketFeed:
+    """Buckets from the thread that gathers them to a coroutine; `put` returns when the coroutine has taken the bucket.
+
+    The thread puts buckets inside `with feed:`, whose end or error ends the coroutine's iteration. The coroutine waits
+    `timeout_s` for each bucket.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 600.0) -> None:
+        self.timeout_s = timeout_s
+        self._loop = loop
+        self._changed = asyncio.Event()
+        self._taken = threading.Event()
+        self._next: Bucket | None = None  # offered, not yet taken
+        self._taken_bucket = Bucket({})
+        self._is_complete = False  # no further bucket will be put
+        self._is_stopped = False  # no further bucket will be taken
+        self._error: BaseException | None = None
+
+    def put(self, bucket: Bucket) -> bool:
+        """Hands a bucket over; False if the coroutine takes no more. The coroutine has the deadlines."""
+        self._taken.clear()
+        if self._is_stopped:
+            return False
+        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # the iterator empties its own
+        wake_up(self._loop, self._changed.set)
+        wait_while_running(self._loop, self._taken.wait)  # `stop` ends the wait when the coroutine is done
+        return not self._is_stopped
+
+    def stop(self) -> None:
+        """The coroutine is done."""
+        self._is_stopped = True
+        self._taken.set()
+
+    def __enter__(self) -> BucketFeed:
+        return self
+
+    def __exit__(
+        self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._error = error
+        self._is_complete = True
+        wake_up(self._loop, self._changed.set)
+
+    def __aiter__(self) -> BucketFeed:
+        return self
+
+    async def __anext__(self) -> Bucket:
+        """Waits for the next `put` or the end of `with`, at most `timeout_s`; empties the bucket before."""
+        self._taken_bucket.tensors.clear()
+        while self._next is None:
+            if self._error is not None:
+                raise WeightSyncError(f"the export of weights failed: {self._error!r}") from self._error
+            if self._is_complete:
+                raise StopAsyncIteration
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), self.timeout_s)
+            except asyncio.TimeoutError as error:
+                raise WeightSyncError(
+                    f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
+                ) from error
+        self._taken_bucket, self._next = self._next, None
+        self._taken.set()
+        return self._taken_bucket
+
+
+def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
+    """Calls `wait` with a number of seconds until it is true; from another thread.
+
+    Raises:
+        WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.
+    """
+    has_answered = threading.Event()
+    has_answered.set()
+    num_ended = num_silent = 0  # waits, not seconds: a stopped process is not a blocked loop
+    while not wait(0.0 if loop in deaths else LOOK_S):
+        num_ended = 0 if loop.is_running() else num_ended + 1
+        if num_ended > 1 or loop in deaths:  # a loop that an exception has left may be restarting
+            raise loop_ended(loop)
+        num_silent = 0 if has_answered.is_set() else num_silent + 1
+        if num_silent * LOOK_S >= BLOCKED_S:
+            raise WeightSyncError(
+                f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
+                "workflow, environment or async reward blocks it: use await there, or move the work to a thread."
+            )
+        if has_answered.is_set():
+            has_answered.clear()
+            wake_up(loop, has_answered.set)
+
+
+def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
+    """The error of a sync whose loop no longer runs."""
+    why = f"The thread of the rollouts died: {deaths[loop]!r}" if loop in deaths else "The log says why"
+    return WeightSyncError(
+        f"The event loop of the engine's requests ended during a weight sync. {why}. Resume from the last checkpoint."
+    )
+
+
+log = logging.getLogger(__name__)
+
+_LAST_RESUME_S = 10.0  # for a server that a cancelled sync has paused
+
+
+@dataclass(eq=False)
+class ServerSync:
+    """Loads versions into servers."""
+
+    transport: WeightTransport
+    timeout_s: float = 600.0  # for each request and each bucket
+    verify: bool = True  # checks the version that each server reports, and its parameters as far as possible
+    verifier: WeightVerifier | None = None  # has the digests that were sent; None compares servers with each other only
+    canary: CacheCanary | None = None  # shows whether a load has emptied the prefix caches
+
+    async def load(
+        self,
+        servers: Sequence[Server],
+        buckets: AsyncIterator[Bucket] | None,
+        *,
+        weight_version: int,
+        previous_version: int | None = None,
+        report: SyncReport | None = None,
+        before_pause: Callable[[], Awaitable[None]] | None = None,
+    ) -> SyncReport:
+        """Loads a version into all servers; the report says which serve it afterwards and which are lost.
+
+        Waits for the slowest server; every step has its deadline. On cancellation servers whose old weights are
+        untouched resume, the others stay paused.
+
+        Args:
+            buckets: of the trainer; None loads what the transport holds, for late servers.
+            previous_version: what the servers have now; restored if none takes the new one.
+            report: is filled in during the sync, for a caller that needs it whatever is raised.
+            before_pause: holds new requests, behind which the pause would queue.
+
+        Raises:
+            SyncFailed: if no server has the new version.
+        """
+        sync = SyncServers(servers, self.timeout_s)
+        report = report or SyncReport(weight_version)
+        report.lost = sync.lost
+        report.previous_version = previous_version
+        sync.has_old_weights = not any(server.released for server in servers)  # released weights are gone
+        is_settled = False
+        try:
+            await self._load(sync, buckets, report, before_pause)
+            is_settled = True
+        except WeightSyncError as error:
+            is_settled = True
+            if sync.has_old_weights and previous_version is not None:
+                report.versions |= dict.fromkeys(await _resumed(sync), previous_version)
+            else:
+                await self._roll_back(sync, servers, report, previous_version, str(error))
+            raise (SyncUndone if report.versions else SyncFailed)(
+                f"Weight version {weight_version} reached no server: {error}. {report.describe()}. Check the servers' "
+                "logs; a run resumed from the last checkpoint loads its version again.",
+                report,
+            ) from error
+        finally:
+            if not is_settled and sync.has_old_weights:
+                sync.timeout_s = _LAST_RESUME_S
+                await asyncio.shield(_resumed(sync))
+        return report
+
+    def load_from_thread(
+        self, home: HomeLoop, servers: Sequence[Server], buckets: Iterable[Bucket] | None, **settings: Any
+    ) -> SyncReport:
+        """`load` on the home loop, with buckets that the calling thread gathers; not for the loop's own thread.
+
+        While one bucket is sent the next is gathered: at most two are alive. An error of `buckets` ends the sync and
+        passes through.
+        """
+        loop = home.loop
+        feed = BucketFeed(loop, timeout_s=self.timeout_s) if buckets is not None else None
+
+        async def load() -> SyncReport:
+            with home.counted():  # it ends with the engine
+                return await self.load(servers, feed, **settings)
+
+        future = asyncio.run_coroutine_threadsafe(load(), loop)
+        if feed is not None and buckets is not None:
+            future.add_done_callback(lambda done: feed.stop())
+            try:
+                with feed:
+                    for bucket in buckets:
+                        if not feed.put(bucket):
+                            break  # the sync has failed
+            finally:
+                with contextlib.suppress(WeightSyncError):
+                    _wait(future, loop)
+        _wait(future, loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise loop_ended(loop) from error
+
+    async def _load(
+        self,
+        sync: SyncServers,
+        buckets: AsyncIterator[Bucket] | None,
+        report: SyncReport,
+        before_pause: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        """Runs all steps; raises WeightSyncError when no server is left."""
+        sync.check_some_left()
+        with _timed(report, "stage"):
+            async with self._canaries(sync, report), self._old_weights_checked(sync, report):
+                if buckets is not None:
+                    await self.transport.stage(sync, buckets, report.weight_version)
+                elif not self.transport.holds(report.weight_version):
+                    version = report.weight_version
+                    raise WeightSyncError(f"the transport no longer holds weight version {version}; run another sync")
+            sync.check_some_left()
+        with _timed(report, "pause"):
+            if before_pause is not None:
+                await before_pause()
+            await self._pause(sync)
+            sync.check_some_left()
+        with _timed(report, "load"):
+            sync.has_old_weights = False
+            report.num_bytes = await self._transfer(sync, buckets, report.weight_version)
+        with _timed(report, "verify"):
+            if self.verify:
+                report.verified_by = await _verify(sync, report.weight_version, self.verifier)
+                sync.check_some_left()
+        with _timed(report, "resume"):
+            report.versions = dict.fromkeys(await self._resume(sync), report.weight_version)
+            sync.check_some_left()
+
+    @contextlib.asynccontextmanager
+    async def _canaries(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
+        """Generates canaries meanwhile, in servers that generate with the previous version."""
+        starting: dict[str, asyncio.Task[int]] = {}
+        if self.canary is not None and report.previous_version is not None and sync.has_old_weights:
+            starting = self.canary.start(sync.left, report.previous_version)
+        try:
+            yield
+        finally:
+            if self.canary is not None:
+                report.canaries = await self.canary.settle(starting)
+
+    @contextlib.asynccontextmanager
+    async def _old_weights_checked(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
+        """Checks meanwhile that the servers still have what the last load gave them; the coming one repairs them."""
+        checks: list[asyncio.Task[None]] = []
+        version = report.previous_version
+        is_known = version is not None and version != report.weight_version and sync.has_old_weights
+        if self.verify and self.verifier is not None and is_known:
+            checks = [asyncio.ensure_future(self._check_old_weights(server, report)) for server in sync.left]
+        try:
+            yield
+            await asyncio.gather(*checks)  # before the load changes the weights
+        finally:
+            for check in checks:
+                check.cancel()
+
+    async def _check_old_weights(self, server: Server, report: SyncReport) -> None:
+        assert self.verifier is not None
+        assert report.previous_version is not None
+        with contextlib.suppress(EngineError):  # the load itself says what is wrong
+            ranks = await server.client.digests(timeout_s=self.timeout_s)
+            check, problem = self.verifier.verify(server, report.previous_version, ranks)
+            if check is None:
+                log.warning(
+                    "%s changed its weights after the last load: %s. Some tokens of that version may come from others; "
+                    "it gets the new version now.",
+                    server.url,
+                    problem,
+                )
+
+    async def _pause(self, sync: SyncServers) -> None:
+        await sync.ask(lambda server: server.client.pause(timeout_s=sync.timeout_s))
+        await sync.ask(lambda server: server.resume_memory(["weights"]))
+
+    async def _resume(self, sync: SyncServers) -> list[str]:
+        await sync.ask(lambda server: server.resume_memory())
+        return await _resumed(sync)
+
+    async def _transfer(self, sync: SyncServers, buckets: AsyncIterator[Bucket] | None, weight_version: int) -> int:
+        has_bracket: dict[Server, bool] = {}
+        if self.transport.needs_bracket:
+            has_bracket = await sync.ask(_begin)
+            sync.check_some_left()
+        if buckets is not None:
+            num_bytes = await self.transport.load(sync, buckets, weight_version)
+        else:
+            num_bytes = await self.transport.load_held(sync, weight_version)
+        if self.transport.needs_bracket:
+
+            async def end(server: Server) -> None:
+                if has_bracket[server]:
+                    await server.client.end_weight_update()
+
+            await sync.ask(end)
+        sync.check_some_left()
+        return num_bytes
+
+    async def _roll_back(
+        self,
+        failed: SyncServers,
+        servers: Sequence[Server],
+        report: SyncReport,
+        previous_version: int | None,
+        reason: str,
+    ) -> None:
+        """Servers that answer get the previous version again and continue with it; the others are lost."""
+        for server in list(failed.left):
+            failed.lose(server, reason)
+        if previous_version is None or not self.transport.holds(previous_version):
+            return
+        sync = SyncServers([server for server in servers if server not in failed.silent], self.timeout_s)
+        with contextlib.suppress(WeightSyncError):
+            await self._pause(sync)
+            await self._transfer(sync, None, previous_version)
+            report.verified_by = await _verify(sync, previous_version, self.verifier)
+            for url in await self._resume(sync):
+                report.versions[url] = previous_version
+                report.rolled_back[url] = report.lost.pop(url)
+
+
+def _wait(future: concurrent.futures.Future[SyncReport], loop: asyncio.AbstractEventLoop) -> None:
+    wait_while_running(loop, lambda seconds: concurrent.futures.wait([future], seconds).done)
+
+
+async def _resumed(sync: SyncServers) -> list[str]:
+    """Addresses of the servers that resumed."""
+    resumed = await sync.ask(lambda server: server.client.resume(timeout_s=sync.timeout_s))
+    return [server.url for server in resumed]
+
+
+async def _begin(server: Server) -> bool:
+    """Opens the bracket, after it has closed one that a crashed trainer left open."""
+    try:
+        return await server.client.begin_weight_update()
+    except ServerRefused:
+        await server.client.end_weight_update()
+        return await server.client.begin_weight_update()
+
+
+async def _verify(sync: SyncServers, weight_version: int, verifier: WeightVerifier | None) -> dict[str, Verification]:
+    """The check that each server passed. Those that have another version or other parameters are lost."""
+    infos = await sync.ask(lambda server: server.client.model_info(timeout_s=sync.timeout_s))
+    for server, info in infos.items():
+        if str(info.get("weight_version")) != str(weight_version):
+            sync.lose(server, f"it reports version {info.get('weight_version')!r} instead of {weight_version}")
+    digests = await sync.ask(lambda server: server.client.digests(timeout_s=sync.timeout_s))
+    checked: dict[Server, Verification] = dict.fromkeys(digests, "version")
+    if verifier is not None:
+        await in_thread(verifier.finish, weight_version)
+        for server, ranks in digests.items():
+            check, problem = verifier.verify(server, weight_version, ranks)
+            if check is None:
+                sync.lose(server, problem)
+            else:
+                checked[server] = check
+    others = {
+        server: (len(ranks), hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest())
+        for server in sync.left
+        if checked[server] == "version" and (ranks := digests[server])
+    }
+    for server, agrees in _agreeing(others).items():
+        if agrees:
+            checked[server] = "replicas"
+        else:
+            sync.lose(server, f"its weights have checksum {others[server][1][:12]}, unlike those of the other servers")
+    return {server.url: checked[server] for server in sync.left}
+
+
+def _agreeing(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
+    """Whether a server is in the majority of those with as many ranks; without servers that cannot be compared."""
+    agrees: dict[Server, bool] = {}
+    for num_ranks in {num for num, _ in checksum_of.values()}:  # what a rank holds depends on the number of ranks
+        group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}
+        ranked = Counter(group.values()).most_common(2)
+        majority = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else None
+        if len(group) > 1:
+            agrees |= {server: checksum == majority for server, checksum in group.items()}
+    return agrees
+
+
+@contextlib.contextmanager
+def _timed(report: SyncReport, name: str) -> Iterator[None]:
+    measured = span(name, "sync", "weight sync")
+    try:
+        with measured:
+            yield
+    finally:
+        report.seconds[name] = round(measured.seconds, 6)

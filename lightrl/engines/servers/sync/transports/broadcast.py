@@ -1,0 +1,164 @@
+"""BroadcastTransport: weights in a process group of trainer and servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.servers.addresses import interface_of, trainer_address
+from lightrl.engines.servers.client import GroupPlace
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.report import SyncServers
+from lightrl.engines.servers.sync.transports.transport import Streaming, num_ranks
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.weights import BroadcastGroup, Bucket, ServerForm
+from lightrl.weights.broadcast import listen
+
+_T = TypeVar("_T")
+_SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may come a little later
+
+
+class BroadcastTransport(Streaming):
+    """Sends by broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
+
+    The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
+    breaks it for all, a hanging one after `transfer_timeout_s`; the others then get everything from the copy, in a new
+    group. The deadline holds for one bucket, and for the group to form.
+
+    The group meets at `trainer_host`, by default our address on the route to the servers, at a port of this address
+    alone and under a name that nobody can guess.
+    """
+
+    def __init__(
+        self,
+        form: ServerForm | None = None,
+        *,
+        device: str = "cpu",
+        transfer_timeout_s: float = 120.0,
+        trainer_host: str | None = None,
+    ) -> None:
+        super().__init__(form)
+        self.trainer_host = trainer_host
+        self.device = device
+        self.transfer_timeout_s = transfer_timeout_s
+        self._group: BroadcastGroup | None = None
+        self._members: list[str] = []  # addresses
+
+    async def close(self) -> None:
+        group, self._group, self._members = self._group, None, []
+        if group is not None:
+            with contextlib.suppress(asyncio.TimeoutError):  # NCCL may wait for a member that is gone
+                await asyncio.wait_for(in_thread(group.close), _SERVER_GRACE_S)
+
+    async def _connect(self, servers: SyncServers) -> None:
+        if self._group is not None and self._members == [server.url for server in servers.left]:
+            return
+        for attempt in range(2):
+            await self._leave(servers)
+            try:
+                self._group = await self._join(servers)
+                break
+            except WeightSyncError:
+                if attempt:
+                    raise
+        self._members = [server.url for server in servers.left]
+
+    async def _join(self, servers: SyncServers) -> BroadcastGroup:
+        sizes = await servers.ask(num_ranks)  # dead servers drop out here: a group waits for all members
+        servers.check_some_left()
+        offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
+        world_size = 1 + sum(sizes.values())
+        try:
+            host = trainer_address([server.url for server in sizes], self.trainer_host)
+        except (ValueError, EngineError) as error:  # the network has changed since the start
+            raise WeightSyncError(str(error)) from error
+        name, listener = f"lightrl-{secrets.token_hex(16)}", listen(host)
+        port = listener.getsockname()[1]
+        backend = "gloo" if self.device == "cpu" else "nccl"
+        joining = asyncio.ensure_future(
+            _within(
+                in_thread(
+                    lambda: BroadcastGroup(
+                        host, port, rank=0, world_size=world_size, name=name, backend=backend,
+                        timeout_s=self.transfer_timeout_s, listener=listener, interface=interface_of(host),
+                    )
+                ),
+                2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store has one deadline, the group another
+            )
+        )  # fmt: skip
+        trying = SyncServers(servers.left, servers.timeout_s)  # one that does not join makes all others fail
+        await trying.ask(
+            lambda server: server.client.init_weights_group(
+                name,
+                GroupPlace(host, port, offsets[server], world_size, backend),
+                timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
+            )
+        )
+        group = await joining
+        if trying.lost:
+            await in_thread(group.close)
+            raise WeightSyncError("; ".join(f"{url}: {what}" for url, what in trying.lost.items()))
+        return group
+
+    async def _leave(self, servers: SyncServers) -> None:
+        group, members = self._group, self._members
+        await self.close()
+        if group is None:
+            return
+        for server in servers.left:
+            if server.url in members:
+                with contextlib.suppress(EngineError):  # it may have been restarted
+                    await server.client.destroy_weights_group(group.name)
+
+    async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
+        group = self._group
+        assert group is not None
+        layout = self.form.layout(bucket)
+
+        def send() -> None:
+            try:
+                group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
+            except WeightSyncError:
+                group.close()  # now, so that servers waiting for a dead one notice before their own deadline
+                raise
+
+        failed: list[Server] = []  # in order of failure
+
+        async def receive(server: Server) -> None:
+            try:
+                timeout_s = self.transfer_timeout_s + _SERVER_GRACE_S
+                await server.client.update_weights_from_distributed(layout, group.name, version, timeout_s=timeout_s)
+            except EngineError:
+                failed.append(server)
+                raise
+
+        sending = asyncio.ensure_future(_within(in_thread(send), self.transfer_timeout_s + _SERVER_GRACE_S))
+        receiving = SyncServers(servers.left, servers.timeout_s)
+        await receiving.ask(receive)
+        with contextlib.suppress(WeightSyncError):
+            await sending
+        if not failed and sending.exception() is None:
+            return
+        # The silent ones are lost, else the one that failed first; the others failed because of it.
+        for server in receiving.silent or failed[:1]:
+            servers.lose(server, receiving.lost[server.url])
+        servers.silent |= receiving.silent
+        await self._leave(servers)
+        raise WeightSyncError(
+            f"the group broke: {'; '.join(receiving.lost.values()) or sending.exception()}"
+        ) from sending.exception()
+
+
+async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+    """Bounds a step that has a deadline of its own and may not keep it, such as NCCL on a device that hangs."""
+    try:
+        return await asyncio.wait_for(step, timeout_s)
+    except asyncio.TimeoutError as error:
+        raise WeightSyncError(
+            f"This process did not send within {timeout_s:g} s: its device or network hangs. Check the trainer's GPU."
+        ) from error

@@ -1,0 +1,225 @@
+"""WeightTransport: what a sync needs of a way to carry weights; through a folder, or bucket by bucket (Streaming)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.report import SyncServers
+from lightrl.errors import WeightSyncError
+from lightrl.weights import Bucket, HostCopy, ServerForm, SharedBucket, WeightFolder, bucketed
+from lightrl.weights.disk import is_whole
+from lightrl.weights.shared_memory import PART_BYTES
+
+_T = TypeVar("_T")
+GPU_PART_BYTES = 2**29  # size of a block in GPU memory
+
+
+class WeightTransport(Protocol):
+    """How the bytes of a version reach paused servers, one sync at a time. May keep a version for late servers."""
+
+    needs_bracket: bool  # the servers' begin_weight_update and end_weight_update
+
+    async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+        """Does what it can while the servers still generate. Raises WeightSyncError; the servers are untouched then."""
+        ...
+
+    async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        """Afterwards every server that is left has the version; returns the number of bytes."""
+        ...
+
+    async def load_held(self, servers: SyncServers, weight_version: int) -> int:
+        """Loads a version that the transport has kept; see `holds`."""
+        ...
+
+    def holds(self, weight_version: int) -> bool: ...
+
+    def shared_folder(self) -> WeightFolder | None:
+        """Into which other ranks of the trainer may write files that `stage` takes over; None if it takes none."""
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+class Streaming(WeightTransport):
+    """Bucket by bucket while the servers are paused; a server that fails half-way holds a mixture.
+
+    A copy of the whole model stays in host memory, for servers that join late and for those of a group that broke.
+    """
+
+    needs_bracket = True
+
+    def __init__(self, form: ServerForm | None = None) -> None:
+        self.form = form or ServerForm()
+        self.copy = HostCopy(self.form)
+
+    async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+        await self._connect(servers)
+
+    async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        self.copy.begin(weight_version)
+        copied = _copied(self.copy, buckets)
+        try:
+            return await self._stream(servers, copied, weight_version)
+        except WeightSyncError:
+            async for _ in copied:  # the rest, also when every server has failed
+                pass
+            if not servers.left or not self.holds(weight_version):
+                raise
+        while True:  # the group broke: the remaining servers get everything again
+            num_servers = len(servers.left)
+            try:
+                return await self.load_held(servers, weight_version)
+            except WeightSyncError:
+                if not 0 < len(servers.left) < num_servers:
+                    raise
+
+    async def load_held(self, servers: SyncServers, weight_version: int) -> int:
+        await self._connect(servers)
+        return await self._stream(servers, _each(self.copy.buckets()), weight_version)
+
+    def holds(self, weight_version: int) -> bool:
+        return self.copy.weight_version == weight_version
+
+    @abstractmethod
+    async def _connect(self, servers: SyncServers) -> None:
+        """Asks each server what the transfer depends on."""
+
+    @abstractmethod
+    async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
+        """Sends one bucket to all; `version` comes with the last one, which also flushes the cache."""
+
+    async def _stream(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        num_bytes = 0
+        async for bucket in buckets:
+            servers.check_some_left()
+            layout = self.form.layout(bucket)
+            version = str(weight_version) if bucket.is_last else None
+            if layout:
+                await self._send(servers, bucket, version)
+            elif version is not None:  # it held only a tied head
+                await servers.ask(lambda server: _acknowledge_empty(server, str(weight_version)))
+            num_bytes += sum(shape.numel() * dtype.itemsize for _, dtype, shape in layout)
+        servers.check_some_left()
+        return num_bytes
+
+
+class SharedMemoryTransport(Streaming):
+    """Through shared memory to servers of the same host. **SGLang demands a pickle**: see weights/shared_memory.py.
+
+    A bucket is sent in parts of at most `part_bytes`, unless one tensor is larger, so that the shared block is small.
+    """
+
+    def __init__(self, form: ServerForm | None = None, *, part_bytes: int = PART_BYTES) -> None:
+        super().__init__(form)
+        self.part_bytes = part_bytes
+        self._shared = SharedBucket(self.form)
+        self._sizes: dict[Server, int] = {}  # ranks
+
+    async def _connect(self, servers: SyncServers) -> None:
+        self._sizes = await servers.ask(num_ranks)
+
+    async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
+        for part in bucketed(bucket.tensors.items(), self.part_bytes):
+            await in_thread(self._shared.fill, part)
+            await self._send_part(servers, version if part.is_last else None)
+
+    async def _send_part(self, servers: SyncServers, version: str | None) -> None:
+        await servers.ask(
+            lambda server: server.client.update_weights_from_tensor(
+                [self._shared.payload() for _ in range(self._sizes[server])],  # one for each rank
+                version,
+                timeout_s=servers.timeout_s,
+            )
+        )
+
+
+class CudaIpcTransport(SharedMemoryTransport):
+    """Sends as through shared memory, with the block in the memory of rank 0's GPU: no byte passes the host.
+
+    Every tp rank of a server gets a handle of its own to the block. A rank on another GPU reads it over NVLink or PCIe,
+    which needs peer access between the two. **SGLang demands a pickle**: see weights/shared_memory.py.
+    """
+
+    def __init__(self, form: ServerForm | None = None, *, part_bytes: int = GPU_PART_BYTES) -> None:
+        super().__init__(form, part_bytes=part_bytes)
+        self._shared = SharedBucket(self.form, device=f"cuda:{torch.cuda.current_device()}")
+
+
+class DiskTransport(WeightTransport):
+    """Through a folder that trainer and servers see. Written while they generate; each server loads by itself."""
+
+    needs_bracket = False
+
+    def __init__(self, folder: WeightFolder) -> None:
+        self.folder = folder
+
+    async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+        writer = await self._on_disk(servers, self.folder.begin, weight_version)
+        try:
+            async for bucket in buckets:
+                await self._on_disk(servers, writer.add, bucket)
+            await self._on_disk(servers, writer.finish)
+        finally:
+            with contextlib.suppress(WeightSyncError):
+                await self._on_disk(servers, writer.discard)
+
+    async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        return await self.load_held(servers, weight_version)
+
+    async def load_held(self, servers: SyncServers, weight_version: int) -> int:
+        folder = self.folder.path_of(weight_version)
+        # Else SGLang's own rollback would read the same folder again, and die.
+        if not await self._on_disk(servers, is_whole, folder):
+            raise WeightSyncError(f"The folder {str(folder)!r} is incomplete: a file is missing or truncated.")
+        await servers.ask(
+            lambda server: server.client.update_weights_from_disk(
+                str(folder), str(weight_version), timeout_s=servers.timeout_s
+            )
+        )
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+    async def _on_disk(self, servers: SyncServers, step: Callable[..., _T], *arguments: Any) -> _T:
+        """A network folder may hang for ever; its thread is then abandoned."""
+        try:
+            return await asyncio.wait_for(in_thread(step, *arguments), servers.timeout_s)
+        except asyncio.TimeoutError as error:
+            raise WeightSyncError(
+                f"the disk of {str(self.folder.root)!r} did not finish a step within engine.timeouts.sync_s="
+                f"{servers.timeout_s:g}. It may be a network folder that hangs. Check it, or set another weight_folder."
+            ) from error
+
+    def holds(self, weight_version: int) -> bool:
+        return is_whole(self.folder.path_of(weight_version))
+
+    def shared_folder(self) -> WeightFolder:
+        return self.folder
+
+
+async def num_ranks(server: Server) -> int:
+    """Number of a server's ranks: its tensor-parallel and pipeline parts together."""
+    return (await server.client.server_info()).world_size
+
+
+async def _acknowledge_empty(server: Server, weight_version: str) -> None:
+    await server.client.set_weight_version(weight_version)
+    await server.client.flush_cache()
+
+
+async def _copied(copy: HostCopy, buckets: AsyncIterator[Bucket]) -> AsyncIterator[Bucket]:
+    async for bucket in buckets:
+        await in_thread(copy.add, bucket)
+        yield bucket
+
+
+async def _each(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:
+    for bucket in buckets:
+        yield bucket

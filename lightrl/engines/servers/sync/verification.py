@@ -1,0 +1,147 @@
+"""WeightVerifier: compares servers' digests with those of the versions that were sent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lightrl.engines.abilities import Verification
+from lightrl.engines.servers.server import Server
+from lightrl.weights import Digests, ServerForm, ServerLayout
+from lightrl.weights.bucket import OUTPUT_HEAD
+from lightrl.weights.digests import RankDigests, unknown_layout
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
+KEPT_VERSIONS = 3  # the present one for late servers, the one before for a roll-back
+_USUAL = re.compile(
+    r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|mlp\.(gate_up_proj|down_proj)"
+    r"|\w*layernorm))\.(weight|bias)|lm_head\.weight"
+)
+
+
+@dataclass(eq=False)
+class WeightVerifier:
+    """Verifies that servers have the trainer's weights.
+
+    A server whose digests were compared once must be comparable at each later sync, else it is rejected: the weaker
+    checks never replace the digests silently. The log says once for each server which check runs.
+    """
+
+    config: PretrainedConfig  # the policy's
+    form: ServerForm  # dtype and names that are sent
+    timeout_s: float = 600.0  # for the digests of one bucket
+    _versions: dict[int, Digests] = field(default_factory=dict)
+
+    def begin(self, weight_version: int, servers: Iterable[Server]) -> Digests:
+        """Computes what these servers must answer after a load; keeps it, also for late servers and a roll-back."""
+        layouts: dict[ServerLayout, None] = {}
+        for server in servers:
+            if server.info is not None and server.info.layout_problem is None:
+                fitting = server.info.layouts(server.digest_dtype)
+                layouts |= {layout: None for layout in fitting if unknown_layout(self.config, layout) is None}
+        num_threads = max(1, min(8, (os.cpu_count() or 2) // 2))
+        digests = Digests(self.config, self.form, layouts, timeout_s=self.timeout_s, num_threads=num_threads)
+        if weight_version in self._versions:
+            self._versions.pop(weight_version).close()
+        self._versions[weight_version] = digests
+        for old in list(self._versions)[:-KEPT_VERSIONS]:
+            self._versions.pop(old).close()
+        return digests
+
+    def close(self) -> None:
+        """Ends the threads of loads that failed before they finished."""
+        for digests in self._versions.values():
+            digests.close()
+
+    def finish(self, weight_version: int) -> None:
+        """Blocks until the digests of a version are complete."""
+        if weight_version in self._versions:
+            self._versions[weight_version].finish()
+
+    def verify(self, server: Server, weight_version: int, ranks: RankDigests | None) -> tuple[Verification | None, str]:
+        """Compares a server's digests, None if it has none.
+
+        Returns:
+            `digests` and nothing, or None and the problem of a server that must be rejected, or `version` and why its
+            digests cannot be compared.
+        """
+        check, problem = self._compare(server, weight_version, ranks)
+        if check == "version" and server.digest_dtype is not None:
+            return None, f"its weights can no longer be compared with the trainer's: {problem}"
+        if check is not None and server.logged_check != check:
+            server.logged_check = check
+            if check != "digests":
+                log.warning(
+                    "%s: its parameters cannot be compared with the trainer's: %s. Its checksum is compared with those "
+                    "of other servers, if there are some.",
+                    server.url,
+                    problem,
+                )
+        return check, problem
+
+    def _compare(
+        self, server: Server, weight_version: int, ranks: RankDigests | None
+    ) -> tuple[Verification | None, str]:
+        info = server.info
+        if info is None or weight_version not in self._versions:
+            return "version", f"the digests of version {weight_version} are unknown"
+        expected = self._versions[weight_version].finish()
+        layouts = info.layouts(server.digest_dtype)
+        problem = info.layout_problem or unknown_layout(self.config, layouts[0])
+        if problem is None and not any(layout in expected for layout in layouts):
+            problem = f"the digests of version {weight_version} were not computed for {layouts[0]}"
+        if problem is None and ranks is None:
+            problem = "it does not report checksums"
+        if problem is not None or ranks is None:
+            return "version", str(problem)
+        if len(ranks) != info.num_ranks:
+            return None, f"{len(ranks)} of its ranks answered with checksums instead of {info.num_ranks}"
+        results = {layout: self._differing(ranks, expected[layout]) for layout in layouts if layout in expected}
+        if (names := self._names_problem(ranks[0], next(expected[one][0] for one in results))) is not None:
+            return names
+        layout, differing = min(results.items(), key=lambda item: len(item[1]))
+        if not differing:
+            server.digest_dtype = layout.dtype
+            return "digests", ""
+        names_only = sorted({name for name, _ in differing})
+        where = ", ".join(str(rank) for rank in sorted({rank for _, rank in differing}))
+        return None, (
+            f"{len(names_only)} of its {len(ranks[0])} parameters are not the trainer's of version {weight_version}: "
+            f"{', '.join(names_only[:3])}{' and others' if len(names_only) > 3 else ''}, on rank {where} "
+            f"(compared as {' or '.join(str(one) for one in results)})"
+        )
+
+    def _differing(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
+        """Parameters with another digest, as (name, rank)."""
+        return [
+            (name, rank)
+            for rank, (theirs, ours) in enumerate(zip(ranks, expected, strict=True))
+            for name, digest in theirs.items()
+            if name in ours and ours[name] != digest
+        ]
+
+    def _names_problem(
+        self, theirs: Mapping[str, str], ours: Mapping[str, str]
+    ) -> tuple[Verification | None, str] | None:
+        """None if the server has the trainer's parameters and no others."""
+        optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self.form.skip_names else set()
+        extra = sorted(set(theirs) - set(ours))
+        missing = sorted(set(ours) - set(theirs) - optional)
+        if not extra and not missing:
+            return None
+        differences = " and ".join(
+            f"{len(names)} parameters that the {who} does not have ({', '.join(names[:3])})"
+            for names, who in ((extra, "trainer"), (missing, "server"))
+            if names
+        )
+        if all(_USUAL.fullmatch(name) for name in extra + missing):
+            return None, f"it serves another model: there are {differences}"
+        return "version", f"there are {differences}"

@@ -1,0 +1,56 @@
+"""Timeouts: how long an engine of servers waits, and for what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Deadlines of an engine of servers, in seconds. In YAML: `timeouts: {startup_s: 1800}`.
+
+    Args:
+        request_s: for a connection, and for the answer to a request that should be quick. A server that answers nothing
+            for half as long is lost.
+        sync_s: for each step of a weight sync.
+        startup_s: from a server's start to its first answer; as long, requests and weight syncs wait for a server if
+            all are starting, syncing or lost.
+    """
+
+    request_s: float = 60.0
+    sync_s: float = 600.0
+    startup_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                raise ValueError(f"engine.timeouts.{field.name} must be > 0 seconds, got {getattr(self, field.name)}.")
+
+    @property
+    def connect_s(self) -> float:
+        """Deadline of a connection; a stopped server accepts none."""
+        return self.request_s
+
+    @property
+    def hang_s(self) -> float:
+        """Silence after which a server is lost."""
+        return self.request_s / 2
+
+    @property
+    def probe_interval_s(self) -> float:
+        """Pause between two health checks of a server."""
+        return self.hang_s / 15
+
+    @property
+    def server_wait_s(self) -> float:
+        """Wait for a server, if all are starting, syncing or lost."""
+        return self.startup_s
+
+    @property
+    def generate_s(self) -> float:
+        """Deadline of one generation; then the server returns what it has, and the rest is requested again.
+
+        Below StalenessControl's rollout_timeout_s, so that a request that got lost in a server is repeated before the
+        run ends.
+        """
+        return 900.0

@@ -1,0 +1,198 @@
+"""Watch: one loop over all servers, started here or given by address: which are lost, come back, join, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.servers.client import ServerClient
+from lightrl.engines.servers.connection import OutOfFiles
+from lightrl.engines.servers.fleet import ServerFleet
+from lightrl.engines.servers.home_loop import HomeLoop
+from lightrl.engines.servers.members import Members
+from lightrl.engines.servers.processes.keeper import restart
+from lightrl.engines.servers.processes.process import ServerProcess
+from lightrl.engines.servers.registry import READ_EVERY_S, Registry, ServerEntry
+from lightrl.engines.servers.server import GONE, Server
+from lightrl.engines.servers.sync.loader import WeightLoader
+from lightrl.engines.servers.sync.receivers import Receivers
+from lightrl.engines.servers.timeouts import Timeouts
+from lightrl.errors import EngineError, EngineUnreachable, LightRLError
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_IDENTIFY_EVERY = 5  # health checks: the question reaches the scheduler, so it costs more than a sign of life
+_FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # errors of a thread's work; also no thread, no memory
+
+
+@dataclass(eq=False)
+class Watch:
+    """Checks every server until it is forgotten, and reads the registry, if there is one; on the home loop.
+
+    One of ours that is lost is restarted. One that was given by address is asked again and again. Each gets the weights
+    before it gets requests.
+    """
+
+    home: HomeLoop
+    members: Members
+    loader: WeightLoader
+    receivers: Receivers
+    registry: Registry | None
+    make_client: Callable[[str], ServerClient]
+    timeouts: Timeouts
+    _watched: set[Server] = field(default_factory=set)
+    _leaving: set[str] = field(default_factory=set)  # addresses of servers that are drained, or about to be
+
+    @property
+    def fleet(self) -> ServerFleet:
+        return self.members.fleet
+
+    async def run(self) -> None:
+        """Watches all servers on a new loop."""
+        for server in self.fleet.in_state():
+            self.home.spawn(self._watch(server))
+        if self.members.gateway is not None:
+            self.home.spawn(self.members.gateway.keep(self.home))
+        if self.registry is not None:
+            await self._follow(self.registry)
+
+    async def _watch(self, server: Server) -> None:
+        if server in self._watched:
+            return
+        self._watched.add(server)
+        try:
+            await self._until_lost_for_good(server)
+            if server.process is not None and server.state == "restarting":
+                self.home.spawn(self._restart(server, server.process))
+        finally:
+            self._watched.discard(server)
+
+    async def _until_lost_for_good(self, server: Server) -> None:
+        """Checks a server now and then, one that was given by address also when it is lost: it may come back."""
+        interval_s = self.timeouts.probe_interval_s
+        answered_at = checked_at = time.monotonic()
+        num_checks = 0
+        while True:
+            await asyncio.sleep(min(interval_s, _TICK_S))
+            process = server.process
+            if not self.fleet.has(server) or server.state == "retired" or (process and server.state in GONE):
+                return
+            if process is not None and not process.is_alive():
+                self.members.lose(server, f"its process ended ({process.exit_status()})")
+                continue
+            if server.client.last_answer_at is None or time.monotonic() - checked_at < interval_s:
+                continue  # `reach` waits for the first answer and reports if there is none
+            num_checks += 1
+            try:
+                problem = await self._problem(server, should_identify=num_checks % _IDENTIFY_EVERY == 0)
+            except OutOfFiles:
+                answered_at = time.monotonic()  # the server was not asked
+                continue
+            except EngineError as error:
+                is_gone = isinstance(error, EngineUnreachable)
+                silent_s = min(time.monotonic() - answered_at, server.silent_s)
+                if server.state not in GONE and (is_gone or silent_s >= self.timeouts.hang_s):
+                    self.members.lose(server, str(error))
+                continue
+            finally:
+                checked_at = time.monotonic()
+            answered_at = time.monotonic()
+            if problem is not None:
+                self.members.lose(server, problem)
+            elif server.state == "lost" and server.may_return and self.fleet.has(server):
+                server.rejoin()
+                self.home.wake()  # a sync may wait for it
+                await self._give_weights(server)
+
+    async def _problem(self, server: Server, *, should_identify: bool) -> str | None:
+        """Why a server that answers must get no more requests: it was restarted or changed."""
+        version = None if self.fleet.is_loading else server.weight_version
+        was_routable = server.state == "routable"
+        info = await server.client.model_info(timeout_s=self.members.probe_s, num_retries=0)
+        if was_routable and should_identify and await server.identify():
+            return "another process answers at its address: it was restarted"
+        is_steady = server.state == "routable" and not self.fleet.is_loading
+        if was_routable and is_steady and version == server.weight_version >= 0:
+            reported = info.get("weight_version")
+            if str(reported) != str(version):
+                return f"it reports version {reported!r}: it was restarted or changed"
+        return None
+
+    async def _give_weights(self, server: Server) -> bool:
+        """Loads the weights into a server that is up, which admits it; loses it if that fails."""
+        try:
+            await in_thread(self.loader.give, server)
+        except _FAILURES as error:
+            self.members.lose(server, str(error) or repr(error))
+            return False
+        return True
+
+    async def _restart(self, lost: Server, process: ServerProcess) -> None:
+        """Restarts a server of ours, as often as its policy allows: it is another Server, at another address."""
+        current = lost
+
+        async def join_with_weights() -> None:
+            nonlocal current
+            before = current
+            current = self.fleet.join(Server(self.make_client(process.url), process, losses=lost.losses))
+            self.home.wake()  # a sync may wait for it
+            await self.members.forget(before)
+            if not await self._give_weights(current):
+                raise EngineError(current.reason)
+
+        problem = await restart(process, lost.reason, join_with_weights)
+        if problem is None:
+            self.home.spawn(self._watch(current))
+        else:
+            self.members.lose(current, problem, is_given_up=True)
+
+    async def _follow(self, registry: Registry) -> None:
+        """Lets servers join and leave as the registry says."""
+        while True:
+            await asyncio.sleep(READ_EVERY_S)
+            reading = asyncio.ensure_future(in_thread(registry.read))  # one thread, however long it takes
+            while not (await asyncio.wait({reading}, timeout=self.timeouts.request_s))[0]:
+                log.warning("The registry %s cannot be read: its disk does not answer. Waiting.", registry.folder)
+            try:
+                entries = reading.result()
+            except (OSError, RuntimeError) as error:  # also no thread
+                log.warning("The registry %s cannot be read: %r. Trying again.", registry.folder, error)
+                continue
+            silent = set(self.fleet.urls("lost", "retired")) - set(entries)  # one that answers stays
+            leaving = {url for url, entry in entries.items() if entry.is_leaving}
+            for url in (silent | leaving) - self._leaving:
+                self._leaving.add(url)
+                self.home.spawn(self._leave(url, registry))
+            for url, entry in entries.items():
+                if url not in self.fleet.servers and url not in leaving:
+                    self.home.spawn(self._enter(entry))
+
+    async def _enter(self, entry: ServerEntry) -> None:
+        self.receivers.add(entry.receiver)
+        server = self.fleet.join(Server(self.make_client(entry.url)))
+        self.home.spawn(self._watch(server))
+        try:
+            await self.members.reach(server)
+        except LightRLError as error:
+            self.members.lose(server, str(error))
+            return
+        await self._give_weights(server)
+
+    async def _leave(self, url: str, registry: Registry) -> None:
+        """Lets go of a server that leaves, or is lost and silent, and marks it as released in the registry."""
+        server = self.fleet.servers.get(url)
+        try:
+            if server is not None:
+                await in_thread(self.loader.let_go, server)
+                log.info("The server at %s has left.", url)
+            await in_thread(registry.release, url)
+        except _FAILURES as error:
+            if server is not None:
+                self.members.lose(server, str(error) or repr(error))
+        finally:
+            self._leaving.discard(url)

@@ -1,0 +1,287 @@
+"""RewardResult, the checked result of a reward function for a trajectory; Runner, which calls it and never raises.
+
+The worker process and the thread on rank 0 both use this file, so that a reward means the same in both.
+T is the number of tokens of the trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import math
+import os
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightrl.checks.printable import count_text
+from lightrl.checks.user_code import user_code
+from lightrl.concurrency.in_thread import end_if_forked
+from lightrl.errors import RewardError
+from lightrl.trajectory import Trajectory
+
+_MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages are also stored in logs
+_CANCEL_TIMEOUT_S = 1.0
+_LARGEST_REWARD = 1e15  # the sum of squares of an iteration's rewards stays finite in float32
+_LARGEST_METRIC = 1e38  # float32
+RewardFunction = Callable[[Trajectory], Any]  # what it may return: see `RewardResult.of`; may be async
+_invalid = functools.partial(RewardError, reason="invalid")
+_MAX_NAMES = 1_000  # in the dict of a trajectory
+_OWN_FILES = (
+    "lightrl/checks/user_code.py",
+    *(f"lightrl/rewards/{name}.py" for name in ("reward_result", "parts", "worker")),
+)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The result of a reward function for one trajectory; every number is finite.
+
+    Example:
+        RewardResult(reward=1.0, metrics={"accuracy": 1.0, "format": 1.0})
+    """
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)  # other numbers that the function returned, by name
+    rewards: list[float] | None = None  # [T], for rewards per token; then `reward` is their sum
+    extracted: str | None = None  # the answer that the function read in the completion; for `replay`, never logged
+
+    @classmethod
+    def of(cls, value: object, trajectory: Trajectory) -> RewardResult:
+        """Checks what a reward function returned.
+
+        Args:
+            value: a number; a dict with `reward` (a number) or `rewards` (T numbers), perhaps `extracted` (text or
+                None), and other named numbers; or a RewardResult, which is returned unchanged.
+            trajectory: the one that the function was called with.
+
+        Raises:
+            RewardError: reason `not_finite` for NaN and infinities, `invalid` for anything else that is not one.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            return cls(_number(value, "its return value", trajectory))
+        extracted = None if value.get("extracted") is None else str(value["extracted"])
+        if len(value) > _MAX_NAMES:
+            raise _invalid(
+                f"The reward function returned a dict with {len(value):,} names for {label(trajectory)}. Each is "
+                f"logged: return at most {_MAX_NAMES:,}."
+            )
+        others = {name: item for name, item in value.items() if name not in ("rewards", "extracted")}
+        metrics = {
+            name: _number(item, repr(name), trajectory, _LARGEST_REWARD if name == "reward" else _LARGEST_METRIC)
+            for name, item in others.items()
+        }
+        for name in metrics:
+            if not isinstance(name, str):
+                raise _invalid(
+                    f"The reward function returned a dict with the key {name!r} for {label(trajectory)}. Keys must be "
+                    "strings."
+                )
+        rewards = value.get("rewards")
+        if rewards is None:
+            if "reward" not in metrics:
+                raise _invalid(
+                    f"The reward function returned a dict with {sorted(map(str, value))} for {label(trajectory)}; it "
+                    'needs the key "reward" or "rewards".'
+                )
+            return cls(metrics.pop("reward"), metrics, extracted=extracted)
+        per_token = _numbers(rewards, trajectory)
+        total = math.fsum(per_token)
+        reward = metrics.pop("reward", total)
+        if not math.isclose(reward, total, rel_tol=1e-4, abs_tol=1e-6):
+            raise _invalid(
+                f"The reward function returned reward={reward}, but rewards that sum to {total}, for "
+                f"{label(trajectory)}. Return one of the two."
+            )
+        return cls(total, metrics, per_token, extracted)
+
+    def apply_to(self, trajectory: Trajectory) -> None:
+        """Writes reward, rewards per token and metrics into the trajectory."""
+        trajectory.reward = self.reward
+        trajectory.rewards = self.rewards
+        trajectory.metrics.update(self.metrics)
+
+
+Outcome = RewardResult | RewardError
+
+
+class Runner:
+    """Calls one reward function; as long as the process lives, every call ends in a RewardResult or a RewardError.
+
+    A sync function gets one trajectory after another. An async one gets all of a batch at once, on an event loop that
+    lives as long as the Runner, and each of its calls is cancelled after `timeout_s`. A sync call that hangs is ended
+    from outside, by the process or thread that watches.
+
+    Args:
+        function: takes a Trajectory; may be async.
+        name: of the function in messages, for example its dotted path.
+        timeout_s: deadline of one async call in seconds.
+    """
+
+    def __init__(self, function: RewardFunction, *, name: str, timeout_s: float) -> None:
+        self.name = name
+        self.runs_together = is_async(function)
+        self._function = function
+        self._timeout_s = timeout_s
+        self._process = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def outcomes(self, trajectories: Iterable[Trajectory]) -> Iterator[tuple[int, Outcome]]:
+        """(position, outcome) of each trajectory as soon as it is there; positions in order for a sync function."""
+        if not self.runs_together:
+            for index, trajectory in enumerate(trajectories):
+                outcome = self._compute(trajectory)
+                end_if_forked(self._process)
+                yield index, outcome
+            return
+        loop = self._event_loop()
+        pending = {loop.create_task(self._compute_async(index, item)) for index, item in enumerate(trajectories)}
+        while pending:
+            done, pending = loop.run_until_complete(asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED))
+            end_if_forked(self._process)
+            for task in done:
+                yield task.result()
+
+    def close(self) -> None:
+        """Cancels what async calls left behind and closes the event loop; called by the thread of the calls."""
+        if self._loop is None:
+            return
+        if hasattr(self._function, "aclose"):
+            self._loop.run_until_complete(asyncio.wait_for(self._function.aclose(), _CANCEL_TIMEOUT_S))
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT_S))
+        self._loop.close()
+
+    def _compute(self, trajectory: Trajectory) -> Outcome:
+        try:
+            with self._border(trajectory):
+                value = self._function(trajectory)
+                if isinstance(value, float | dict) or not inspect.isawaitable(value):
+                    return RewardResult.of(value, trajectory)
+        except RewardError as error:
+            return error
+        # a plain function that returns a coroutine, as a lambda may
+        return self._event_loop().run_until_complete(self._within_deadline(value, trajectory))
+
+    async def _compute_async(self, index: int, trajectory: Trajectory) -> tuple[int, Outcome]:
+        async def call() -> object:
+            return await self._function(trajectory)
+
+        return index, await self._within_deadline(call(), trajectory)
+
+    async def _within_deadline(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
+        task = asyncio.ensure_future(self._awaited(awaitable, trajectory))
+        done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        if not done:
+            task.cancel()  # and not awaited: it may ignore the cancellation
+            return timeout_error(self.name, self._timeout_s, "", trajectory)
+        return task.result()
+
+    async def _awaited(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
+        try:
+            with self._border(trajectory):
+                return RewardResult.of(await awaitable, trajectory)
+        except RewardError as error:
+            return error
+
+    def _border(self, trajectory: Trajectory) -> contextlib.AbstractContextManager[None]:
+        return user_code(lambda error: raised_error(self.name, error, trajectory), RewardError)
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Whether calls return coroutines: an async function, or an object with an async `__call__`."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def raised_error(name: str, error: BaseException, trajectory: Trajectory) -> RewardError:
+    if isinstance(error, MemoryError):
+        return RewardError(
+            f"Reward function {name} ran out of memory for {label(trajectory)}. Reduce what it allocates, or increase "
+            f"memory_limit_mib (reward_memory_mib in a config):\n{user_traceback(error)}",
+            reason="killed",
+        )
+    return RewardError(
+        f"Reward function {name} raised {type(error).__name__} for {label(trajectory)}:\n{user_traceback(error)}"
+    )
+
+
+def timeout_error(name: str, timeout_s: float, stack: str, trajectory: Trajectory) -> RewardError:
+    where = f" It was at:\n{stack}" if stack else ""
+    return RewardError(
+        f"Reward function {name} did not finish {label(trajectory)} within timeout_s={timeout_s:g}. Make it faster, "
+        f"or increase the timeout.{where}",
+        reason="timeout",
+    )
+
+
+def killed_error(name: str, how: str, trajectory: Trajectory) -> RewardError:
+    return RewardError(f"The worker of reward function {name} died on {label(trajectory)}: {how}.", reason="killed")
+
+
+def label(trajectory: Trajectory) -> str:
+    """The trajectory in messages: `prompt 'train-3', sample 0`."""
+    return f"prompt {trajectory.prompt.id!r}, sample {trajectory.sample}"
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback from the first frame of user code on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if not file.endswith(_OWN_FILES) and "importlib" not in file:
+            break
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    return "".join(lines)[-_MAX_TRACEBACK_CHARS:].rstrip()
+
+
+def _number(value: object, what: str, trajectory: Trajectory, largest: float = _LARGEST_REWARD) -> float:
+    if type(value) in (float, int, bool) and abs(value) <= largest:  # type: ignore[arg-type]  # what is usual, and fast
+        return float(value)  # type: ignore[arg-type]
+    problem = f"The reward function must return a number, or a dict of numbers; for {label(trajectory)}, {what} is"
+    shown = f"{value!r:.200} ({type(value).__name__})"
+    if not hasattr(type(value), "__float__"):
+        raise _invalid(f"{problem} {shown}.")
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError) as error:  # an array of several numbers
+        raise _invalid(f"{problem} {shown}: {error}.") from error
+    if not math.isfinite(number):
+        raise RewardError(
+            f"{problem} {number}. It must be finite: look for a division by zero or a logarithm of zero.",
+            reason="not_finite",
+        )
+    if abs(number) > largest:
+        raise RewardError(
+            f"{problem} {number:g}. It must be at most {largest:g}, or training would overflow.", reason="not_finite"
+        )
+    return number
+
+
+def _numbers(values: object, trajectory: Trajectory) -> list[float]:
+    if hasattr(values, "tolist"):  # an array of numpy or torch
+        values = values.tolist()
+    num_tokens = len(trajectory.token_ids)
+    if not isinstance(values, list | tuple) or len(values) != num_tokens:
+        shown = count_text(len(values), "number") if isinstance(values, list | tuple) else f"{values!r:.200}"
+        raise _invalid(
+            f"'rewards' must be a list of {count_text(num_tokens, 'number')} for {label(trajectory)}, one for each "
+            f"entry of token_ids, prompt included; got {shown}. Use 0 where there is none."
+        )
+    return [_number(value, f"rewards[{index}]", trajectory) for index, value in enumerate(values)]

@@ -1,0 +1,74 @@
+"""The strategies that train an RLModule: one device, or FSDP2Strategy and its subclasses; and what to ask them for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+
+from lightrl.models import ParallelModel
+from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.parallel_3d import Parallel3DStrategy
+from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.role_mesh import check_meshes
+from lightrl.strategies.single import LogprobSettings, SingleModel
+
+if TYPE_CHECKING:
+    import lightning as L
+    import torch
+    from transformers import PreTrainedModel
+
+_ALONE = Ranks()
+
+
+def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
+    """Raises ValueError for anything but a single device or FSDP2Strategy, and for models that do not fit."""
+    if isinstance(strategy, SingleDeviceStrategy):
+        check_meshes(module, 1)
+    elif isinstance(strategy, FSDP2Strategy):
+        strategy.check_sizes(module)
+    else:
+        raise ValueError(
+            f"{type(strategy).__name__} cannot train an RLModule. Set trainer.strategy to FSDP2Strategy, which gives "
+            "the same gradients (if num_replicas is the number of processes, each has a whole copy, as in DDP), or set "
+            "trainer.devices to 1."
+        )
+
+
+def named_strategy(strategy: Strategy | str) -> Strategy | str:
+    """lightrl's strategy of this name, with defaults; Lightning's names stay; raises ValueError for any other."""
+    if not isinstance(strategy, str):
+        return strategy
+    ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
+    if strategy in ours:
+        return ours[strategy]()
+    theirs = StrategyRegistry.available_strategies()
+    if strategy == "auto" or strategy.lower() in theirs:
+        return strategy
+    names = {name.lower().removesuffix("strategy"): name for name in ("auto", *theirs, *ours)}
+    near = difflib.get_close_matches(strategy.lower().removesuffix("strategy"), names)
+    best = next((name for name in near if names[name] in ours), near[0] if near else None)  # only ours fit an RLModule
+    meant = f" Did you mean {names[best]}?" if best else ""
+    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, as auto.{meant}")
+
+
+def parallel_model(
+    strategy: Strategy,
+    model: PreTrainedModel,
+    settings: LogprobSettings,
+    *,
+    role: str = "policy",
+    value_head: torch.nn.Linear | None = None,
+) -> ParallelModel:
+    """The ParallelModel of this role's model under this strategy; with `value_head` its body has a critic too."""
+    check_strategy(strategy)
+    if isinstance(strategy, FSDP2Strategy):
+        return strategy.parallel_model(model, settings, role=role, value_head=value_head)
+    return SingleModel(model, settings, value_head=value_head)
+
+
+def ranks_of(strategy: Strategy) -> Ranks:
+    """The strategy's Ranks; those of one process if it does not split models."""
+    return strategy.ranks if isinstance(strategy, FSDP2Strategy) else _ALONE
