@@ -80,7 +80,7 @@ class DynamicSampling(RLCallback):
         self.incomplete_groups = incomplete_groups
         self.oversample_fraction = oversample_fraction
         self.max_dropped_groups_per_iteration = max_dropped_groups_per_iteration
-        self._reasons: set[str] = set()  # those that have occurred are logged from then on
+        self._reasons: set[str] = set()  # drop reasons that have occurred; logged from then on
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit" or not self.group_filter.drop_zero_variance or not isinstance(pl_module, RLModule):
@@ -93,7 +93,7 @@ class DynamicSampling(RLCallback):
         if not pl_module.has_rollout_reward:
             raise ValueError(
                 "DynamicSampling.drop_zero_variance drops every group if a reward model is the whole reward, because "
-                "it runs after the groups are chosen. Set reward= beside reward_model=, or drop_zero_variance to "
+                "it runs after the groups are chosen. Set reward= next to reward_model=, or drop_zero_variance to "
                 "false."
             )
 

@@ -139,7 +139,7 @@ class LearningCurve(RLCallback):
             self._curves[name].load_state_dict(curve)
 
     def _held_out_label(self, trainer: L.Trainer) -> str:
-        """What the held-out metric counts: prompts, pairs, or the metric's own name."""
+        """The legend's name for the held-out metric: its rows, after the metric's name unless it is the accuracy."""
         rows = f"held-out {getattr(trainer.datamodule, 'row_name', 'prompt')}s"
         if self.held_out == HELD_OUT_ACCURACY:
             return rows
@@ -165,7 +165,7 @@ class LearningCurve(RLCallback):
                 )
                 log_image(trainer.loggers, run_folder / "learning_curve.png", trainer.global_step)
             except ImportError as error:
-                log.warning("No learning curve was drawn: matplotlib cannot be imported (%s). Install it.", error)
+                log.warning("The learning curve is missing: matplotlib cannot be imported (%s). Install it.", error)
             except OSError as error:
                 problem = write_problem(error, run_folder / "learning_curve.png")
                 log.warning(
@@ -195,7 +195,7 @@ def draw_learning_curve(
 ) -> None:
     """Accuracy over iterations as PNG, with the reward above it if that differs, or the reward alone.
 
-    Sampled values are noisy: they are drawn pale, under their running mean.
+    Sampled values are noisy: they are pale, under their running mean.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -45,8 +45,8 @@ _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
 _UNCOUNTED_FORMAT = "{desc}{postfix}"
 _LINE_CHARS = 100
 _SILENT_S = 10.0  # without a line; an iteration that takes longer has one of its own
-_SILENT_PHASE_S = 60.0  # without a line where no bar is drawn; a phase that takes longer has lines of its own
-_REDRAW_S = 0.1  # within a phase
+_SILENT_PHASE_S = 60.0  # without a line where there is no bar; a phase that takes longer has lines of its own
+_REFRESH_S = 0.1  # within a phase
 _DIM, _BOLD, _PLAIN = "\033[2m", "\033[1m", "\033[0m"
 
 
@@ -88,13 +88,13 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self._phase = ""
         self._num_trajectories: int | None = None  # in an iteration, after the first
         self._speed = ""  # the last iteration's, for the second line
-        self._drawn_s = -math.inf  # monotonic clock
+        self._refreshed_s = -math.inf  # monotonic clock
         self._printed_s = 0.0  # monotonic clock, of the last line that stays
         self._begun: tuple[float, int] = 0.0, 0  # monotonic clock and iterations that were done
 
     @property
     def is_disabled(self) -> bool:
-        """True if no bar is drawn; lines may still be printed."""
+        """True if there is no bar; lines may still be printed."""
         return not self.is_enabled or not _is_terminal()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -107,7 +107,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.train_progress_bar.total = num_batches_of_run(trainer)
         # `initial` keeps the batches before a resume out of the rate.
         self.train_progress_bar.initial = self.train_progress_bar.n = _num_batches_done(trainer)
-        self._redraw()
+        self._refresh()
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.train_progress_bar.total = num_batches_of_run(trainer)
@@ -127,12 +127,12 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             of_total = f"/{total}{self._time_left(done, total)}" if total is not None else ""
             self._print_line(f"iteration {done}{of_total}", _telling(self.get_metrics(trainer, pl_module)))
         if not self.is_disabled and (done == total or (done % self.refresh_rate == 0 and self._is_due())):
-            self._redraw()
+            self._refresh()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.is_disabled:
             self._show_metrics(trainer, pl_module)
-            self._redraw()
+            self._refresh()
 
     def on_train_end(self, *_: Any) -> None:
         self._close_bars()
@@ -182,7 +182,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             return
         if not self.is_disabled:
             self._show_metrics(trainer, pl_module)
-            self._redraw()
+            self._refresh()
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         if self.is_enabled and values:
             first = ("val/accuracy_fraction", "val/reward")
@@ -212,10 +212,10 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def _time_left(self, done: int, total: int) -> str:
         """Estimates the time left at the pace of this fit; "" where a bar shows it."""
-        begun_s, num_before = self._begun
+        start_s, num_before = self._begun
         if not num_before < done < total or not self.is_disabled:  # the bar has it
             return ""
-        left_s = (time.monotonic() - begun_s) / (done - num_before) * (total - done)
+        left_s = (time.monotonic() - start_s) / (done - num_before) * (total - done)
         return f", {duration_text(left_s)} left"
 
     def _print_line(self, start: str, values: Mapping[str, object]) -> None:
@@ -261,13 +261,13 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if total is not None or is_new_phase:
             self._phase_bar.total = total
         if is_new_phase or self._is_due():
-            self._redraw()
+            self._refresh()
 
     def _is_due(self) -> bool:
-        return time.monotonic() - self._drawn_s >= _REDRAW_S
+        return time.monotonic() - self._refreshed_s >= _REFRESH_S
 
-    def _redraw(self) -> None:
-        self._drawn_s = time.monotonic()
+    def _refresh(self) -> None:
+        self._refreshed_s = time.monotonic()
         self.train_progress_bar.refresh()
         if self._phase_bar is not None:
             self._phase_bar.refresh()

@@ -178,7 +178,7 @@ class RolloutMetrics(RLCallback):
         _log(module, experience_metrics(experience, trainer.weight_version))
 
         # Other advantages may teach although no group has variance, against the batch's mean for example. A teacher's
-        # likeliest tokens teach without any.
+        # most likely tokens teach without any.
         local = experience.local
         teaches = local.advantages is None or "teacher_topk_ids" in local.extras
         teaches = teaches or bool(experience.total(local.advantages[local.loss_mask].any().int(), "max"))  # type: ignore[index]
@@ -337,8 +337,8 @@ def _is_flat(group: Group) -> bool:
 
 # Logged by every run that validates, whatever its reward and loss.
 ALWAYS_LOGGED = frozenset(
-    f"{room}/{name}"
-    for room, names in {
+    f"{prefix}/{name}"
+    for prefix, names in {
         "rollout": "reward reward_std length_tokens truncated_fraction mixed_version_fraction dropped_trajectories",
         "val": "reward length_tokens truncated_fraction failed_fraction prompts",
         "policy": "loss grad_norm skipped_updates",
@@ -361,21 +361,21 @@ def warn_of_monitors(trainer: Any) -> None:
             )
 
 
-def check_monitors(trainer: Any, *rooms: str, coming: Collection[str] = ()) -> None:
+def check_monitors(trainer: Any, *prefixes: str, coming: Collection[str] = ()) -> None:
     """Finds a mistyped name before the run has done anything that is lost with it.
 
     Args:
-        rooms: whose metrics have been logged, such as `val/`.
+        prefixes: of the metrics that have been logged, such as `val/`.
         coming: metrics that will be logged.
 
     Raises:
-        ValueError: if a callback or a scheduler waits for a metric of these rooms that is not logged.
+        ValueError: if a callback or a scheduler waits for a metric with one of these prefixes that is not logged.
     """
     logged = {*trainer.callback_metrics, *coming}
     for name, monitor in _monitors(trainer):
-        if monitor.startswith(rooms) and monitor not in logged:
+        if monitor.startswith(prefixes) and monitor not in logged:
             near = "".join(f" Did you mean {other}?" for other in difflib.get_close_matches(monitor, logged, n=1))
-            own = ", ".join(sorted(other for other in logged if other.startswith(rooms)))
+            own = ", ".join(sorted(other for other in logged if other.startswith(prefixes)))
             raise ValueError(f"{name} monitors {monitor}, which is not logged.{near} There are: {own}.")
 
 

@@ -224,7 +224,7 @@ class ProblemLog(RLCallback):
             logging.getLogger("lightrl").addHandler(self._handler)
 
     def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
-        if trainer.is_global_zero:  # every rank hears of it
+        if trainer.is_global_zero:  # it is called on every rank
             self._num_dropped[reason] += 1
             if self._num_dropped.total() <= _MAX_DROPS:
                 self.add("reward" if reason.startswith("reward") else "rollout", f"dropped: {reason}", message)

@@ -40,7 +40,7 @@ FIRST_ITERATIONS = 20  # their steps are large in healthy runs too
 
 
 class LagWatch:
-    """Tells when the policy is too far from its trajectories, or soon will be, by means over the last iterations.
+    """Reports when the policy is too far from its trajectories, or soon will be, by means over the last iterations.
 
     A few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or the policy has left
     what it learns from: KL(behavior ‖ policy) is above `HIGH_KL_NATS`. Or its steps are larger than its gradients

@@ -77,7 +77,7 @@ class Trace(RLCallback):
         except OSError as error:
             self._stop_writing(error)
         self._tape = Tape()
-        self._begun_s = time.perf_counter()
+        self._start_s = time.perf_counter()
         self._since_ns = time.perf_counter_ns()
         self._watch_profiler(trainer)
         keep(self._tape)
@@ -91,7 +91,7 @@ class Trace(RLCallback):
             self._add(trainer.global_step - 1, events, now_ns)
         now_s = time.perf_counter()
         self._cost_s += len(events) * _EVENT_S + now_s - now_ns / 1e9
-        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._begun_s)
+        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)
         self._since_ns = time.perf_counter_ns()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -109,7 +109,7 @@ class Trace(RLCallback):
         summary["memory_peak_mib"] = _in_mib(self._memory.peaks)
         summary["memory_of_roles_mib"] = _in_mib(role_bytes(pl_module, trainer.optimizers))  # type: ignore[arg-type]
         summary["memory_of_children_mib"] = {name: round(size / _MIB, 1) for name, size in self._children.items()}
-        summary["trace_cost_fraction"] = self._cost_s / (time.perf_counter() - self._begun_s)
+        summary["trace_cost_fraction"] = self._cost_s / (time.perf_counter() - self._start_s)
         text = summary_text(summary) + "\n" + memory_text(summary)
         try:
             (self._folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
@@ -156,7 +156,7 @@ class Trace(RLCallback):
         )
 
     def _watch_profiler(self, trainer: Any) -> None:
-        """Lightning and the loop tell the profiler what they do; from here on one in its place tells us too."""
+        """Lightning and the loop report to the profiler what they do; from here on a wrapper records it."""
         profiler = trainer.profiler
         started: dict[str, int] = {}
         self._last_peaks: dict[str, dict[str, int]] = {}
@@ -186,9 +186,9 @@ class Trace(RLCallback):
         self._last_peaks[phase] = {kind: round(value / _MIB) for kind, value in peaks.items()}
 
     def _timed(self, action: Callable[[], object]) -> None:
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         action()
-        self._cost_s += time.perf_counter() - begun_s
+        self._cost_s += time.perf_counter() - start_s
 
 
 _PHASES = {f"rl/{name}": name for name in ("rollout", "rewards", "score", "update", "sync")}

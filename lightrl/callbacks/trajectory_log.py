@@ -175,7 +175,7 @@ class TrajectoryLog(RLCallback):
                 unfinished.unlink()  # half of it, on a disk that may be full
             log.warning(
                 "The trajectory log cannot write %s: %s. It stops and the run continues. Prompts must be JSON and the "
-                "disk must have room; a larger TrajectoryLog.every_n_iterations writes less.",
+                "disk must have space; a larger TrajectoryLog.every_n_iterations writes less.",
                 path,
                 write_problem(error, path, len(content)),
             )
@@ -332,10 +332,10 @@ def format_table(
     ]
     header = ("prompt", "completion", "reward", "advantage")
     numbers_width = len("  reward  advantage") + 2
-    room = max(width - numbers_width, 20)
+    text_width = max(width - numbers_width, 20)
     column_widths = [max([len(header[column]), *(num_columns(row[column]) for row in cells)]) for column in (0, 1)]
-    prompt_width = min(column_widths[0], max(room // 2, room - column_widths[1]))
-    completion_width = min(column_widths[1], room - prompt_width)
+    prompt_width = min(column_widths[0], max(text_width // 2, text_width - column_widths[1]))
+    completion_width = min(column_widths[1], text_width - prompt_width)
     lines = []
     for prompt, completion, reward, advantage in [header, *cells]:
         left = pad(shorten(prompt, prompt_width, keep_start=0.0), prompt_width)

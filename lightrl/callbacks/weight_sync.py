@@ -92,7 +92,7 @@ def move_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], device: to
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
-                    local = value.to_local() if hasattr(value, "to_local") else value  # of this rank, sharded or whole
+                    local = value.to_local() if hasattr(value, "to_local") else value  # this rank's part, or the whole
                     local.data = local.data.to(device)
                     num_bytes += local.numel() * local.element_size()
     return num_bytes
@@ -131,7 +131,7 @@ class WeightSync(RLCallback):
         self._shares = RankShares()
         self._probe = Probe(PROBE_SEQUENCES if verify else 0)
         self._lag = LagProbe()
-        self._metrics: dict[str, float] = {}  # of the last sync, until they are logged
+        self._metrics: dict[str, float] = {}  # the last sync's metrics, until they are logged
         self.every_n_iterations = every_n_iterations
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

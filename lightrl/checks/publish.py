@@ -55,7 +55,7 @@ def _sync_names(folder: Path) -> None:
 def _rename(part: Path, place: Path) -> None:
     if place.is_dir() and not place.is_symlink():  # a rename cannot replace a folder that is not empty
         if not _swap(part, place):
-            # Two steps: if killed between them, the old folder is left beside its place, and `restore` returns it.
+            # Two steps: if killed between them, the old folder stays next to the new one, and `restore` returns it.
             old = _replaced(place)
             remove_path(old)
             place.rename(old)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-STATUS_FILE = "status.json"  # of a run
-STATE_FILE = "launch.json"  # of a launch
+STATUS_FILE = "status.json"  # a run writes it
+STATE_FILE = "launch.json"  # a launch writes it
 
 
 def host_names(nodes: int) -> list[str]:
@@ -16,5 +16,5 @@ def host_names(nodes: int) -> list[str]:
 
 def with_hosts(text: str, hosts: Sequence[str]) -> str:
     """A text with hosts in place of `host_names`; `?` for one that there is not."""
-    known = dict(zip(host_names(len(hosts)), hosts, strict=True))
-    return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: known.get(name[0], "?"), text)
+    host_by_name = dict(zip(host_names(len(hosts)), hosts, strict=True))
+    return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: host_by_name.get(name[0], "?"), text)

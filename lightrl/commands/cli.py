@@ -35,7 +35,7 @@ import lightrl
 from lightrl.callbacks.loggers import log_settings
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, contents
 from lightrl.commands.config_errors import check_empty_sections, explain
-from lightrl.commands.config_layers import ConfigText, UsageError, Written, nearest_files
+from lightrl.commands.config_layers import ConfigText, UsageError, UserSettings, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.commands.setting_help import asked_help
 from lightrl.launch import Launch
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 _Level = Literal["debug", "info", "warning", "error"]
 # What makes an experiment: two runs that differ here continue from each other by mistake only.
 _SAME = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
-ANEW = "The run starts from the beginning."
+FROM_START = "The run starts from the beginning."
 
 
 class ConfigParser(LightningArgumentParser):
@@ -132,20 +132,20 @@ class LightRLCLI(LightningCLI):
         """Parses the command line into `self.config`; raises UsageError for a wrong setting."""
         command, *rest = args
         is_run = command in self._subcommand_parsers
-        self._written = Written.read(rest) if is_run else Written()
+        self._user_settings = UserSettings.read(rest) if is_run else UserSettings()
         if is_run:
-            self._subcommand_parsers[command].files = self._written.files
-            if (text := asked_help(self._subcommand_parsers[command], command, rest, self._written)) is not None:
+            self._subcommand_parsers[command].files = self._user_settings.files
+            if (text := asked_help(self._subcommand_parsers[command], command, rest, self._user_settings)) is not None:
                 sys.stdout.write(text)
                 raise SystemExit(0)
         try:
             self.config: Namespace = parser.parse_args(args)
         except ArgumentError as error:
-            raise UsageError(explain(error, self._subcommand_parsers[command], self._written)) from error
-        check_empty_sections(self._written, self._subcommand_parsers[command])
+            raise UsageError(explain(error, self._subcommand_parsers[command], self._user_settings)) from error
+        check_empty_sections(self._user_settings, self._subcommand_parsers[command])
         seed = self.config[command].get("seed_everything")
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
-            origin = self._written.origin("seed_everything")
+            origin = self._user_settings.origin("seed_everything")
             raise UsageError(f"seed_everything must be between 0 and {2**32 - 1}, got {seed}{origin}.")
 
     def _parse_ckpt_path(self) -> None:
@@ -154,7 +154,7 @@ class LightRLCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         for name, level in self.config[self.config.subcommand].logging.items():
             if name.partition(".")[0] == "lightrl" and importlib.util.find_spec(name) is None:
-                raise UsageError(f"logging{self._written.origin('logging')}: there is no {name} in lightrl.")
+                raise UsageError(f"logging{self._user_settings.origin('logging')}: there is no {name} in lightrl.")
             logging.getLogger(name).setLevel(level.upper())
 
     def instantiate_classes(self) -> None:
@@ -162,12 +162,12 @@ class LightRLCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except FIXABLE as error:
-            place = self._written.place_of(unwrapped(error))
+            place = self._user_settings.place_of(unwrapped(error))
             if not place:
                 raise
             raise UsageError(f"{place}: {chain(unwrapped(error))}") from error
         if type(self.model) is L.LightningModule:
-            raise UsageError(f"model must name a class{self._written.origin('model')}, such as class_path: GRPO.")
+            raise UsageError(f"model must name a class{self._user_settings.origin('model')}, such as class_path: GRPO.")
         if self.datamodule is None and not is_overridden("train_dataloader", self.model):
             raise UsageError(
                 "data must be set, in a --config file or as --data: a class such as PromptDataModule, which says what "
@@ -176,7 +176,7 @@ class LightRLCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = cast(Trainer, super().instantiate_trainer(**kwargs))
-        pipes = [name for name in self._written.files if not Path(name).expanduser().is_file()]
+        pipes = [name for name in self._user_settings.files if not Path(name).expanduser().is_file()]
         if pipes and trainer.strategy.launcher is not None:  # it starts the others with the same command line
             raise UsageError(
                 f"--config {pipes[0]} can be read once, by the first of {trainer.num_devices} processes. Write it to a "
@@ -212,7 +212,7 @@ class LightRLCLI(LightningCLI):
                     found = list(Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt"))
                     check_links(found)
                     if not found and self.config.subcommand == "fit":
-                        log.warning("ckpt_path=last: %s has no last*.ckpt. %s", item.dirpath, ANEW)
+                        log.warning("ckpt_path=last: %s has no last*.ckpt. %s", item.dirpath, FROM_START)
                         settings["ckpt_path"] = None
                     return  # one folder for all runs, where Lightning looks itself
             folder, own = run_folder(self.trainer), _plain(self.config[self.config.subcommand].as_dict())
@@ -240,7 +240,7 @@ class LightRLCLI(LightningCLI):
             from lightrl.commands.plan_run import use_estimate  # it builds on this module
 
             memory = torch.cuda.get_device_properties(device).total_memory
-            use_estimate(self.model, self.trainer, self.datamodule, memory, self._written.origins)
+            use_estimate(self.model, self.trainer, self.datamodule, memory, self._user_settings.origins)
         self.trainer.fit(**kwargs)
 
     def after_fit(self) -> None:
@@ -361,7 +361,7 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit:
             f"{folder.parent} has checkpoints of other experiments only. The newest is {others[0]}. To continue from "
             "it, pass its path as ckpt_path."
         )
-    log.warning("ckpt_path=last: %s %s", why, ANEW if is_fit else "")
+    log.warning("ckpt_path=last: %s %s", why, FROM_START if is_fit else "")
     return None
 
 
@@ -370,7 +370,7 @@ def check_links(checkpoints: Sequence[Path]) -> None:
     if checkpoints and not any(path.exists() for path in checkpoints):
         raise UsageError(
             f"ckpt_path=last: {checkpoints[0]} is a link to {checkpoints[0].readlink()}, which does not exist. Pass "
-            "the path of another checkpoint, or remove the link to start anew."
+            "the path of another checkpoint, or remove the link to start from the beginning."
         )
 
 

@@ -27,7 +27,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser
 
 import lightrl
 from lightrl.checks.user_code import user_code
-from lightrl.commands.config_layers import Flag, UsageError, Written
+from lightrl.commands.config_layers import Flag, UsageError, UserSettings
 from lightrl.models import ModelSpec, Role
 
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -72,10 +72,10 @@ _REMOVED = {
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 
 
-def explain(error: ArgumentError, parser: ArgumentParser, written: Written) -> str:
+def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
     """The message for a user of an error that the subcommand's parser raised."""
     try:
-        _Walk(written).group(written.settings, Keys.of_parser(parser), "", "lightrl")
+        _Walk(user_settings).group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
         return str(usage_error)
     stray = re.fullmatch(r"unrecognized arguments: (\S+).*", error.message, re.DOTALL)
@@ -89,13 +89,13 @@ def explain(error: ArgumentError, parser: ArgumentParser, written: Written) -> s
     return "\n".join(line for line in error.message.splitlines() if not (len(line) > 200 and "Given value" in line))
 
 
-def check_empty_sections(written: Written, parser: ArgumentParser) -> None:
+def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) -> None:
     """Raises UsageError for an empty section of an unknown name, `trianer: {}`, which the parser ignores."""
-    empty = written.empty_sections()
+    empty = user_settings.empty_sections()
     if not empty:
         return
     try:
-        _Walk(written).group(written.settings, Keys.of_parser(parser), "", "lightrl")
+        _Walk(user_settings).group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as error:
         if any(str(error).startswith(f"{path} is not a setting of") for path in empty):
             raise
@@ -144,8 +144,8 @@ class Keys:
 class _Walk:
     """Walks down settings and the classes that they configure; raises UsageError at the first that is not allowed."""
 
-    def __init__(self, written: Written) -> None:
-        self._from = written.origin
+    def __init__(self, user_settings: UserSettings) -> None:
+        self._from = user_settings.origin
 
     def group(self, settings: Mapping[str, Any], keys: Keys, prefix: str, owner: str, kind: type | None = None) -> None:
         """Settings by name, of the class `kind` or of the command itself."""
@@ -206,7 +206,7 @@ class _Walk:
         arguments = settings.get("init_args") or {}
         if "init_args" in settings and isinstance(arguments, Mapping):
             self.group(arguments, keys, f"{path}.init_args.", owner, kind)
-        # Beside class_path stand only its own keys; arguments given as flags, --model.lr 1e-3, need no init_args.
+        # Next to class_path are only its own keys; arguments given as flags, --model.lr 1e-3, need no init_args.
         direct = {key: value for key, value in settings.items() if key not in _CLASS_KEYS}
         self.group(direct, keys, f"{path}.", owner, kind)
         present = {**arguments, **direct, **(settings.get("dict_kwargs") or {})}
@@ -260,7 +260,7 @@ def classes_in(hint: Any) -> list[type]:
         return [] if plain or hint in (collections.abc.Callable, typing.Any) else [hint]
     if typing.get_origin(hint) in (typing.Literal, type):
         return []
-    if typing.get_origin(hint) is collections.abc.Callable:  # of a class, its arguments without those that are given
+    if typing.get_origin(hint) is collections.abc.Callable:  # a class whose first arguments the caller gives
         return classes_in(typing.get_args(hint)[-1])
     return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in classes_in(inner)))
 

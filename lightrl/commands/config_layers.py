@@ -1,4 +1,4 @@
-"""What config files and flags say, and where: settings merged in order, each with its file and line.
+"""Settings of config files and flags, with their places: settings merged in order, each with its file and line.
 
 The parser keeps neither lines nor what it skips. Every command reads and parses its files here, once, and the parser
 takes the settings from here: so a pipe can be a config file, a key that stands twice, an empty section of another name
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import yaml
 from jsonargparse import get_loader, set_loader
 
-_MAX_NODES = 20_000  # of a file, aliases unfolded: ten lines of YAML can name a billion, one an endless depth
+_MAX_NODES = 20_000  # nodes of a file, aliases unfolded: ten lines of YAML can name a billion, one an endless depth
 _MAX_DEPTH = 50
 
 
@@ -35,26 +35,26 @@ class ConfigText(str):
     """The text of a config file, with its settings and their places."""
 
     settings: dict[str, Any]
-    origins: dict[str, str]  # of paths such as `trainer.callbacks[0].init_args`: ` (run.yaml:22)`
+    origins: dict[str, str]  # path such as `trainer.callbacks[0].init_args` → ` (run.yaml:22)`
 
 
 @dataclasses.dataclass
-class Written:
-    """What the user has written, all layers merged."""
+class UserSettings:
+    """The user's settings, all layers merged."""
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    origins: dict[str, str] = dataclasses.field(default_factory=dict)  # as of ConfigText
-    files: dict[str, ConfigText] = dataclasses.field(default_factory=dict)  # by their names on the command line
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)  # as in ConfigText
+    files: dict[str, ConfigText] = dataclasses.field(default_factory=dict)  # name on the command line → text
 
     @classmethod
-    def read(cls, args: Sequence[str]) -> Written:
+    def read(cls, args: Sequence[str]) -> UserSettings:
         """Reads the config files and flags of a command line without its command; raises UsageError for a bad file."""
-        written = cls()
-        for layer, origins in written._layers(args):
-            _merge(written.settings, layer)
-            kept = {path: origin for path, origin in written.origins.items() if path.split("[")[0] not in origins}
-            written.origins = kept | origins
-        return written
+        user_settings = cls()
+        for layer, origins in user_settings._layers(args):
+            _merge(user_settings.settings, layer)
+            earlier = user_settings.origins.items()
+            user_settings.origins = {path: at for path, at in earlier if path.split("[")[0] not in origins} | origins
+        return user_settings
 
     def _layers(self, args: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
         """Settings of each config file and flag, in order; and for their paths where they are, ` (run.yaml:22)`."""
@@ -116,7 +116,7 @@ class Written:
         return list(below(self.settings, ""))
 
     def place_of(self, error: BaseException) -> str:
-        """`model.init_args.lr (run.yaml:7)`: the setting that a constructor refused; empty if it cannot be told.
+        """`model.init_args.lr (run.yaml:7)`: the setting that a constructor refused; empty if it is unknown.
 
         It is the first one in the message that belongs to a class whose constructor was running.
         """

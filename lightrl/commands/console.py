@@ -1,4 +1,4 @@
-"""What a command shows on stderr: log lines above the progress bar, and an error as one message with an exit code."""
+"""A command's output on stderr: log lines above the progress bar, and an error as one message with an exit code."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ def unwrapped(error: BaseException) -> BaseException:
     """The error of a constructor, without those of the types that jsonargparse tried it for."""
     if not _raised_in(error, jsonargparse):
         return error
-    tried = [unwrapped(one) for one in _tried(error)]
-    return next((one for one in tried if not _raised_in(one, jsonargparse)), tried[0] if tried else error)
+    errors = [unwrapped(one) for one in _errors_of_types(error)]
+    return next((one for one in errors if not _raised_in(one, jsonargparse)), errors[0] if errors else error)
 
 
-def _tried(error: BaseException) -> list[BaseException]:
+def _errors_of_types(error: BaseException) -> list[BaseException]:
     """The error of each type of a union: jsonargparse only gives the first one's as the cause."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     cause = error.__cause__ or error.__context__
@@ -211,7 +211,7 @@ def silence_irrelevant() -> None:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # MLflow has one for each table that it appends to
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # of a hub that is not reached: the error at the end says it in one line
+    # lines about a hub that is not reached: the error at the end says it in one line
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     # a progress bar for each load of a model's weights, some of milliseconds
     from transformers.utils import logging as transformers_logging

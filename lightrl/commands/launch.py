@@ -35,7 +35,7 @@ usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wai
 Starts a run on one machine or many, as its section `launch:` says: trainer ranks, SGLang servers, or both. Takes the
 settings of lightrl fit; those of the launch are --launch.nodes, --launch.servers and so on (lightrl fit --help).
 
-  --dry-run   print the plan as a picture of the hosts and a table, and the files that would be submitted
+  --dry-run   print the plan as a drawing of the hosts and a table, and the files that would be submitted
   --wait      with Slurm: stay until the job ends, show the output of rank 0, and end the job on Ctrl-C
 
 lightrl status FOLDER shows how the run is; docs/clusters.md has an example for each launcher.

@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
 
-# The commands beside Lightning's: each is `run(args) -> exit code` of its module.
+# The commands that Lightning does not have: each is `run(args) -> exit code` of its module.
 _OWN_MODULES = {
     name: f"lightrl.commands.{name}" for name in ("export", "plan", "doctor", "launch", "status", "inspect", "serve")
 } | {"convert": "lightrl.migration.convert"}

@@ -33,7 +33,6 @@ from lightrl.launch.memory import (
     role_cost,
     rows_of,
 )
-from lightrl.launch.plan import picture
 from lightrl.loops import devices_text
 from lightrl.models import Role, RoleMesh
 from lightrl.module import RLModule
@@ -51,7 +50,7 @@ bytes; without it, launch.gpu_memory_gb or that of the trainer's GPU. Takes the 
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
-_WIDTH, _MAX_COLUMNS = 100, 4  # of tables: characters of a line; columns of numbers
+_WIDTH, _MAX_COLUMNS = 100, 4  # a table's line in characters; its columns of numbers
 
 
 class PlanCLI(LaunchedCLI):
@@ -79,7 +78,7 @@ class PlanCLI(LaunchedCLI):
         else:
             raise UsageError(f"lightrl plan needs an RLModule or SFT, DPO, RewardModel, got {type(module).__name__}.")
         if launched is not None:
-            where = "\n".join(["launch", picture(launched), *launched.notes])
+            where = "\n".join(["launch", drawing(launched), *launched.notes])
         elif accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu":
             where += f"\n  {NO_GPU}"
         try:
@@ -196,7 +195,7 @@ def _memory_text(run: PlannedRun) -> str:
         rows += [(cause, *(bytes_text(parts.get(cause, 0.0)) for parts in used)) for cause in causes]
         rows.append(("total", *(bytes_text(sum(parts.values())) for parts in used)))
         columns = range(1, len(memories) + 1)
-        if len(memories) > _MAX_COLUMNS:  # those of the ranks in the middle are left out
+        if len(memories) > _MAX_COLUMNS:  # the ranks in the middle are left out
             rows = [(*row[:_MAX_COLUMNS], "" if index else "…") for index, row in enumerate(rows)]
         blocks.append(_titled(f"{name}, on paper", rows, right=columns))
     return "\n\n".join(blocks)
@@ -241,9 +240,9 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
             cell.rjust(widths[index]) if index in right else cell.ljust(widths[index]) for index, cell in enumerate(row)
         ]
         start = "  " + "  ".join(cells[:-1]) + "  "
-        room = _WIDTH - len(start)
-        first, *others = [cells[-1].rstrip()] if len(cells[-1].rstrip()) <= room else textwrap.wrap(cells[-1], room)
-        lines += [f"{start}{first}".rstrip(), *(" " * len(start) + text for text in others)]
+        text, text_width = cells[-1].rstrip(), _WIDTH - len(start)
+        first, *others = [text] if len(text) <= text_width else textwrap.wrap(text, text_width)
+        lines += [f"{start}{first}".rstrip(), *(" " * len(start) + other for other in others)]
     return "\n".join(lines)
 
 

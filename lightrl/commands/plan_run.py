@@ -133,7 +133,7 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
     if run.engine is not None and run.engine.place == "rank 0":
         engine = trainer.engine = engine or LocalEngine()
         if isinstance(engine, LocalEngine):
-            engine.key_value_bytes = memory.key_value_room(run, device_bytes)
+            engine.key_value_bytes = memory.key_value_capacity(run, device_bytes)
     if isinstance(engine, SGLangEngine) and engine.num_servers and engine.placement == "colocated":
         fraction = engine.server_args.setdefault("mem_fraction_static", memory.served_fraction(run, device_bytes))
         chosen.append(f"trainer.engine's mem_fraction_static is {fraction}")
@@ -266,8 +266,8 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tupl
     """Tokens of the longest prompt or row, and where the number comes from."""
     given = getattr(data, setting, None)
     tokens, source = (_ASSUMED_TOKENS, f"assumed; set data.{setting}") if given is None else (given, f"data.{setting}")
-    room = module.max_prompt_tokens
-    return (tokens, source) if room is None or tokens < room else (room, "what the context leaves")
+    limit = module.max_prompt_tokens
+    return (tokens, source) if limit is None or tokens < limit else (limit, "what the context leaves")
 
 
 def _num_scores(module: RLModule) -> int:

@@ -23,7 +23,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from lightrl.checks.printable import count_text
 from lightrl.commands.config_errors import explain
-from lightrl.commands.config_layers import UsageError, Written
+from lightrl.commands.config_layers import UsageError, UserSettings
 from lightrl.commands.console import reported
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
@@ -190,7 +190,7 @@ def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     policy: Any = None
     settings: dict[str, Any] = {}
     for config in configs:
-        content = Written.read(["--config", config])
+        content = UserSettings.read(["--config", config])
         policy = content.section("model.init_args").get("policy", policy)
         engine = content.section("trainer").get("engine")
         if isinstance(engine, dict):
@@ -245,7 +245,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
         values = parser.parse_args(rest).as_dict()
     except ArgumentError as error:
         hint = f" SGLang's own arguments start with {_SERVER_ARG}" if "unrecognized" in error.message else ""
-        raise UsageError(explain(error, parser, Written.read(rest)) + hint) from error
+        raise UsageError(explain(error, parser, UserSettings.read(rest)) + hint) from error
     del values["config"]
     policy = values.pop("model") or policy
     if policy is None:

@@ -12,19 +12,19 @@ import docstring_parser
 from jsonargparse import ArgumentParser
 
 from lightrl.commands.config_errors import Keys, classes_in, importable_classes, resolve
-from lightrl.commands.config_layers import UsageError, Written
+from lightrl.commands.config_layers import UsageError, UserSettings
 
-_DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # whose settings are shown where none is named
+_DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # shown where no class is named
 
 
-def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], written: Written) -> str | None:
+def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_settings: UserSettings) -> str | None:
     """The help that `--help`, or a flag such as `--model.policy.help ModelSpec`, asks for; None without such a flag."""
     if {"-h", "--help"} & set(args):
         return _text(parser)
     for word, following in zip(args, [*args[1:], "-"], strict=True):
         if match := re.fullmatch(r"--([\w.]+)\.help(?:=(.+))?", word):
             name = match[2] or (None if following.startswith("-") else following)
-            kinds = _classes(match[1], name, Keys.of_parser(parser), written.settings, "")
+            kinds = _classes(match[1], name, Keys.of_parser(parser), user_settings.settings, "")
             return "\n".join(_class_help(kind, match[1], command) for kind in kinds)
     return None
 

@@ -24,7 +24,7 @@ from lightrl.launch.launcher import TOKEN_FILE, FollowedLog, Launcher, LaunchSta
 from lightrl.launch.plan import Plan, Process
 
 _TICK_S = 0.2
-_FAILED_GRACE_S = 10.0  # for the others after one has failed: they cannot go on, and may hang
+_FAILED_GRACE_S = 10.0  # for the others after one has failed: they cannot continue, and may hang
 _SERVERS_GRACE_S = 15.0
 _KILL_WAIT_S = 10.0  # beyond the grace, for the guards to kill what is left
 _TAIL_LINES, _TAIL_BYTES = 15, 16384

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STATE = ("weights", "gradients", "moments")
-_SERVER_FRACTION = 0.1  # of a GPU, for what a server has beside weights and key-values: CUDA graphs, activations
+_SERVER_FRACTION = 0.1  # share of a GPU for what a server has besides weights and key-values: CUDA graphs, activations
 _MAX_RANKS = 4096  # no more are tried
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
@@ -96,7 +96,7 @@ class PlannedRun:
     longest: int  # trajectory, in tokens
     prompt_source: str = "data.max_prompt_tokens"
     max_staleness: int = 0
-    num_scores: int = 0  # float32 numbers per token, beside those of the rollout
+    num_scores: int = 0  # float32 numbers per token, besides those of the rollout
     is_mixed: bool = False  # bfloat16 or float16 under autocast
     checkpoint_activations: bool = False
     reduce_every_microbatch: bool = False
@@ -258,12 +258,12 @@ def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cu
 
     Key-values on rank 0 count with at most a quarter of what is usable: more rows than that wait for each other.
     """
-    room = USABLE_FRACTION * device_bytes
+    usable = USABLE_FRACTION * device_bytes
 
     def fits(changed: PlannedRun) -> bool:
         first, *others = rank_memories(changed)
-        cached = max(0.0, first.device.get("key-values", 0.0) - room / 4)
-        return max(first.total - cached, *(memory.total for memory in others), 0.0) <= room
+        cached = max(0.0, first.device.get("key-values", 0.0) - usable / 4)
+        return max(first.total - cached, *(memory.total for memory in others), 0.0) <= usable
 
     if not fits(run) and may_checkpoint:
         run = replace(run, checkpoint_activations=True)
@@ -273,7 +273,7 @@ def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cu
     return run
 
 
-def key_value_room(run: PlannedRun, device_bytes: float) -> float:
+def key_value_capacity(run: PlannedRun, device_bytes: float) -> float:
     """Bytes of rank 0's GPU that are left for an engine's key-values there."""
     memory = rank_memories(run)[0]
     return max(0.0, USABLE_FRACTION * device_bytes - memory.total + memory.device.get("key-values", 0.0))
@@ -290,7 +290,7 @@ def memory_line(run: PlannedRun) -> str:
     line = f"Memory of a rank, on paper: {bytes_text(max(memory.total for memory in rank_memories(run)))}"
     if run.engine is None or run.engine.place != "servers":
         return f"{line}."
-    return f"{line}; of a server's GPU: {bytes_text(engine_memory(run, run.engine)[0])} for weights, beside its cache."
+    return f"{line}; of a server's GPU: {bytes_text(engine_memory(run, run.engine)[0])} for weights, besides its cache."
 
 
 @dataclass(frozen=True)
@@ -311,38 +311,38 @@ class Misfit:
     def text(self) -> str:
         names = sorted(self.device, key=self.device.__getitem__, reverse=True)
         parts = ", ".join(f"{name} {bytes_text(self.device[name])}" for name in names)
-        total, room = bytes_text(sum(self.device.values())), bytes_text(self.usable)
+        total, usable = bytes_text(sum(self.device.values())), bytes_text(self.usable)
         need = "need" if self.where.startswith("ranks") else "needs"
-        return f"{self.where} {need} {total} ({parts}), but {room} are usable of {bytes_text(self.given)}; {self.fix}"
+        return f"{self.where} {need} {total} ({parts}), but {usable} are usable of {bytes_text(self.given)}; {self.fix}"
 
 
 def misfits(run: PlannedRun, device_bytes: float) -> Iterator[Misfit]:
     """Ranks and servers that need more than what is usable of a GPU's memory."""
-    room = USABLE_FRACTION * device_bytes
+    usable = USABLE_FRACTION * device_bytes
     for index, memory in enumerate(rank_memories(run)):
-        if memory.total > room:
-            fix = _fix(run, index, room)
-            yield Misfit(ranks_text(memory.ranks), memory.device, room, device_bytes, fix)
+        if memory.total > usable:
+            fix = _fix(run, index, usable)
+            yield Misfit(ranks_text(memory.ranks), memory.device, usable, device_bytes, fix)
     engine = run.engine
     if engine is None or engine.place != "servers":
         return
     weights, key_values = engine_memory(run, engine, rows=1)
-    if weights + key_values > room:
+    if weights + key_values > usable:
         heads = int(run.roles[0].config.num_attention_heads)
         sizes = (tp for tp in range(engine.tp + 1, heads + 1) if heads % tp == 0)
-        enough = (tp for tp in sizes if sum(engine_memory(run, replace(engine, tp=tp), rows=1)) <= room)
+        enough = (tp for tp in sizes if sum(engine_memory(run, replace(engine, tp=tp), rows=1)) <= usable)
         tp = next(enough, None)
         fix = "use a smaller model" if tp is None else f"set trainer.engine's tp, or launch.tp, to at least {tp}"
         used = {"weights": weights, "key-values of one trajectory": key_values}
-        yield Misfit("a server's GPU", used, room, device_bytes, fix)
+        yield Misfit("a server's GPU", used, usable, device_bytes, fix)
 
 
-def _fix(run: PlannedRun, index: int, room: float) -> str:
-    """The first of these changes after which the ranks of `rank_memories(run)[index]` have room."""
+def _fix(run: PlannedRun, index: int, usable: float) -> str:
+    """The first of these changes after which the ranks of `rank_memories(run)[index]` fit."""
     rank = rank_memories(run)[index].ranks.start
 
     def fits(changed: PlannedRun) -> bool:
-        return next(memory for memory in rank_memories(changed) if rank in memory.ranks).total <= room
+        return next(memory for memory in rank_memories(changed) if rank in memory.ranks).total <= usable
 
     for settings, changed in _changes(run):
         if fits(changed):

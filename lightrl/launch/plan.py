@@ -117,7 +117,7 @@ class Process:
     host: int  # index into Plan.hosts
     gpus: tuple[int, ...]  # GPUs of its host that it uses
     command: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)  # beside that of the launcher
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's
     rank_environment: Mapping[str, str] = field(default_factory=dict)  # what torchrun sets; Slurm has its own
     ports: tuple[int, ...] = ()  # ports of the servers that it starts
 
@@ -244,10 +244,10 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
         (host, tuple(gpus_of[at : at + tp])) for host, gpus_of in free.items() for at in range(0, len(gpus_of), tp)
     ]
     if len(slots) < layout.servers:
-        where = "on the trainer's GPUs" if is_colocated else f"beside {count_text(layout.ranks, 'trainer rank')}"
+        where = "on the trainer's GPUs" if is_colocated else f"next to {count_text(layout.ranks, 'trainer rank')}"
         raise ValueError(
             f"launch.servers={layout.servers} with tp={tp} needs {count_text(layout.servers * tp, 'GPU')} {where}, but "
-            f"{have} leave room for {count_text(len(slots), 'server')}. Lower launch.servers or launch.ranks, or add "
+            f"{have} hold {count_text(len(slots), 'server')}. Lower launch.servers or launch.ranks, or add "
             "nodes."
         )
     servers: Placed = {}
@@ -374,7 +374,7 @@ def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_me
     return [memory_line(run)]
 
 
-def picture(plan: Plan) -> str:
+def drawing(plan: Plan) -> str:
     """One line per host, one cell per GPU.
 
     node1 | rank 0 | rank 1 | server 0 | server 0
@@ -405,14 +405,14 @@ def table(plan: Plan) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """The picture, the table, and what there is to know of the plan."""
+    """The drawing, the table and the notes of a plan."""
     layout = plan.layout
     on = "" if plan.on_cpu else f", {plan.gpus_per_host} GPUs each"
     servers = count_text(layout.servers, "server")
     servers = f"; {servers} with tp={layout.tp}, {layout.placement}" if layout.servers else ""
     hosts, ranks = count_text(len(plan.hosts), "host"), count_text(layout.ranks, "trainer rank")
     head = f"{plan.launch.launcher}: {hosts}{on}; {ranks}{servers}"
-    return "\n".join([head, "", picture(plan), "", table(plan), *(["", *plan.notes] if plan.notes else [])]) + "\n"
+    return "\n".join([head, "", drawing(plan), "", table(plan), *(["", *plan.notes] if plan.notes else [])]) + "\n"
 
 
 def _text(plan: Plan, process: Process, index: int) -> str:

@@ -143,7 +143,7 @@ class RayLauncher(LocalLauncher):
             signal.signal(signal.SIGTERM, handler)  # ray.init sets its own
 
     def _place(self, *, while_ranks_run: bool = False) -> None:
-        """An actor on each host that has none; waits until Ray has room for all of them."""
+        """An actor on each host that has none; waits until Ray has resources for all of them."""
         import ray
 
         for attempt in range(_ATTEMPTS):

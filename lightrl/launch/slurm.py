@@ -8,7 +8,7 @@ each with options of its own.
            └─ srun servers.sh    one task per host          the trainer saves its checkpoint and ends, the job is
                                  with servers               requeued if `recover` allows it
 
-Slurm itself requeues a job whose host is lost. A job that starts again goes on from the newest checkpoint.
+Slurm itself requeues a job whose host is lost. A job that starts again continues from the newest checkpoint.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jsonargparse import get_loader
 from parsed import parsed
 
 from lightrl.commands.cli import LightRLCLI
-from lightrl.commands.config_layers import UsageError, Written
+from lightrl.commands.config_layers import UsageError, UserSettings
 from lightrl.commands.main import main
 from lightrl.commands.serve import settings_of
 
@@ -75,7 +75,7 @@ def test_a_file_that_a_config_names_is_relative_to_it(settings, config):
 def test_a_value_in_a_file_is_what_the_parser_makes_of_it(value, config):
     Path(config({})).write_text(f"a: [{value}, x]")
     (found, _), (expected, _) = (
-        Written.read(["--config", "run.yaml"]).settings["a"],
+        UserSettings.read(["--config", "run.yaml"]).settings["a"],
         get_loader("yaml")(f"[{value}, x]"),
     )
     assert (found, type(found)) == (expected, type(expected))
@@ -83,9 +83,9 @@ def test_a_value_in_a_file_is_what_the_parser_makes_of_it(value, config):
 
 def test_a_merged_mapping_is_no_key_that_stands_twice(config):
     Path(config({})).write_text("a: &base {lr: 1, b: 2}\nc:\n  <<: *base\n  lr: 3\n")
-    written = Written.read(["--config", "run.yaml"])
-    assert written.settings["c"] == {"lr": 3, "b": 2}
-    assert written.origin("c.lr") == " (run.yaml:4)"
+    user_settings = UserSettings.read(["--config", "run.yaml"])
+    assert user_settings.settings["c"] == {"lr": 3, "b": 2}
+    assert user_settings.origin("c.lr") == " (run.yaml:4)"
 
 
 def test_the_tools_of_a_configuration_are_as_the_page_on_environments_shows(settings, config):

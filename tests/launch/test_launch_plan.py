@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun
-from lightrl.launch.plan import RunFacts, describe, make_plan, picture, place
+from lightrl.launch.plan import RunFacts, describe, drawing, make_plan, place
 from lightrl.launch.settings import Launch, Layout
 from lightrl.models import RoleMesh
 
@@ -71,7 +71,7 @@ DIAGRAMS = {
 @pytest.mark.parametrize("case", DIAGRAMS)
 def test_ranks_come_first_and_servers_fill_what_is_left(case):
     launch, expected = DIAGRAMS[case]
-    rows = picture(plan_of(**launch)).splitlines()[1:]
+    rows = drawing(plan_of(**launch)).splitlines()[1:]
     assert " / ".join(" | ".join(cell.strip() for cell in row.split("|")[1:]) for row in rows) == expected
 
 
@@ -132,11 +132,11 @@ def test_on_a_cpu_nobody_gets_a_gpu():
 
 REFUSED = {
     "a server beside one rank": (
-        {"gpus_per_node": 1, "ranks": 1, "servers": 1}, {}, "needs 1 GPU beside 1 trainer rank, .* room for 0 servers",
+        {"gpus_per_node": 1, "ranks": 1, "servers": 1}, {}, "needs 1 GPU next to 1 trainer rank, .* hold 0 servers",
     ),
     "more ranks than GPUs": ({"gpus_per_node": 2, "ranks": 4}, {}, "4 trainer ranks need 4 GPUs"),
     "ranks that cannot be spread": ({"nodes": 2, "gpus_per_node": 4, "ranks": 7}, {}, "spread evenly"),
-    "servers beside ranks": ({"gpus_per_node": 4, "ranks": 3, "servers": 2}, {}, "leave room for 1"),
+    "servers next to ranks": ({"gpus_per_node": 4, "ranks": 3, "servers": 2}, {}, "hold 1 server"),
     "a server over two hosts": ({"nodes": 2, "gpus_per_node": 2, "ranks": 1, "servers": 1, "tp": 4}, {}, "the 2 GPUs"),
     "tp that leaves GPUs over": ({"gpus_per_node": 8, "ranks": 2, "servers": 2, "tp": 3}, {}, "must divide the 8 GPUs"),
     "colocated tp": (
@@ -200,7 +200,7 @@ def test_the_plan_says_what_is_idle_and_what_memory_it_needs():
 
 
 def test_of_many_hosts_the_first_and_the_last_are_shown():
-    text = picture(plan_of(nodes=128, gpus_per_node=1, ranks=128))
+    text = drawing(plan_of(nodes=128, gpus_per_node=1, ranks=128))
     assert len(text.splitlines()) == 18
     assert "112 more" in text
     assert "node128" in text

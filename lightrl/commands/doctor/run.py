@@ -93,7 +93,7 @@ class _RunCheck(LightRLCLI):
     def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[Any]) -> None:
         self.folder = folder
         self.num_by_status: Counter[str] = Counter()
-        self.begun_s = time.monotonic()
+        self.start_s = time.monotonic()
         super().__init__(["fit", *args], callbacks=callbacks)
 
     def before_instantiate_classes(self) -> None:
@@ -175,7 +175,7 @@ class _RunCheck(LightRLCLI):
             interval = next((item.every_n_iterations for item in self.items if isinstance(item, TrajectoryLog)), 1)
             batches = _num_batches(datamodule, self.given.get("limit_val_batches"))
             self._note(forecast(measured, self.root, logged_bytes=logged / interval, validation_batches=batches))
-        warnings, took = count_text(self.num_by_status["warning"], "warning"), time.monotonic() - self.begun_s
+        warnings, took = count_text(self.num_by_status["warning"], "warning"), time.monotonic() - self.start_s
         totals = f"{self.num_by_status['ok']} ok, {warnings}, {self.num_by_status['fails']} failed"
         sys.stdout.write(f"\n{totals}, in {took:.0f} s. Nothing was kept.\n")
 
@@ -432,7 +432,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def disk_finding(root: str, needed_bytes: float = 0) -> Finding:
-    """Whether the run's folder can be written, and has room for `needed_bytes`."""
+    """Whether the run's folder can be written, and has space for `needed_bytes`."""
     folder = nearest_folder(Path(root))
     if not os.access(folder, os.W_OK):
         fix = "Set trainer.default_root_dir to another folder."
