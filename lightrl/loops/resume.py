@@ -28,7 +28,7 @@ from lightrl.strategies.checkpoint import explained_mismatch, load_optimizers
 log = logging.getLogger(__name__)
 
 SECRETS = ("token", "api_key", "password")  # names of settings that no file of a run keeps
-Settings = dict[str, Any]  # by name or path, or a part of a checkpoint
+Settings = dict[str, Any]  # settings by name or path, or a part of a checkpoint
 OptimizerSettings = list[list[Settings]]  # optimizers, their groups, and each group's numbers by name
 
 

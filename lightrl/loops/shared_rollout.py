@@ -31,7 +31,7 @@ from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all
 from lightrl.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
-_Summaries = list[list[Any]]  # of each group: id, prompt's id and images, trajectories
+_Summaries = list[list[Any]]  # per group: id, prompt's id and images, trajectories
 HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
