@@ -140,7 +140,8 @@ class LearningCurve(RLCallback):
 
     def _held_out_label(self, trainer: L.Trainer) -> str:
         """The legend's name for the held-out metric: its rows, after the metric's name unless it is the accuracy."""
-        rows = f"held-out {getattr(trainer.datamodule, 'row_name', 'prompt')}s"
+        data = getattr(trainer, "datamodule", None)
+        rows = f"held-out {getattr(data, 'row_name', 'prompt')}s"
         if self.held_out == HELD_OUT_ACCURACY:
             return rows
         metric = self.held_out.removeprefix("val/").removesuffix("_fraction").replace("_", " ")

@@ -66,14 +66,14 @@ class PlanCLI(LaunchedCLI):
         accelerator = self.config[self.config.subcommand].trainer.accelerator
         if isinstance(module, RLModule):
             graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
-            text, drawing = plan_text(module, graph), [_DRAWING, plan_mermaid(graph)]
+            text, mermaid = plan_text(module, graph), [_DRAWING, plan_mermaid(graph)]
             try:
                 where = f"devices\n  {devices_text(self.trainer)}"
             except ValueError as error:  # this machine has too few GPUs for the run's servers
                 where = f"devices\n  {error}"
         elif isinstance(module, SupervisedModule):
             roles = role_lines(module.planned_roles(), {module.trained_role: module.lr})
-            text, drawing = "\n".join([f"{type(module).__name__}: batches of data, no rollouts", "", *roles]), []
+            text, mermaid = "\n".join([f"{type(module).__name__}: batches of data, no rollouts", "", *roles]), []
             where = f"devices\n  trainer {self.trainer.strategy.root_device}"
         else:
             raise UsageError(f"lightrl plan needs an RLModule or SFT, DPO, RewardModel, got {type(module).__name__}.")
@@ -87,7 +87,7 @@ class PlanCLI(LaunchedCLI):
             costs = costs_text(run if launched is None else launched.of_memory(run), self._device_bytes())
         except ValueError as error:
             costs = str(error)
-        sys.stdout.write("\n\n".join([text, where, costs, *drawing]) + "\n")
+        sys.stdout.write("\n\n".join([text, where, costs, *mermaid]) + "\n")
 
     def _device_bytes(self) -> float | None:
         """The memory of each GPU; None if there is none, and none is given."""
