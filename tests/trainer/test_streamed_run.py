@@ -24,10 +24,9 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "rows/*.jsonl")
 
 
-def data(source: str | DataSource, kind: type = PromptDataModule, *, streaming: bool = True) -> Any:
-    if streaming:
-        source = DataSource(source, streaming=True, shuffle_buffer=4)
-    return kind(source, batch_size=2, seed=1)
+def data(path: str, kind: type = PromptDataModule, *, streaming: bool = True, **settings: Any) -> Any:
+    source = DataSource(path, streaming=True, shuffle_buffer=4) if streaming else path
+    return kind(source, **({"batch_size": 2, "seed": 1} | settings))
 
 
 def fit(folder: Path, module: Any, rows: Any, resume: Path | None = None, **flags: Any) -> Any:
