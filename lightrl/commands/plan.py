@@ -33,6 +33,7 @@ from lightrl.launch.memory import (
     role_cost,
     rows_of,
 )
+from lightrl.launch.plan import drawing
 from lightrl.loops import devices_text
 from lightrl.models import Role, RoleMesh
 from lightrl.module import RLModule
