@@ -127,6 +127,13 @@ class StalenessControl(RLCallback):
         self._has_warned = False
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
+        if module.reward_timeout_s > self.rollout_timeout_s and trainer.is_global_zero:
+            log.warning(
+                "reward_timeout_s=%g is above rollout_timeout_s=%g: a reward that takes its time can end the run. "
+                "Increase StalenessControl.rollout_timeout_s, or lower model.reward_timeout_s.",
+                module.reward_timeout_s,
+                self.rollout_timeout_s,
+            )
         return replace(
             settings,
             max_staleness=self.max_staleness,

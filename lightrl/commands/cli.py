@@ -37,7 +37,7 @@ from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, conten
 from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import ConfigText, UsageError, UserSettings, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
-from lightrl.commands.setting_help import asked_help
+from lightrl.commands.setting_help import asked_help, flags_for_strings
 from lightrl.launch import Launch
 from lightrl.loops.resume import SECRETS, by_path
 from lightrl.module import RLModule
@@ -138,6 +138,7 @@ class LightRLCLI(LightningCLI):
             if (text := asked_help(self._subcommand_parsers[command], command, rest, self._user_settings)) is not None:
                 sys.stdout.write(text)
                 raise SystemExit(0)
+            args = [*args, *flags_for_strings(self._subcommand_parsers[command], self._user_settings)]
         try:
             self.config: Namespace = parser.parse_args(args)
         except ArgumentError as error:

@@ -14,7 +14,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import yaml
 from jsonargparse import get_loader, set_loader
@@ -29,6 +29,10 @@ class UsageError(Exception):
 
 class Flag(str):
     """A value from the command line, as typed."""
+
+
+class ClassOrText(str):
+    """A string to which a later layer added settings: the name of a class, or what a data class has first."""
 
 
 class ConfigText(str):
@@ -74,10 +78,21 @@ class UserSettings:
                     file = self.files[value] = self.files.get(value) or _read_config(value)
                     yield file.settings, file.origins
             elif name.startswith("--") and name != "--print_config" and not name.endswith((".help", "+")):
-                nested: Any = _structured(value)
-                for key in reversed(name[2:].split(".")):
-                    nested = {key: nested}
-                yield nested, dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
+                origins = dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
+                yield _nested(name[2:], _structured(value)), origins
+
+    def set(self, path: str, value: str) -> None:
+        """Adds a setting as if it were the last flag."""
+        _merge(self.settings, _nested(path, Flag(value)))
+
+    def values_at(self, path: str) -> list[Any]:
+        """What flags and config files give a setting, without the `init_args` above it in its path."""
+        values: list[Any] = [self.settings]
+        for name in path.split("."):
+            sections = [value for value in values if isinstance(value, Mapping)]
+            sections += [section["init_args"] for section in sections if isinstance(section.get("init_args"), Mapping)]
+            values = [section[name] for section in sections if name in section]
+        return values
 
     def origin(self, path: str) -> str:
         """` (run.yaml:22)`: where this path comes from, or else the nearest one above it."""
@@ -257,6 +272,12 @@ def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
         yield from _line_numbers(value, inner)
 
 
+def _nested(path: str, value: object) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return cast("dict[str, Any]", value)
+
+
 def _structured(value: str) -> Any:
     loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
     return loaded if isinstance(loaded, dict | list) else Flag(value)
@@ -266,7 +287,7 @@ def _merge(settings: dict[str, Any], layer: Mapping[str, Any]) -> None:
     for key, value in layer.items():
         old = settings.get(key)
         if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
-            old = settings[key] = {"class_path": old}  # --model GRPO --model.lr 1e-3
+            old = settings[key] = {"class_path": ClassOrText(old)}  # --model GRPO --model.lr 1e-3
         if isinstance(value, Mapping):
             if isinstance(old, list):
                 continue  # --trainer.callbacks.max_staleness 1 is for the list's last item: left to the parser

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import docstring_parser
 from jsonargparse import ArgumentParser
 
 from lightrl.commands.config_errors import Keys, classes_in, importable_classes, resolve
-from lightrl.commands.config_layers import UsageError, UserSettings
+from lightrl.commands.config_layers import ClassOrText, UsageError, UserSettings
 
 _DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # shown where no class is named
 
@@ -57,6 +58,35 @@ def _classes(path: str, name: str | None, keys: Keys, settings: Any, above: str)
             f"Add a class to --{place}.help: {names}." if names else f"{place} takes no class; --{above}help shows it."
         )
     return kinds
+
+
+def flags_for_strings(parser: ArgumentParser, user_settings: UserSettings) -> list[str]:
+    """Flags for strings that the parser would drop, as `train: rows.jsonl` for --data.train.max_rows 8.
+
+    The string is the first field of the data class that has the added settings: `--data.train.source=rows.jsonl`.
+    """
+    names = [path.replace(".init_args", "").split(".") for path in user_settings.origins if "[" not in path]
+    flags = []
+    for path in dict.fromkeys(".".join(parts[:end]) for parts in names for end in range(1, len(parts))):
+        values = user_settings.values_at(path)
+        added = {name: value for section in values if isinstance(section, Mapping) for name, value in section.items()}
+        named = added.pop("class_path", None)
+        texts = [value for value in (named, *values) if isinstance(value, str)]
+        if not texts or not added or not isinstance(named, ClassOrText | None):
+            continue
+        with contextlib.suppress(UsageError):  # it takes no data class
+            kinds = _classes(path, None, Keys.of_parser(parser), user_settings.settings, "")
+            while texts[0] not in importable_classes(kinds):
+                kind = max(kinds, key=lambda kind: len(added.keys() & Keys.of_class(kind).types.keys()))
+                first = dataclasses.fields(kind)[0].name
+                path, inner = f"{path}.{first}", added.get(first)
+                if inner is None:
+                    flags.append(f"--{path}={texts[0]}")
+                    user_settings.set(path, texts[0])
+                if not isinstance(inner, Mapping):
+                    break
+                kinds, added = classes_in(Keys.of_class(kind).types[first]), dict(inner)  # a role's model
+    return flags
 
 
 def _class_help(kind: type, path: str, command: str) -> str:
