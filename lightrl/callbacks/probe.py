@@ -23,7 +23,7 @@ from lightrl.models import context_tokens
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import PACKED_ATTENTION, SingleModel, ranks_of
-from lightrl.trajectory import Prompt, Trajectory
+from lightrl.trajectory import JsonObject, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Probe:
             WeightSyncError: on every rank, if a replica has other weights, or scores cannot be had.
         """
         ranks = ranks_of(trainer.strategy)
-        result: dict[str, Any] = {"metrics": {}, "problem": None, "rounding": None}
+        result: JsonObject = {"metrics": {}, "problem": None, "rounding": None}
         if ranks.is_main and not trainer.rollout.is_recorded:
             try:
                 result["metrics"] = self._compare(trainer, module, scores)

@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.rl_callback import RLCallback
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import Group
+    from lightrl.trajectory import Group, JsonObject
 
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class StalenessControl(RLCallback):
             raise AssertionError(f"A token has staleness {staleness}, above the bound of {bound}.")
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         metrics = trainer.callback_metrics
         step_nats = metrics.get(STEP, 0.0) if trainer.global_step > FIRST_ITERATIONS else 0.0
@@ -186,9 +186,9 @@ class StalenessControl(RLCallback):
                 problem,
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"last_lags": [list(values) for values in self._lag.last]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: JsonObject) -> None:
         healthy = (1.0, 0.0, 0.0, 1.0)  # in place of what an older release did not keep: the step, the gradient norm
         self._lag = LagWatch((*values, *healthy[len(values) :]) for values in state_dict.get("last_lags", ()))

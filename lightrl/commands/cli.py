@@ -85,7 +85,7 @@ class LightRLCLI(LightningCLI):
     ) -> None:
         for name in lightrl.__all__:  # short names in a config only find imported classes
             getattr(lightrl, name)
-        strict: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False}
+        strict: dict[str, object] = {"exit_on_error": False, "allow_abbrev": False}
         commands = {
             name: {
                 **strict,
@@ -307,7 +307,9 @@ class _PredictionFile(L.Callback):
         self.path = path
         self.has_written = False
 
-    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, *_: object
+    ) -> None:
         groups = [item for item in outputs if isinstance(item, Group)] if isinstance(outputs, list) else []
         if not groups or not trainer.is_global_zero:
             return
@@ -336,7 +338,7 @@ def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> i
     return reported(lambda callbacks: LightRLCLI(args, callbacks=callbacks, descriptions=descriptions).exit_code)
 
 
-def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit: bool = True) -> Path | None:
+def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_fit: bool = True) -> Path | None:
     """The newest last checkpoint in this run folder and its neighbors, of the same experiment; logs why there is none.
 
     Args:
@@ -375,7 +377,7 @@ def check_links(checkpoints: Sequence[Path]) -> None:
         )
 
 
-def _difference(config: Path, settings: Mapping[str, Any], *, is_fit: bool) -> str | None:
+def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -> str | None:
     """Says what makes a run another experiment; None for the same one, and if its settings are unknown."""
     try:
         saved = yaml.safe_load(config.read_text())

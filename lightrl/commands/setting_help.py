@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import docstring_parser
 from jsonargparse import ArgumentParser
@@ -30,7 +29,7 @@ def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_s
     return None
 
 
-def _classes(path: str, name: str | None, keys: Keys, settings: Any, above: str) -> list[type]:
+def _classes(path: str, name: str | None, keys: Keys, settings: object, above: str) -> list[type]:
     """The classes that a setting takes, or the one of this name; the setting's own classes are those of the config."""
     first, _, below = path.partition(".")
     place = f"{above}{first}"

@@ -28,7 +28,7 @@ class Channel:
         """Owns one end of a `socket.socketpair`, and closes it."""
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER_BYTES))
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: object) -> None:
         """Sends a tuple as a pickle: the other process trusts this one."""
         self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), is_pickled=True)
 

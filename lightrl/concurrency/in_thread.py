@@ -25,7 +25,7 @@ MAX_ABANDONED = 64  # threads of one name that have not ended
 _abandoned: dict[threading.Thread, str] = {}  # thread → name of the function that hangs in it
 
 
-async def in_thread(function: Callable[..., T], *args: Any, name: str = "lightrl-thread") -> T:
+async def in_thread(function: Callable[..., T], *args: object, name: str = "lightrl-thread") -> T:
     """The result of `function(*args)`, which has no deadline here. On cancellation the thread is abandoned."""
     result, error = await outcome_in_thread(function, *args, name=name)
     if error is not None:
@@ -34,7 +34,7 @@ async def in_thread(function: Callable[..., T], *args: Any, name: str = "lightrl
 
 
 async def outcome_in_thread(
-    function: Callable[..., T], *args: Any, name: str = "lightrl-thread"
+    function: Callable[..., T], *args: object, name: str = "lightrl-thread"
 ) -> tuple[T | None, BaseException | None]:
     """Runs as `in_thread` does; returns the result and the exception instead of raising it.
 

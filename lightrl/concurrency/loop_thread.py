@@ -14,14 +14,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from lightrl.errors import RolloutError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-Work = Coroutine[Any, Any, _T]
+Work = Coroutine[object, None, _T]
 
 _LAST_TASKS_S = 5.0  # for the tasks that are left when the loop ends; one may ignore its cancellation
 WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
@@ -158,7 +158,7 @@ class LoopThread(threading.Thread):
         )
 
 
-async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+async def _end_tasks(tasks: set[asyncio.Task[object]]) -> None:
     """Cancels tasks that outlived their owners, so that their `finally` runs and those who wait for them continue."""
     for task in tasks:
         task.cancel()

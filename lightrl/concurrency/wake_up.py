@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
+Call = tuple[Callable[..., object], tuple[object, ...]]
 
 _CALLS_A_TICK = 64  # then the event loop does what follows from them
 
@@ -16,9 +17,9 @@ class WakeUps:
     """Calls to make on event loops; waking a loop once for 512 completions costs little."""
 
     def __init__(self) -> None:
-        self._calls: dict[asyncio.AbstractEventLoop, list[tuple[Callable[..., object], tuple[Any, ...]]]] = {}
+        self._calls: dict[asyncio.AbstractEventLoop, list[Call]] = {}
 
-    def add(self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:
+    def add(self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
         """Calls `function` on `loop` when they are sent."""
         self._calls.setdefault(loop, []).append((function, arguments))
 
@@ -33,13 +34,13 @@ class WakeUps:
         self._calls.clear()
 
 
-def wake_up(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:
+def wake_up(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
     """Calls `function` on `loop`, from any thread."""
     with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits there any more
         loop.call_soon_threadsafe(function, *arguments)
 
 
-def _call_all(calls: list[tuple[Callable[..., object], tuple[Any, ...]]], first: int = 0) -> None:
+def _call_all(calls: list[Call], first: int = 0) -> None:
     """Sets results in slices, so that the first are read before the last are set."""
     for function, arguments in calls[first : first + _CALLS_A_TICK]:
         function(*arguments)

@@ -7,9 +7,9 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from lightrl.inspect.answers import Answers
+from lightrl.inspect.run_folder import Json
 from lightrl.inspect.server import PAGE
 
 NUM_TRAJECTORIES = 200  # per run, as many of each iteration
@@ -43,7 +43,7 @@ def export(answers: Answers, path: Path) -> tuple[int, int]:
     return sum(len(table["rows"]) for table in tables), sum(table["sampled_from"] for table in tables)
 
 
-def _answers(answers: Answers) -> Iterator[tuple[str, Any]]:
+def _answers(answers: Answers) -> Iterator[tuple[str, Json]]:
     """The page's questions, as it asks them, each with its answer."""
     runs = answers.answer("runs", {})
     for number, one in enumerate(answers.runs):

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+
+from lightrl.trajectory import JsonObject
 
 _SERVERS, _TRAINERS = ("sglang", "vllm"), ("fsdp", "megatron", "archon")
 _NAMES = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
@@ -121,7 +122,7 @@ def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:
     return replace(model, ep=experts.get("ep", 1), expert_tp=experts.get("tp", 1))
 
 
-def _sizes(word: str, allowed: str, text: str) -> dict[str, Any]:
+def _sizes(word: str, allowed: str, text: str) -> JsonObject:
     word = word if "t" in word else word.replace("m", "t")  # AReaL Core's letter
     pairs = re.findall(r"([a-z])([1-9]\d*)", word)
     if not pairs or "".join(letter + size for letter, size in pairs) != word:

@@ -12,12 +12,12 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from lightrl.launch.launcher import Launcher, LaunchState, inside, script_head
 from lightrl.launch.plan import CONFIG, LAYOUT, REGISTRY, SERVER_OFFSET, Plan
+from lightrl.trajectory import JsonMapping, JsonObject
 
 _OPTIONS = ("claim", "namespace", "name", "runtime")
 _TRAINER = "node"  # the replicated job, and its container, of Kubeflow's runtime torch-distributed
@@ -53,10 +53,10 @@ class KubernetesLauncher(Launcher):
         self._write("When the TrainJob is complete, delete the servers:\n")
         self._write(f"  kubectl delete {names}\n")
 
-    def train_job(self) -> dict[str, Any]:
+    def train_job(self) -> JsonObject:
         """The trainer: as many nodes as it has hosts."""
         plan = self.plan
-        trainer: dict[str, Any] = {
+        trainer: JsonObject = {
             "image": plan.launch.container,
             "command": ["bash", f"{plan.folder}/trainer.sh"],
             "numNodes": plan.trainer_hosts,
@@ -74,10 +74,10 @@ class KubernetesLauncher(Launcher):
         spec = {"runtimeRef": runtime, "trainer": trainer, "runtimePatches": [patch]}
         return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", self.name, spec)
 
-    def leader_worker_set(self) -> dict[str, Any]:
+    def leader_worker_set(self) -> JsonObject:
         """The servers: one pod each, which Kubernetes replaces when it ends."""
         plan = self.plan
-        container: dict[str, Any] = {
+        container: JsonObject = {
             "name": "server",
             "image": plan.launch.container,
             "command": ["bash", f"{plan.folder}/servers.sh"],
@@ -128,22 +128,22 @@ class KubernetesLauncher(Launcher):
         folder = f"{shlex.quote(self.plan.folder)}/$HOSTNAME"
         return [f"mkdir -p {folder}", f"exec > >(tee -a {folder}/{name}.log) 2>&1"]
 
-    def _object(self, version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    def _object(self, version: str, kind: str, name: str, spec: JsonMapping) -> JsonObject:
         metadata = {"name": name}
         if namespace := self.plan.launch.options.get("namespace"):
             metadata["namespace"] = namespace
         return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
 
-    def _volume(self) -> dict[str, Any]:
+    def _volume(self) -> JsonObject:
         return {"name": "runs", "persistentVolumeClaim": {"claimName": self.plan.launch.options["claim"]}}
 
     def _mount(self) -> dict[str, str]:
         return {"name": "runs", "mountPath": str(Path(self.plan.folder).parent)}
 
 
-def _gpus(number: int) -> dict[str, Any]:
+def _gpus(number: int) -> JsonObject:
     return {"limits": {"nvidia.com/gpu": number}}
 
 
-def _dump(manifest: Mapping[str, Any]) -> str:
+def _dump(manifest: JsonMapping) -> str:
     return str(yaml.safe_dump(dict(manifest), sort_keys=False))

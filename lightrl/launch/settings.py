@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.launch.allocation import Part, parse_allocation
+from lightrl.trajectory import JsonMapping
 
 LauncherName = Literal["local", "torchrun", "slurm", "kubernetes", "ray"]
 
@@ -75,7 +76,7 @@ class Launch:
     recover: Recover = Recover()
 
     @classmethod
-    def of(cls, section: Mapping[str, Any]) -> Launch:
+    def of(cls, section: JsonMapping) -> Launch:
         """Builds the settings from the section as the parser gives it."""
         return cls(**{**section, "recover": Recover(**(section.get("recover") or {}))})
 
