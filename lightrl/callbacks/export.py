@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightrl.callbacks.loggers import log_model, takers_of_models
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.disk_errors import check_local
+from lightrl.checks.files import check_local
 from lightrl.models.images import save_processor
 from lightrl.models.lora import has_adapters
 from lightrl.models.model_folder import (

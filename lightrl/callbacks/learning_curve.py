@@ -16,7 +16,7 @@ from lightrl.callbacks.loggers import log_image
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.files import write_problem
 
 if TYPE_CHECKING:
     import lightning as L

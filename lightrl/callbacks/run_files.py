@@ -1,4 +1,4 @@
-"""Files of a run's folder that every run of the command line writes: README.txt, logs, status.json, problems."""
+"""Files of a run's folder that every run writes: README.txt, logs, status.json, problems, a checkpoint by time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import os
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.files import STATUS_FILE
 from lightrl.checks.printable import count_text
-from lightrl.checks.status_files import STATUS_FILE
 from lightrl.engines import ServerEngine
 from lightrl.strategies.atomic_write import write_whole
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
+
 
 log = logging.getLogger(__name__)
 
@@ -283,3 +286,45 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         package = record.name.split(".")[1] if "." in record.name else ""
         self._target.add(_SOURCES.get(package, "trainer"), record.levelname.lower(), record.getMessage())
+
+
+class TimedCheckpoint(ModelCheckpoint):
+    """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` and an iteration old; written in the background.
+
+    The Trainer adds it beside its own ModelCheckpoint, which saves after each epoch and on exceptions.
+
+    Args:
+        every_s: between two checkpoints.
+    """
+
+    CHECKPOINT_NAME_LAST = "last-timed"  # `last` finds it
+
+    def __init__(self, *, every_s: float = 600.0) -> None:
+        super().__init__(
+            save_top_k=0,
+            save_last=True,
+            train_time_interval=timedelta(seconds=every_s),
+            enable_version_counter=False,
+        )
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        with _in_background(trainer.strategy):
+            super().on_train_batch_end(trainer, *args, **kwargs)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Saves nothing more, as Lightning's would: the end is the other ModelCheckpoint's."""
+
+
+@contextlib.contextmanager
+def _in_background(strategy: Any) -> Iterator[None]:
+    """Inside, a save by a strategy or checkpoint plugin of ours copies the state and returns."""
+    writer = strategy if hasattr(strategy, "save_async") else strategy.checkpoint_io
+    before = getattr(writer, "save_async", None)
+    if before is None:  # a plugin of the user's
+        yield
+        return
+    writer.save_async = True
+    try:
+        yield
+    finally:
+        writer.save_async = before

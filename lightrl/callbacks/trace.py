@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.files import write_problem
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.trace import Event, MemoryPeaks, Summary, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
 from lightrl.trace.areas import SummaryJson, summary_text
-from lightrl.trace.memory import child_bytes
+from lightrl.trace.spans import child_bytes
 
 if TYPE_CHECKING:
     import lightning as L

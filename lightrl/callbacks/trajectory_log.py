@@ -19,7 +19,7 @@ from torch import Tensor
 from lightrl.callbacks.loggers import log_table
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds, check_effect
-from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.files import write_problem
 from lightrl.checks.printable import escape_unprintable
 from lightrl.dataflow import follows_from_trajectories
 from lightrl.experience import Experience

@@ -15,18 +15,17 @@ from types import FrameType
 import torch
 import yaml
 
+from lightrl.checks.files import host_names
 from lightrl.checks.printable import count_text
-from lightrl.checks.status_files import host_names
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.plan_run import UnstartedCLI, planned
 from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_folder, make_plan, write_files
-from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.local import LocalLauncher
 from lightrl.launch.memory import UnknownMemory
 from lightrl.launch.ray import RayLauncher
+from lightrl.launch.scripts import KubernetesLauncher, TorchrunLauncher
 from lightrl.launch.slurm import SlurmLauncher
-from lightrl.launch.torchrun import TorchrunLauncher
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _HELP = """\

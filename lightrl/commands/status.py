@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from lightrl.checks.files import STATE_FILE, STATUS_FILE, with_hosts
 from lightrl.checks.printable import count_text, duration_text
-from lightrl.checks.status_files import STATE_FILE, STATUS_FILE, with_hosts
 from lightrl.trajectory import JsonMapping
 
 _HELP = """\

@@ -21,8 +21,8 @@ from typing import Protocol
 
 import yaml
 
-from lightrl.checks.status_files import STATE_FILE, with_hosts
-from lightrl.concurrency.line_buffer import LineBuffer
+from lightrl.checks.files import STATE_FILE, with_hosts
+from lightrl.concurrency.streams import LineBuffer
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.launch.plan import CONFIG, LAYOUT, Plan, Process
 from lightrl.strategies.atomic_write import write_whole

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Literal
 
-from lightrl.checks.disk_errors import check_local
+from lightrl.checks.files import check_local
 from lightrl.checks.printable import count_text
 from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
 from lightrl.engines.servers.registry import SCHEME

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from lightrl.concurrency.guarded_processes import GuardedProcesses
+from lightrl.concurrency.parent_guard import GuardedProcesses
 from lightrl.errors import LightRLError
 from lightrl.launch.launcher import placed
 from lightrl.launch.local import LOST, LocalLauncher

@@ -36,7 +36,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.callbacks.probe import Rounding, mismatch_bound_nats, rounding
-from lightrl.checks.disk_errors import nearest_folder
+from lightrl.checks.files import nearest_folder
 from lightrl.checks.printable import count_text, duration_text, escape_unprintable, one_period
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
@@ -51,7 +51,7 @@ from lightrl.launch.memory import UnknownMemory, bytes_text, memory_line, misfit
 from lightrl.models import context_tokens
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.trace.memory import child_bytes, host_bytes
+from lightrl.trace.spans import child_bytes, host_bytes
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, Trajectory
 
