@@ -291,7 +291,7 @@ class _Handler(logging.Handler):
 class TimedCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` and an iteration old; written in the background.
 
-    The Trainer adds it beside its own ModelCheckpoint, which saves after each epoch and on exceptions.
+    The Trainer adds it next to its own ModelCheckpoint, which saves after each epoch and on exceptions.
 
     Args:
         every_s: between two checkpoints.

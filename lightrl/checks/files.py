@@ -20,12 +20,12 @@ from pathlib import Path
 _FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "inline_container.cc", "os error 28")
 
 
-def check_local(**places: object) -> None:
-    """Raises ValueError for a place, by the name of its setting, that is a URL: it would become a local folder."""
-    for name, place in places.items():
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(place)):
+def check_local(**path_by_setting: object) -> None:
+    """Raises ValueError for a path, by the name of its setting, that is a URL: it would become a local folder."""
+    for name, path in path_by_setting.items():
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
             raise ValueError(
-                f"{name}={str(place)!r} must be a folder of this machine or a mounted one, not a URL. Copy it there "
+                f"{name}={str(path)!r} must be a folder of this machine or a mounted one, not a URL. Copy it there "
                 "after the run."
             )
 

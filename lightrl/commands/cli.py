@@ -214,9 +214,9 @@ class LightRLCLI(LightningCLI):
         if ckpt_path == "last":
             for item in self.trainer.callbacks:
                 if isinstance(item, ModelCheckpoint) and item.dirpath:
-                    found = list(Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt"))
-                    check_links(found)
-                    if not found and self.config.subcommand == "fit":
+                    last_files = list(Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt"))
+                    check_links(last_files)
+                    if not last_files and self.config.subcommand == "fit":
                         log.warning("ckpt_path=last: %s has no last*.ckpt. %s", item.dirpath, FROM_START)
                         settings["ckpt_path"] = None
                     return  # one folder for all runs, where Lightning looks itself

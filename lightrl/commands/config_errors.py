@@ -291,7 +291,7 @@ def _takes_mapping(hint: object) -> bool:
 
 
 def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
-    """By short name: these classes and all their imported subclasses, without abstract ones."""
+    """Maps short names to these classes and all their imported subclasses, without abstract ones."""
     classes: dict[str, type] = {}
     waiting = list(kinds)
     while waiting:

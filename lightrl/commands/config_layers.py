@@ -49,7 +49,7 @@ class UserSettings:
     """The user's settings, all layers merged."""
 
     settings: JsonObject = dataclasses.field(default_factory=dict)
-    origins: dict[str, str] = dataclasses.field(default_factory=dict)  # as in ConfigText
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)  # path → ` (run.yaml:22)`
     files: dict[str, ConfigText] = dataclasses.field(default_factory=dict)  # name on the command line → text
 
     @classmethod
@@ -88,7 +88,7 @@ class UserSettings:
         _merge(self.settings, _nested(path, Flag(value)))
 
     def values_at(self, path: str) -> list[object]:
-        """What flags and config files give a setting, without the `init_args` above it in its path."""
+        """Values that flags and config files give a setting, without the `init_args` above it in its path."""
         values: list[object] = [self.settings]
         for name in path.split("."):
             sections = [value for value in values if isinstance(value, Mapping)]

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 import torch
 import yaml
@@ -133,7 +132,7 @@ def launch(args: Sequence[str]) -> int:
     write_files(plan, cli.given_text, launcher.files())
     sys.stdout.write(f"\nLogs and status: lightrl status {plan.folder}\n")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+        signal.signal(number, signal.default_int_handler)
     try:
         launcher.start()
         is_watched = plan.launch.launcher in ("local", "ray") or "--wait" in args
@@ -141,10 +140,6 @@ def launch(args: Sequence[str]) -> int:
     except BaseException:  # whatever ends the launcher ends what it started; re-raised
         launcher.end()
         raise
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def run(args: Sequence[str]) -> int:

@@ -34,6 +34,7 @@ _OWN_MODULES = {
 _HELP = f"""\
 usage: lightrl <command> --config run.yaml [--setting value ...]
 
+commands:
 {{commands}}
 
 lightrl <command> --help             all settings of a command
@@ -56,7 +57,8 @@ def main(args: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if args is None else args)
     first = args[0] if args else "--help"
     if first in ("-h", "--help", "help"):
-        sys.stdout.write(help_text())
+        lines = [f"  {name:<10} {line}" for name, line in COMMANDS.items()]
+        sys.stdout.write(_HELP.format(commands="\n".join(lines)))
         return 0
     if first in ("-V", "--version"):
         sys.stdout.write(f"lightrl {__version__}\n")
@@ -77,12 +79,6 @@ def _imported(name: str) -> Any:
         gc.freeze()
         gc.enable()
     return sys.modules[name]
-
-
-def help_text() -> str:
-    """Writes the text of `lightrl --help`."""
-    lines = [f"  {name:<10} {line}" for name, line in COMMANDS.items()]
-    return _HELP.format(commands="\n".join(["commands:", *lines]))
 
 
 def _not_a_command(word: str) -> str:

@@ -15,7 +15,6 @@ import threading
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -267,12 +266,9 @@ def _with_value(arg: str, following: str) -> str:
 def run(args: Sequence[str]) -> int:
     """`lightrl serve ARGS`; returns 0 ended by Ctrl-C or SIGTERM, 1 a server failed, 2 the call has an error."""
 
-    def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     def command(callbacks: Sequence[object]) -> int:
         settings = parse(args)
-        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             serve(**settings)
         except KeyboardInterrupt:

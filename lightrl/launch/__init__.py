@@ -17,14 +17,5 @@ from lightrl.launch.local import LocalLauncher
 from lightrl.launch.plan import Plan, describe, facts_of, make_plan
 from lightrl.launch.settings import Launch
 
-__all__ = [
-    "Launch",
-    "Launcher",
-    "LocalLauncher",
-    "Plan",
-    "describe",
-    "facts_of",
-    "make_folder",
-    "make_plan",
-    "write_files",
-]
+__all__ = ["Launch", "Launcher", "LocalLauncher", "Plan", "describe", "facts_of"]
+__all__ += ["make_folder", "make_plan", "write_files"]

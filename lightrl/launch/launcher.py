@@ -122,13 +122,13 @@ def inside(plan: Plan, command: Sequence[str]) -> str:
     return " ".join(quoted(word) for word in [*words, *command])
 
 
-def placed(plan: Plan, places: Sequence[tuple[str, Sequence[str]]]) -> Plan:
+def placed(plan: Plan, addresses_and_gpus: Sequence[tuple[str, Sequence[str]]]) -> Plan:
     """The plan with each host's address, and the names of the GPUs there in place of their numbers."""
-    hosts = [host for host, _ in places]
+    hosts = [host for host, _ in addresses_and_gpus]
 
     def on_host(process: Process) -> Process:
         def real(numbers: str) -> str:
-            return ",".join(places[process.host][1][int(number)] for number in numbers.split(","))
+            return ",".join(addresses_and_gpus[process.host][1][int(number)] for number in numbers.split(","))
 
         command = [with_hosts(word, hosts) for word in process.command]
         environment = {name: with_hosts(value, hosts) for name, value in process.environment.items()}

@@ -173,15 +173,15 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     if run.layout == "FSDP2":
         shards = max(1, len(role.ranks) // run.num_replicas)
         work = replace(work, tokens=math.ceil(tokens / len(role.ranks)) * shards)
-        kept, reduced = (
+        own_cost, reduced_cost = (
             fsdp2_cost(config, shards, work, Machine(), reduce_every_microbatch=each)
             for each in (run.reduce_every_microbatch, True)
         )
         share = 1 / shards
-        waiting = kept.gathered_bytes - reduced.gathered_bytes  # whole gradients
+        waiting = own_cost.gathered_bytes - reduced_cost.gathered_bytes  # whole gradients
         whole = compute * role.parameters if run.keeps_gathered else 0
-        gathered = max(reduced.gathered_bytes, whole) + waiting * role.trained / role.parameters
-        sent = kept.sent_bytes
+        gathered = max(reduced_cost.gathered_bytes, whole) + waiting * role.trained / role.parameters
+        sent = own_cost.sent_bytes
     elif run.layout == "3D":
         cost = parallel_3d_cost(config, role.pp, role.dp, role.tp, work, Machine())
         share = cost.state_bytes / (4 * role.width * num_parameters(config))
@@ -281,8 +281,8 @@ def key_value_capacity(run: PlannedRun, device_bytes: float) -> float:
 
 def served_fraction(run: PlannedRun, device_bytes: float) -> float:
     """SGLang's `mem_fraction_static` on the ranks' GPUs, which keep weights and gradients while servers generate."""
-    kept = max(sum(memory.device.get(name, 0.0) for name in _STATE[:2]) for memory in rank_memories(run))
-    return max(0.1, math.floor(100 * (USABLE_FRACTION - _SERVER_FRACTION - kept / device_bytes)) / 100)
+    state_bytes = max(sum(memory.device.get(name, 0.0) for name in _STATE[:2]) for memory in rank_memories(run))
+    return max(0.1, math.floor(100 * (USABLE_FRACTION - _SERVER_FRACTION - state_bytes / device_bytes)) / 100)
 
 
 def memory_line(run: PlannedRun) -> str:

@@ -153,7 +153,7 @@ class RayLauncher(LocalLauncher):
             ):
                 nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
                 request = f"{len(waiting)} of these on hosts apart: {self.bundles()}"
-                self._write(f"Ray has no room yet for {request}. It has {nodes}.\n")
+                self._write(f"Ray has no resources yet for {request}. It has {nodes}.\n")
                 if while_ranks_run and not self._ranks_run():
                     for index in answers:
                         self._actors[index].give_up()
@@ -168,9 +168,9 @@ class RayLauncher(LocalLauncher):
             if not any(host.is_lost for host in self._actors.values()):
                 break
         self.hosts = list(self._actors.values())
-        places = [self._places[index] for index in range(len(self.hosts))]
-        self.plan = placed(self._unplaced, places)
-        (Path(self.plan.folder) / "hosts").write_text("\n".join(host for host, _ in places))
+        addresses_and_gpus = [self._places[index] for index in range(len(self.hosts))]
+        self.plan = placed(self._unplaced, addresses_and_gpus)
+        (Path(self.plan.folder) / "hosts").write_text("\n".join(host for host, _ in addresses_and_gpus))
 
     def _ask(self) -> dict[int, Any]:
         """An actor for each host of the plan that has none; by host the answer where it is, once Ray has placed it."""

@@ -23,18 +23,5 @@ from lightrl.trace.spans import (
     trace_files,
 )
 
-__all__ = [
-    "Event",
-    "MemoryPeaks",
-    "Summary",
-    "Tape",
-    "TraceFile",
-    "area_times",
-    "clock_offset_ns",
-    "in_microbatch_spans",
-    "join_traces",
-    "keep",
-    "record",
-    "span",
-    "trace_files",
-]
+__all__ = ["Event", "MemoryPeaks", "Summary", "Tape", "TraceFile", "area_times", "clock_offset_ns"]
+__all__ += ["in_microbatch_spans", "join_traces", "keep", "record", "span", "trace_files"]

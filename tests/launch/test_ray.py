@@ -296,7 +296,7 @@ class TestNumbers:
             run = RunOnHosts(hosts, cluster, tmp_path / "run", ranks=2, iterations=5, recover={"retries": 1})
             run.wait_for(2)
             cluster.kill(2)
-            run.wait_for_text("Ray has no room yet for 1 of these")
+            run.wait_for_text("Ray has no resources yet for 1 of these")
             cluster.start(2)
             assert run.finish() == 0, run.output()
         assert "the loss of its host 10.77.0.2" in run.output()
