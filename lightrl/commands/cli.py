@@ -399,12 +399,30 @@ def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -
     return None
 
 
+# Titles of the sections of a command's help, and what lightrl does otherwise than Lightning's help says.
+_TITLES = {
+    "trainer": "Lightning's Trainer, whose training batch is one iteration of an RLModule",
+    "model": "What is trained, such as GRPO, whose settings --model.help GRPO shows",
+    "data": "What it is trained on, such as PromptDataModule",
+    "optimizer": "An optimizer in place of the model's own",
+    "lr_scheduler": "The learning rate's schedule, with `optimizer` only",
+}
+_HELP_OF = {
+    "trainer.default_root_dir": "the folder of the runs, on this machine or mounted; the working folder if null",
+    "trainer.logger": "where metrics go; null or true is a CSVLogger and a TensorBoardLogger, false is none",
+    "trainer.precision": "as in Lightning; null is bf16-mixed on a CUDA GPU, otherwise 32-true",
+}
 _DEFAULT_CLASSES = {"model": "GRPO", "data": "PromptDataModule"}  # shown where no class is named
 
 
 def asked_help(parser: ArgumentParser, command: str, args: Sequence[str], user_settings: UserSettings) -> str | None:
     """The help that `--help`, or a flag such as `--model.policy.help ModelSpec`, asks for; None without such a flag."""
     if {"-h", "--help"} & set(args):
+        for group in parser._action_groups:
+            first = group._group_actions[0].dest.split(".")[0] if group._group_actions else ""
+            group.title = _TITLES.get(first, group.title)
+        for action in parser._actions:
+            action.help = _HELP_OF.get(action.dest, action.help)
         return _text(parser)
     for word, following in zip(args, [*args[1:], "-"], strict=True):
         if match := re.fullmatch(r"--([\w.]+)\.help(?:=(.+))?", word):
@@ -489,7 +507,7 @@ def _class_help(kind: type, path: str, command: str) -> str:
 def _text(parser: ArgumentParser) -> str:
     """The help without Sphinx's roles and Python's names of classes."""
     for action in parser._actions:
-        action.help = re.sub(r":[a-z]+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", action.help) if action.help else action.help
+        action.help = re.sub(r":[a-z]+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", action.help or "").replace("``", "`") or None
     for group in parser._action_groups:
         group.title = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", group.title or "")
     text: str = parser.format_help()

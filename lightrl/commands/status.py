@@ -47,10 +47,10 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
     now = time.time()
     yield "run", str(path.parent)
     progress = f", {status['progress']}" if status["progress"] else ""
-    yield (
-        "phase",
-        f"{status['phase']}{progress}, for {duration_text(now - status['since'])} ({_freshness(status, now)})",
-    )
+    lasting = duration_text(now - status["since"])
+    has_ended = status["phase"] in ("done", "failed", "interrupted")
+    state = f"{lasting} ago" if has_ended else f"for {lasting} ({_freshness(status, now)})"
+    yield "phase", f"{status['phase']}{progress}, {state}"
     of_all = f" of {status['max_steps']}" if status["max_steps"] > 0 else ""
     yield "iteration", f"{status['iteration']}{of_all}; weight version {status['weight_version']}"
     for number, server in enumerate(status["servers"]):
@@ -65,8 +65,6 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
 def _freshness(status: JsonMapping, now: float) -> str:
     """How old this is, and whether its process still runs, where that can be seen from here."""
     age = f"written {duration_text(now - status['at'])} ago"
-    if status["phase"] in ("done", "failed", "interrupted"):
-        return age
     is_here = status["host"] == socket.gethostname()
     if is_here and not Path(f"/proc/{status['pid']}").exists() and Path("/proc/self").exists():
         return f"{age}; its process {status['pid']} is gone"

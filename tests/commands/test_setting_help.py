@@ -47,7 +47,9 @@ def test_every_setting_has_a_text(capsys, name):
 
 def test_the_help_of_a_command_has_no_markup_of_other_documents(capsys):
     said = help_of(capsys, "--help")
-    assert not re.search(r":[a-z]+:\s*`|<class 'lightning|__main__", said)
+    assert not re.search(r":[a-z]+:\s*`|``|<class 'lightning|__main__", said)
+    assert "\nWhat it is trained on, such as PromptDataModule:\n" in said
+    assert "s3://" not in said
 
 
 @pytest.mark.parametrize(

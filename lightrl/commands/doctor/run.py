@@ -281,7 +281,9 @@ def _logprobs(measured: Trial) -> Finding:
     names = {_PROBE: "nats per token on the probe", _MISMATCH: "on what the engine sampled"}
     texts = [f"{values[name]:.2g} {what}" for name, what in names.items() if name in values]
     if not texts or measured.rounding is None:
-        fix = "Set WeightSync.probe above 0 and an engine that scores tokens, or watch sync/mismatch_* in the run."
+        fix = (
+            "Set WeightSync.verify to true, use an engine that computes logprobs, or watch sync/mismatch_* in the run."
+        )
         return Finding("logprobs", "Engine and trainer could not be compared.", "warning", fix)
     bound = mismatch_bound_nats(measured.rounding, values.get("policy/entropy_nats", 0.0))
     explained = f"{' and '.join(measured.rounding.dtypes)} explain up to {bound:.2g}"
