@@ -443,7 +443,7 @@ ROWS: dict[str, Rule] = {
     "gconfig.stop_token_ids": to("model.sampling.stop_token_ids"),
     "gconfig.greedy": only(False, else_="a group's completions would be equal"),
     "gconfig.max_tokens": left("a completion is bounded by max_new_tokens and the model's context"),
-    "gconfig.frequency_penalty": only(0, else_="tokens are sampled from the policy as it is, so that training is exact"),
+    "gconfig.frequency_penalty": only(0, else_="tokens are sampled from the policy itself, so that training is exact"),
     "gconfig.*": left("completions end at stop tokens; see model.sampling"),
     "rollout.max_head_offpolicyness": staleness,
     "rollout.max_concurrent_rollouts": to("callbacks.StalenessControl.max_concurrent"),

@@ -51,12 +51,19 @@ def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[L
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightrl doctor", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="lightrl doctor",
+        description="Checks a run before it starts, or computes rewards again that failed in it. Nothing is kept.",
+        epilog="example: lightrl doctor run --config run.yaml",
+        allow_abbrev=False,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, what: str, like: str = "predict") -> argparse.ArgumentParser:
         others = f"All other options are those of `lightrl {like}`: --config, --model..., --data..., --ckpt_path."
-        return commands.add_parser(name, help=what, description=what, epilog=others, allow_abbrev=False)
+        usage = f"lightrl doctor {name}{' FILE' * (name == 'replay')} --config run.yaml [--setting value ...]"
+        text = f"{what[0].upper()}{what[1:]}."
+        return commands.add_parser(name, usage=usage, help=what, description=text, epilog=others, allow_abbrev=False)
 
     add("run", "checks everything that a run needs, in two iterations of it, before it starts", "fit")
     add("data", "reads every row of the train and validation data, as a run would")
