@@ -10,13 +10,17 @@ agent has rewritten history, holds two conversations, or sent the same request t
 
 The branch in which the policy generated most tokens (the latest of equals) is trained on; the metric `dropped_branches`
 counts the others.
+
+A malformed call never reaches the agent: the policy reads what is wrong and continues, in turns that the agent does not
+see. After three such turns in a row the agent gets the text as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -24,12 +28,14 @@ from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import LightRLError, RolloutError
-from lightrl.trajectory import JsonObject, Prompt, Trajectory
-from lightrl.workflows.chat_protocol import Answer, ChatRequest, MessageKey, RequestRefused, find_calls
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
+from lightrl.workflows.agent_protocol import AgentRequest, Answer, MessageKey, RequestRefused, call_ids, message_key
+from lightrl.workflows.completion_parser import CompletionParser, ParsedCompletion
 from lightrl.workflows.conversation import Conversation, TurnRenderer
-from lightrl.workflows.tools import ToolParser, parse_hermes
+from lightrl.workflows.tools import split_thinking
 from lightrl.workflows.workflow import Generate
 
+_MAX_CORRECTIONS = 3
 _LONG_CHARS = 1 << 15  # in a request's messages: some 30 ms of a tokenizer
 _T = TypeVar("_T")
 
@@ -44,6 +50,17 @@ class _Answered:
     is_leaf: bool = True
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A request as tokens."""
+
+    request: AgentRequest
+    conversation: Conversation  # ends with the request's last message
+    parent: _Answered | None  # that it continues
+    keys: list[MessageKey]  # the messages'
+    num_prompt_tokens: int
+
+
 class AgentSession:
     """One growing trajectory of an agent; made and used on one event loop.
 
@@ -52,7 +69,7 @@ class AgentSession:
         generate: awaits the policy.
         renderer: shared by all sessions; has a chat template.
         max_tokens: of one branch, at most the model's context; None for no limit.
-        tool_parser: finds the calls in a completion if the request has tools.
+        parser: finds thinking, text and calls in a completion.
     """
 
     def __init__(
@@ -61,34 +78,48 @@ class AgentSession:
         generate: Generate,
         renderer: TurnRenderer,
         *,
+        parser: CompletionParser,
         max_tokens: int | None = None,
-        tool_parser: ToolParser = parse_hermes,
     ) -> None:
         self.prompt = prompt
         self.renderer = renderer
         self.max_tokens = sys.maxsize if max_tokens is None else max_tokens
-        self.tool_parser = tool_parser
+        self.parser = parser
         self.exceeds_max_tokens = False  # max_tokens left no space for a request
         # Fails the trajectory, whatever the agent does; set once.
         self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
         self._generate = generate
         self._answered: list[_Answered] = []
+        self._sent: dict[tuple[str, tuple[object, ...]], MessageKey] = {}  # text and ids of an answer's calls → its key
         self._pending: set[asyncio.Task[Completion]] = set()
         self._is_closed = False
 
-    async def complete(self, request: ChatRequest) -> Answer:
+    async def prepare(self, request: AgentRequest) -> Prepared:
+        """Encodes a request.
+
+        Raises:
+            RequestRefused: if the session is over, or the chat template fails, which sets `failure`.
+        """
+        with self._failing():
+            keys = [self._key_of(message) for message in request.messages]
+            parent = self._find_parent(keys, request.tools)
+            if parent is None:
+                prompt = replace(self.prompt, messages=request.messages, token_ids=None)
+                conversation = await self._encoded(request, Conversation, self.renderer, prompt, (), request.tools)
+            else:
+                conversation = parent.conversation.copy()
+                new = request.messages[len(parent.keys) :]
+                conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
+            return Prepared(request, conversation, parent, keys, len(conversation.token_ids))
+
+    async def answer(self, prepared: Prepared) -> Answer:
         """The policy's answer; waits for the engine. On cancellation the engine drops the completion.
 
         Raises:
             RequestRefused: if it is too long, the session is over, or generation failed, which sets `failure`.
         """
-        if self._is_closed:
-            raise _over()
-        try:
-            return await self._complete(request)
-        except LightRLError as error:
-            self.fail(error)
-            raise RequestRefused(str(error), status=500, code="rollout_failed") from error
+        with self._failing():
+            return await self._answer(prepared)
 
     def fail(self, error: LightRLError) -> None:
         """Fails the trajectory with this error, unless it has already failed."""
@@ -128,28 +159,60 @@ class AgentSession:
             trajectory.rewards = None
         return trajectory
 
-    async def _complete(self, request: ChatRequest) -> Answer:
-        parent = self._find_parent(request)
-        if parent is None:
-            prompt = replace(self.prompt, messages=request.messages, token_ids=None)
-            conversation = await self._encoded(request, Conversation, self.renderer, prompt, (), request.tools)
-        else:
-            conversation = parent.conversation.copy()
-            new = request.messages[len(parent.keys) :]
-            conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
-        num_prompt_tokens = len(conversation.token_ids)
-        completion = await self._request_completion(conversation.token_ids, request.max_new_tokens)
-        text = conversation.add_completion(completion)
-        calls = find_calls(text, completion, request.tools, self.tool_parser)
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        if self._is_closed:
+            raise _over()
+        try:
+            yield
+        except LightRLError as error:
+            self.fail(error)
+            raise RequestRefused(str(error), status=500, code="rollout_failed") from error
+
+    def _key_of(self, message: JsonMapping) -> MessageKey:
+        """The key of a message; an agent may have completed the arguments of our calls with defaults."""
+        key = message_key(message)
+        return self._sent.get((key[1], call_ids(message)), key)
+
+    async def _answer(self, prepared: Prepared) -> Answer:
+        request, conversation = prepared.request, prepared.conversation
+        for num_corrections in range(_MAX_CORRECTIONS + 1):
+            prompt_ids = conversation.token_ids
+            completion = await self._request_completion(prompt_ids, request.max_new_tokens)
+            text = conversation.add_completion(completion)
+            parsed = self._parse(prompt_ids, completion, text, request.tools)
+            if not parsed.errors:
+                break
+            reasoning, content = split_thinking(text)
+            observation = [{"role": "tool", "content": f"Error: {error}"} for error in parsed.errors]
+            corrected = conversation.copy()
+            corrected.add_observation(corrected.encode_observation(observation))
+            parsed = ParsedCompletion(content, reasoning)
+            if num_corrections == _MAX_CORRECTIONS or len(corrected.token_ids) >= self.max_tokens:
+                break
+            conversation = corrected
         shown = completion.token_ids if request.wants_logprobs else []
         token_texts = [self.renderer.decode([token_id]) for token_id in shown]
-        answer = Answer(completion, text, calls, num_prompt_tokens, token_texts)
-        self._answered.append(_Answered(conversation, [*request.keys, answer.key()], request.tools))
-        if parent is not None:
-            parent.is_leaf = False
+        answer = Answer.of(parsed, completion, prepared.num_prompt_tokens, token_texts)
+        key = message_key(answer.message)
+        if answer.calls:
+            self._sent[key[1], call_ids(answer.message)] = key
+        self._answered.append(_Answered(conversation, [*prepared.keys, key], request.tools))
+        if prepared.parent is not None:
+            prepared.parent.is_leaf = False
         return answer
 
-    async def _encoded(self, request: ChatRequest, encode: Callable[..., _T], *args: object) -> _T:
+    def _parse(
+        self, prompt_ids: Sequence[int], completion: Completion, text: str, tools: list[JsonObject]
+    ) -> ParsedCompletion:
+        """What the completion says; a call counts if it is complete and the request has tools."""
+        parsed = self.parser(prompt_ids, completion.token_ids, text, tools)
+        if not parsed.calls or (tools and completion.finish_reason == "stop"):
+            return parsed
+        reasoning, content = split_thinking(text)
+        return ParsedCompletion(content, reasoning)
+
+    async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
         """The result of `encode`; of long messages from a thread, so that the other sessions continue meanwhile."""
         if sum(len(message["content"]) for message in request.messages) < _LONG_CHARS:
             return encode(*args)
@@ -158,14 +221,14 @@ class AgentSession:
             raise _over()
         return encoded
 
-    def _find_parent(self, request: ChatRequest) -> _Answered | None:
-        """The longest conversation that this request continues; the latest of equals."""
+    def _find_parent(self, keys: list[MessageKey], tools: list[JsonObject]) -> _Answered | None:
+        """The longest conversation that a request continues; the latest of equals."""
         earlier = [
             answered
             for answered in reversed(self._answered)
-            if answered.tools == request.tools
-            and len(answered.keys) < len(request.keys)
-            and answered.keys == request.keys[: len(answered.keys)]
+            if answered.tools == tools
+            and len(answered.keys) < len(keys)
+            and answered.keys == keys[: len(answered.keys)]
         ]
         return max(earlier, key=lambda answered: len(answered.keys), default=None)
 

@@ -7,7 +7,8 @@ from bad_input_rows import each, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrl.workflows.chat_protocol import ChatRequest, RequestRefused
+from lightrl.workflows.agent_protocol import RequestRefused
+from lightrl.workflows.chat_protocol import ChatExchange
 
 pytestmark = pytest.mark.bad_input
 
@@ -55,7 +56,7 @@ REQUESTS = [
 @each(REQUESTS)
 def test_a_request_is_refused(case):
     with pytest.raises(RequestRefused) as caught:
-        ChatRequest.of_json(case.given)
+        ChatExchange.of_json(case.given)
     case.check(str(caught.value))
     assert caught.value.status == 400
 
@@ -85,7 +86,7 @@ JSON = st.recursive(
 def test_whatever_is_sent_is_served_or_refused(data):
     problem = "", 400
     try:
-        ChatRequest.of_json(data)
+        ChatExchange.of_json(data)
     except RequestRefused as error:
         problem = str(error), error.status
     assert problem[1] == 400
