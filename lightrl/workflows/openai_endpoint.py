@@ -141,9 +141,9 @@ class OpenAIEndpoint:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Checks the key, and gives every error the form that the clients read."""
         try:
-            sent = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-            expected = self._key_of(request.match_info.get("session", ""))
-            if not hmac.compare_digest(sent.encode(errors="surrogateescape"), expected.encode()):
+            key = self._key_of(request.match_info.get("session", ""))
+            sent = [("Authorization", f"Bearer {key}"), ("x-api-key", key)]
+            if not any(_is_equal(request.headers.get(name, ""), value) for name, value in sent):
                 raise RequestRefused(
                     "The API key is wrong, or another session's. Use the api_key that comes with the base_url.",
                     status=401,
@@ -261,6 +261,10 @@ async def _stream(
     await response.write(exchange.last_line.encode())
     await response.write_eof()
     return response
+
+
+def _is_equal(sent: str, expected: str) -> bool:
+    return hmac.compare_digest(sent.encode(errors="surrogateescape"), expected.encode())
 
 
 def _refusal(error: RequestRefused) -> web.Response:

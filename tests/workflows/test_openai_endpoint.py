@@ -137,7 +137,7 @@ def test_a_wrong_key_is_refused_on_every_route() -> None:
                 await ask(client, [user("hi")])
         root = base_url.partition("/sessions")[0]
         for path in ("/v1/models", "/", "/sessions/1/v1/models", "/sessions/1/v1/chat/completions"):
-            for headers in ({}, {"Authorization": "Bearer "}, {"x-api-key": "wrong"}, {"Authorization": "Basic 1"}):
+            for headers in ({}, {"Authorization": "Bearer "}, {"x-api-key": "wrong"}, {"Authorization": api_key}):
                 async with aiohttp.ClientSession() as http, http.get(root + path, headers=headers) as response:
                     assert response.status == 401
         await talk_after(base_url, api_key)
