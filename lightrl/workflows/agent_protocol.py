@@ -26,7 +26,6 @@ from typing_extensions import Self
 
 from lightrl.engines.engine import Completion
 from lightrl.trajectory import JsonMapping, JsonObject
-from lightrl.workflows.completion_parser import ParsedCompletion
 from lightrl.workflows.tools import split_thinking
 
 MODEL = "policy"
@@ -67,60 +66,27 @@ class AgentRequest:
     max_new_tokens: int | None = None
     wants_logprobs: bool = False
 
-    @property
-    def keys(self) -> list[MessageKey]:
-        """One for each message."""
-        return [message_key(message) for message in self.messages]
-
 
 @dataclass(frozen=True)
 class Answer:
     """The policy's completion, as the agent sees it."""
 
     completion: Completion
-    message: JsonObject  # the assistant's; with `reasoning_content` and `tool_calls` if there are any
+    content: str
+    reasoning: str
+    calls: list[JsonObject]  # each with an id of its own
     num_prompt_tokens: int
-    token_texts: list[str] = field(default_factory=list)  # one for each token; empty unless logprobs are requested
-
-    @classmethod
-    def of(cls, parsed: ParsedCompletion, *others: Any) -> Answer:
-        """
-        Args:
-            others: the fields before and after `message`.
-        """
-        message: JsonObject = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
-            message["tool_calls"] = [
-                tool_call(f"call_{uuid.uuid4().hex[:24]}", call.name, dict(call.arguments)) for call in parsed.calls
-            ]
-        return cls(others[0], message, *others[1:])
+    token_texts: list[str]  # one for each token; empty unless logprobs are requested
 
     @property
-    def content(self) -> str:
-        return str(self.message["content"])
-
-    @property
-    def reasoning(self) -> str:
-        return str(self.message.get("reasoning_content", ""))
-
-    @property
-    def calls(self) -> list[JsonObject]:
-        return list(self.message.get("tool_calls", []))
-
-    @property
-    def is_cut_off(self) -> bool:
-        return self.completion.finish_reason == "length"
+    def message(self) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": self.content}
+        message |= {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return message | ({"tool_calls": self.calls} if self.calls else {})
 
 
 class Exchange(ABC):
     """One request and what is sent back; subclasses are the protocols.
-
-    Attributes:
-        request: what the policy is asked.
-        is_streamed: the answer is sent as events.
-        ignored: fields of the request that have no effect.
 
     Raises:
         RequestRefused: if the request is malformed, or requests something that cannot be served.
@@ -128,7 +94,6 @@ class Exchange(ABC):
 
     served: ClassVar[str]  # names of fields that are served, refused for some values, or harmless
     refused: ClassVar[Refusals]
-
     last_line: ClassVar[str] = ""  # of a stream
 
     def __init__(self, body: object) -> None:
@@ -148,6 +113,7 @@ class Exchange(ABC):
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.is_streamed = bool(self.fields.get("stream", False))
+        # Fields that have no effect.
         self.ignored = sorted(self.fields.keys() - {"model", "stream"} - set(self.served.split()) - self.refused.keys())
         self.request = self.read()
 
@@ -179,20 +145,13 @@ class Exchange(ABC):
     def events(self, answer: Answer) -> Iterator[JsonObject]:
         """The other events of a stream. The text comes in one piece, because the engine returns whole completions."""
 
-    @abstractmethod
     def waiting_event(self) -> JsonObject | None:
         """An event that shows a waiting client that the stream is alive; None for a comment."""
+        return None
 
     def error_event(self, error: RequestRefused) -> JsonObject:
         """The event that ends a stream without an answer."""
         return error.to_json()
-
-    def list_of(self, name: str, what: str) -> list[Any]:
-        """A field that must be a list of objects, empty if it is left out."""
-        value = self.fields.get(name, [])
-        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-            raise RequestRefused(f"{name} must be a list of {what}, got {value!r:.80}.")
-        return value
 
     def limit_of(self, *names: str) -> int | None:
         """The smallest limit of new tokens in these fields."""
@@ -202,11 +161,7 @@ class Exchange(ABC):
         return min(limits, default=None)
 
     def may_call(self) -> bool:
-        """Whether `tool_choice` lets the policy call tools.
-
-        Raises:
-            RequestRefused: if it forces a call, which sampling cannot.
-        """
+        """Whether `tool_choice` lets the policy call tools; a call that is forced is refused."""
         choice = self.fields.get("tool_choice", "auto")
         choice = choice.get("type") if isinstance(choice, Mapping) else choice
         if choice not in ("auto", "none"):
@@ -226,11 +181,6 @@ def message_key(message: JsonMapping) -> MessageKey:
     return str(message["role"]), content, calls
 
 
-def call_ids(message: JsonMapping) -> tuple[Any, ...]:
-    """The ids of a message's calls; those of an answer are unique."""
-    return tuple(call.get("id") for call in message.get("tool_calls", []))
-
-
 def tool_call(call_id: object, name: str, arguments: object) -> JsonObject:
     """A call as messages have it; arguments that are text become an object if they are JSON."""
     if isinstance(arguments, str):
@@ -240,11 +190,7 @@ def tool_call(call_id: object, name: str, arguments: object) -> JsonObject:
 
 
 def tool_of(name: object, description: object, schema: object) -> JsonObject:
-    """A tool as chat templates read it.
-
-    Raises:
-        RequestRefused: if the schema is no JSON schema.
-    """
+    """A tool as chat templates read it; refused without a name and a JSON schema."""
     if not isinstance(name, str) or not name:
         raise RequestRefused(f"A tool must have a name, got {name!r:.80}.")
     problem = _schema_problem(json.dumps(schema)) if schema is not None else None
@@ -258,22 +204,22 @@ def tool_of(name: object, description: object, schema: object) -> JsonObject:
 def _schema_problem(text: str) -> str | None:
     import jsonschema
 
-    schema = json.loads(text)
     try:
-        if not isinstance(schema, dict):
-            return f"it must be an object, got {schema!r:.80}"
-        jsonschema.Draft202012Validator.check_schema(schema)
+        jsonschema.Draft202012Validator.check_schema(json.loads(text))
     except (jsonschema.SchemaError, RecursionError) as error:
         return f"{getattr(error, 'message', error)}"[:200]
     return None
 
 
-def text_of(content: object) -> str:
-    """The text of a message's content: itself, or in parts.
+def objects_of(value: object, name: str, what: str = "objects") -> list[Any]:
+    """The value itself if it is a list of objects; anything else is refused."""
+    if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+        return value
+    raise RequestRefused(f"{name} must be a list of {what}, got {value!r:.80}.")
 
-    Raises:
-        RequestRefused: if it is anything else.
-    """
+
+def text_of(content: object) -> str:
+    """The text of a message's content, itself or in parts; anything else is refused."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[Any] = content if isinstance(content, list) else [content]
@@ -283,10 +229,7 @@ def text_of(content: object) -> str:
 
 
 def with_one_system_message(messages: Sequence[JsonObject]) -> list[JsonObject]:
-    """The messages as strict chat templates read them: what the system says first is one message.
-
-    What it says later, in the middle of a chat, becomes a user's message.
-    """
+    """The messages for strict chat templates: one of the system, at the start; its later ones become the user's."""
     start = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
     first = [{"role": "system", "content": "\n\n".join(each["content"] for each in messages[:start])}]
     later = [{**each, "role": "user"} if each["role"] == "system" else each for each in messages[start:]]
@@ -308,5 +251,4 @@ def unsealed(text: object) -> str:
 
 def render_models() -> JsonObject:
     """The list of models: the policy."""
-    model = {"id": MODEL, "object": "model", "type": "model", "display_name": MODEL, "created": 0}
-    return {"object": "list", "data": [{**model, "created_at": "1970-01-01T00:00:00Z", "owned_by": "lightrl"}]}
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "lightrl"}]}

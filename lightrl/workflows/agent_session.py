@@ -19,20 +19,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from lightrl.checks.user_code import user_code
 from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
-from lightrl.workflows.agent_protocol import AgentRequest, Answer, MessageKey, RequestRefused, call_ids, message_key
-from lightrl.workflows.completion_parser import CompletionParser, ParsedCompletion
+from lightrl.workflows.agent_protocol import AgentRequest, Answer, MessageKey, RequestRefused, message_key, tool_call
+from lightrl.workflows.completion_parser import CompletionParser, parse_text
 from lightrl.workflows.conversation import Conversation, TurnRenderer
-from lightrl.workflows.tools import split_thinking
 from lightrl.workflows.workflow import Generate
 
 _MAX_CORRECTIONS = 3
@@ -90,7 +91,8 @@ class AgentSession:
         self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
         self._generate = generate
         self._answered: list[_Answered] = []
-        self._sent: dict[tuple[str, tuple[object, ...]], MessageKey] = {}  # text and ids of an answer's calls → its key
+        # Text and call ids of an answer → its key: an agent may complete the arguments of a call with defaults.
+        self._keys: dict[tuple[object, ...], MessageKey] = {}
         self._pending: set[asyncio.Task[Completion]] = set()
         self._is_closed = False
 
@@ -101,7 +103,7 @@ class AgentSession:
             RequestRefused: if the session is over, or the chat template fails, which sets `failure`.
         """
         with self._failing():
-            keys = [self._key_of(message) for message in request.messages]
+            keys = [self._keys.get(_call_ids(message), message_key(message)) for message in request.messages]
             parent = self._find_parent(keys, request.tools)
             if parent is None:
                 prompt = replace(self.prompt, messages=request.messages, token_ids=None)
@@ -161,18 +163,20 @@ class AgentSession:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
+        def failed(error: BaseException) -> RolloutError:
+            return RolloutError(
+                f"A request of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the messages, the "
+                "chat template or the tool parser."
+            )
+
         if self._is_closed:
             raise _over()
         try:
-            yield
+            with user_code(failed, RequestRefused, LightRLError):
+                yield
         except LightRLError as error:
             self.fail(error)
             raise RequestRefused(str(error), status=500, code="rollout_failed") from error
-
-    def _key_of(self, message: JsonMapping) -> MessageKey:
-        """The key of a message; an agent may have completed the arguments of our calls with defaults."""
-        key = message_key(message)
-        return self._sent.get((key[1], call_ids(message)), key)
 
     async def _answer(self, prepared: Prepared) -> Answer:
         request, conversation = prepared.request, prepared.conversation
@@ -180,37 +184,30 @@ class AgentSession:
             prompt_ids = conversation.token_ids
             completion = await self._request_completion(prompt_ids, request.max_new_tokens)
             text = conversation.add_completion(completion)
-            parsed = self._parse(prompt_ids, completion, text, request.tools)
-            if not parsed.errors:
+            parsed = self.parser(prompt_ids, completion.token_ids, text, request.tools)
+            if parsed.calls and not (request.tools and completion.finish_reason == "stop"):
+                parsed = parse_text(text)
+            errors = [call.error for call in parsed.calls if call.error is not None]
+            if not errors:
                 break
-            reasoning, content = split_thinking(text)
-            observation = [{"role": "tool", "content": f"Error: {error}"} for error in parsed.errors]
+            parsed = parse_text(text)
             corrected = conversation.copy()
+            observation = [{"role": "tool", "content": f"Error: {error}; no call was run"} for error in errors]
             corrected.add_observation(corrected.encode_observation(observation))
-            parsed = ParsedCompletion(content, reasoning)
             if num_corrections == _MAX_CORRECTIONS or len(corrected.token_ids) >= self.max_tokens:
                 break
             conversation = corrected
         shown = completion.token_ids if request.wants_logprobs else []
         token_texts = [self.renderer.decode([token_id]) for token_id in shown]
-        answer = Answer.of(parsed, completion, prepared.num_prompt_tokens, token_texts)
+        calls = [tool_call(f"call_{uuid.uuid4().hex[:24]}", call.name, dict(call.arguments)) for call in parsed.calls]
+        answer = Answer(completion, parsed.content, parsed.reasoning, calls, prepared.num_prompt_tokens, token_texts)
         key = message_key(answer.message)
-        if answer.calls:
-            self._sent[key[1], call_ids(answer.message)] = key
+        if calls:
+            self._keys[_call_ids(answer.message)] = key
         self._answered.append(_Answered(conversation, [*prepared.keys, key], request.tools))
         if prepared.parent is not None:
             prepared.parent.is_leaf = False
         return answer
-
-    def _parse(
-        self, prompt_ids: Sequence[int], completion: Completion, text: str, tools: list[JsonObject]
-    ) -> ParsedCompletion:
-        """What the completion says; a call counts if it is complete and the request has tools."""
-        parsed = self.parser(prompt_ids, completion.token_ids, text, tools)
-        if not parsed.calls or (tools and completion.finish_reason == "stop"):
-            return parsed
-        reasoning, content = split_thinking(text)
-        return ParsedCompletion(content, reasoning)
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
         """The result of `encode`; of long messages from a thread, so that the other sessions continue meanwhile."""
@@ -257,6 +254,10 @@ class AgentSession:
         if not completion.token_ids:
             raise RolloutError(f"The policy generated no token for prompt {self.prompt.id!r}.")
         return completion
+
+
+def _call_ids(message: JsonMapping) -> tuple[object, ...]:
+    return str(message["content"]).strip(), *(call.get("id") for call in message.get("tool_calls", []))
 
 
 def _over() -> RequestRefused:

@@ -17,6 +17,7 @@ from lightrl.workflows.agent_protocol import (
     Exchange,
     Refusals,
     RequestRefused,
+    objects_of,
     text_of,
     tool_call,
     tool_of,
@@ -48,7 +49,7 @@ class ChatExchange(Exchange):
         messages = self.fields.get("messages")
         if not isinstance(messages, list) or not messages:
             raise RequestRefused(f"messages must be a list with at least one message, got {messages!r:.80}.")
-        tools = [_read_tool(tool) for tool in self.list_of("tools", "JSON schemas")]
+        tools = [_read_tool(tool) for tool in objects_of(self.fields.get("tools", []), "tools", "JSON schemas")]
         return AgentRequest(
             [_read_message(message) for message in messages],
             tools if may_call else [],
@@ -64,12 +65,7 @@ class ChatExchange(Exchange):
             "logprobs": self._logprobs(answer),
             "finish_reason": _finish_reason(answer),
         }
-        return {
-            **self._envelope("chat.completion"),
-            **_fingerprint(answer),
-            "choices": [choice],
-            "usage": _usage(answer),
-        }
+        return {**self._envelope("chat.completion", answer), "choices": [choice], "usage": _usage(answer)}
 
     def start_events(self, num_prompt_tokens: int) -> list[JsonObject]:
         return [self._chunk({"role": "assistant", "content": ""})]
@@ -81,20 +77,20 @@ class ChatExchange(Exchange):
         deltas += [{"tool_calls": calls}] if calls else []
         for index, delta in enumerate(deltas):
             yield self._chunk(delta, logprobs=self._logprobs(answer) if index == 0 else None)
-        yield {**self._chunk({}, finish_reason=_finish_reason(answer)), **_fingerprint(answer)}
+        last = self._chunk({}, finish_reason=_finish_reason(answer))
+        yield last | self._envelope("chat.completion.chunk", answer)
         options = self.fields.get("stream_options")
         if isinstance(options, Mapping) and options.get("include_usage"):
             yield {**self._chunk({}), "choices": [], "usage": _usage(answer)}
-
-    def waiting_event(self) -> JsonObject | None:
-        return None
 
     def _chunk(self, delta: JsonObject, **fields: Any) -> JsonObject:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
         return {**self._envelope("chat.completion.chunk"), "choices": [choice]}
 
-    def _envelope(self, kind: str) -> JsonObject:
-        return {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": MODEL}
+    def _envelope(self, kind: str, answer: Answer | None = None) -> JsonObject:
+        version = None if answer is None else f"weight-version-{answer.completion.weight_versions[-1]}"
+        envelope = {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": MODEL}
+        return {**envelope, "system_fingerprint": version}
 
     def _logprobs(self, answer: Answer) -> JsonObject | None:
         if not self.request.wants_logprobs:
@@ -145,10 +141,6 @@ def _calls(answer: Answer) -> list[JsonObject]:
 
 def _finish_reason(answer: Answer) -> str:
     return "tool_calls" if answer.calls else answer.completion.finish_reason
-
-
-def _fingerprint(answer: Answer) -> JsonObject:
-    return {"system_fingerprint": f"weight-version-{answer.completion.weight_versions[-1]}"}
 
 
 def _usage(answer: Answer) -> dict[str, int]:

@@ -9,9 +9,10 @@ A malformed call is a `ToolCall` with an error, whichever of them parses.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from lightrl.trajectory import JsonMapping
 from lightrl.workflows.tools import ToolCall, ToolParser, parse_hermes, split_thinking, without_thinking
@@ -26,11 +27,6 @@ class ParsedCompletion:
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
 
-    @property
-    def errors(self) -> list[str]:
-        """What is wrong with the calls."""
-        return [call.error for call in self.calls if call.error is not None]
-
 
 # Gets the prompt's tokens, the completion's, its text with the thinking that the prompt opened, and the tools.
 CompletionParser = Callable[[Sequence[int], Sequence[int], str, Sequence[JsonMapping]], ParsedCompletion]
@@ -39,85 +35,71 @@ CompletionParser = Callable[[Sequence[int], Sequence[int], str, Sequence[JsonMap
 def completion_parser(
     tokenizer: PreTrainedTokenizerBase, tool_parser: ToolParser | None, renderer: str | None
 ) -> CompletionParser:
-    """The parser that these settings choose.
-
-    Raises:
-        ValueError: if both are set, or there is no such renderer.
-    """
+    """The parser that these settings choose; raises ValueError if there is no such renderer, or both are set."""
     if tool_parser is not None and renderer is not None:
         raise ValueError(f"renderer={renderer!r} finds the calls itself. Leave tool_parser out, or renderer.")
     if renderer is not None:
-        return _RendererParser(tokenizer, renderer)
+        return functools.partial(_parse_with_renderer, _renderer(tokenizer, renderer))
     if tool_parser is None and getattr(tokenizer, "response_template", None) is not None:
-        return _TemplateParser(tokenizer)
-    return _TextParser(tool_parser or parse_hermes)
+        return functools.partial(_parse_with_template, tokenizer)
+    return lambda prompt_ids, token_ids, text, tools: parse_text(text, tool_parser or parse_hermes)
 
 
-class _TextParser:
-    def __init__(self, tool_parser: ToolParser) -> None:
-        self.tool_parser = tool_parser
-
-    def __call__(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str, tools: Sequence[JsonMapping]
-    ) -> ParsedCompletion:
-        reasoning, content = split_thinking(text)
-        calls = self.tool_parser(without_thinking(text))
-        return ParsedCompletion(content.partition("<tool_call>")[0].strip() if calls else content, reasoning, calls)
+def parse_text(text: str, tool_parser: ToolParser | None = None) -> ParsedCompletion:
+    """The thinking and the rest of a text; without a parser of calls, they stay in the text."""
+    reasoning, content = split_thinking(text)
+    calls = tool_parser(without_thinking(text)) if tool_parser is not None else []
+    return ParsedCompletion(content.partition("<tool_call>")[0].strip() if calls else content, reasoning, calls)
 
 
-class _TemplateParser:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-
-    def __call__(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str, tools: Sequence[JsonMapping]
-    ) -> ParsedCompletion:
-        try:
-            message = self.tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids), tools=list(tools))
-        except ValueError as error:  # of the template's content parsers
-            reasoning, content = split_thinking(text)
-            return ParsedCompletion(content, reasoning, [ToolCall(error=f"the call cannot be read: {error}")])
-        reasoning = message.get("reasoning_content") or message.get("thinking") or ""
-        functions = [call.get("function", call) for call in message.get("tool_calls") or []]
-        calls = [_call_of(each.get("name"), each.get("arguments", {})) for each in functions]
-        return ParsedCompletion(message.get("content") or "", reasoning, calls)
+def _parse_with_template(
+    tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str, tools: Sequence[JsonMapping]
+) -> ParsedCompletion:
+    try:
+        message = tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids), tools=list(tools))
+    except ValueError as error:  # of the template's content parsers
+        return replace(parse_text(text), calls=[ToolCall(error=f"the call cannot be read: {error}")])
+    reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+    functions = [call.get("function", call) for call in message.get("tool_calls") or []]
+    calls = [_call_of(each.get("name"), each.get("arguments", {})) for each in functions]
+    return ParsedCompletion(message.get("content") or "", reasoning, calls)
 
 
-class _RendererParser:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-        try:
-            import renderers
-        except ImportError as error:
-            raise ValueError(
-                f"renderer={name!r} needs the package renderers. Run `pip install 'lightrl[renderers]'` with Python "
-                "3.11 or later."
-            ) from error
-        try:
-            self.renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
-        except Exception as error:  # whatever its model's tokenizer lacks
-            raise ValueError(f"renderer={name!r} does not fit the tokenizer: {error}") from error
-        if name == "auto" and isinstance(self.renderer, renderers.DefaultRenderer):
-            raise ValueError(
-                f"renderer='auto' does not know the tokenizer {tokenizer.name_or_path!r}. Set renderer to the name of "
-                "its model's format, such as qwen3."
-            )
+def _parse_with_renderer(
+    renderer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str, tools: Sequence[JsonMapping]
+) -> ParsedCompletion:
+    parsed = renderer.parse_response(list(token_ids), tools=list(tools), prompt_ids=list(prompt_ids))
+    calls = [
+        _call_of(call.name, call.arguments)
+        if call.status in ("ok", "unknown_tool")  # the agent says which tools there are
+        else ToolCall(error=f"the call is malformed ({call.status}): {call.raw:.200}")
+        for call in parsed.tool_calls
+    ]
+    return ParsedCompletion(parsed.content, parsed.reasoning_content or "", calls)
 
-    def __call__(
-        self, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str, tools: Sequence[JsonMapping]
-    ) -> ParsedCompletion:
-        parsed = self.renderer.parse_response(list(token_ids), tools=list(tools), prompt_ids=list(prompt_ids))
-        calls = [
-            _call_of(call.name, call.arguments)
-            if call.status in ("ok", "unknown_tool")  # the agent says which tools there are
-            else ToolCall(error=f"the call is malformed ({call.status}): {call.raw:.200}")
-            for call in parsed.tool_calls
-        ]
-        return ParsedCompletion(parsed.content, parsed.reasoning_content or "", calls)
+
+def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
+    try:
+        import renderers
+    except ImportError as error:
+        raise ValueError(
+            f"renderer={name!r} needs the package renderers. Run `pip install 'lightrl[renderers]'` with Python 3.11 "
+            "or later."
+        ) from error
+    try:
+        renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
+    except Exception as error:  # whatever its model's tokenizer lacks
+        raise ValueError(f"renderer={name!r} does not fit the tokenizer: {error}") from error
+    if isinstance(renderer, renderers.DefaultRenderer):
+        raise ValueError(
+            f"renderer={name!r} does not know the tokenizer {tokenizer.name_or_path!r}. Set renderer to the name of "
+            "its model's format, such as qwen3."
+        )
+    return renderer
 
 
 def _call_of(name: object, arguments: object) -> ToolCall:
     if isinstance(name, str) and isinstance(arguments, Mapping):
         return ToolCall(name, arguments)
-    return ToolCall(
-        error=f"the call needs a name and arguments that are an object, got {name!r:.80}, {arguments!r:.80}"
-    )
+    problem = f"the call needs a name and arguments that are an object, got {name!r:.80}, {arguments!r:.80}"
+    return ToolCall(error=problem)

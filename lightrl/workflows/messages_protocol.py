@@ -18,6 +18,7 @@ from lightrl.workflows.agent_protocol import (
     Exchange,
     Refusals,
     RequestRefused,
+    objects_of,
     sealed,
     text_of,
     tool_call,
@@ -44,18 +45,19 @@ class MessagesExchange(Exchange):
         may_call = self.may_call()
         if isinstance(self.fields.get("output_config"), Mapping) and self.fields["output_config"].get("format"):
             raise RequestRefused("output_config.format is not supported. Let the reward check the format.")
-        messages = self.list_of("messages", "messages")
+        messages, listed = objects_of(self.fields.get("messages"), "messages"), self.fields.get("tools", [])
         if not messages:
             raise RequestRefused("messages must be a list with at least one message, got [].")
         tools = {
             str(tool.get("name")): tool_of(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-            for tool in self.list_of("tools", "tools")
-            if self._is_for_agent(tool)
+            for tool in objects_of(listed, "tools")
+            if tool.get("type", "custom") == "custom"
         }
         read = [{"role": "system", "content": text_of(self.fields["system"])}] if "system" in self.fields else []
         for message in messages:
             read += _read_message(message, tools)
-        deferred = {tool.get("name") for tool in self.fields.get("tools", []) if tool.get("defer_loading")}
+        self.ignored += [f"the tool {tool['type']}" for tool in listed if tool.get("type", "custom") != "custom"]
+        deferred = {tool.get("name") for tool in listed if tool.get("defer_loading")}
         shown = [tool for name, tool in tools.items() if name not in deferred]
         return AgentRequest(with_one_system_message(read), shown if may_call else [], self.limit_of("max_tokens"))
 
@@ -90,12 +92,6 @@ class MessagesExchange(Exchange):
     def waiting_event(self) -> JsonObject | None:
         return {"type": "ping"}
 
-    def _is_for_agent(self, tool: JsonMapping) -> bool:
-        if tool.get("type", "custom") != "custom":
-            self.ignored.append(f"the tool {tool['type']}")
-            return False
-        return True
-
     def _message(self, num_prompt_tokens: int) -> JsonObject:
         return {
             "id": f"msg_{self.id}",
@@ -119,9 +115,8 @@ class MessagesExchange(Exchange):
         if answer.content or not answer.calls:
             blocks.append({"type": "text", "text": answer.content})
         for call in answer.calls:
-            function = call["function"]
-            use = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
-            blocks.append(use)
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
         return blocks
 
 
@@ -158,4 +153,4 @@ def _result_text(content: object, tools: Mapping[str, JsonMapping]) -> str:
 
 
 def _stop_reason(answer: Answer) -> str:
-    return "tool_use" if answer.calls else "max_tokens" if answer.is_cut_off else "end_turn"
+    return "tool_use" if answer.calls else "max_tokens" if answer.completion.finish_reason == "length" else "end_turn"

@@ -22,12 +22,11 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from lightrl.checks.user_code import user_code
 from lightrl.concurrency.abandon import abandon
 from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonObject
 from lightrl.workflows.agent_protocol import Answer, Exchange, RequestRefused, render_models
-from lightrl.workflows.agent_session import AgentSession, Prepared
+from lightrl.workflows.agent_session import AgentSession
 from lightrl.workflows.chat_protocol import ChatExchange
 from lightrl.workflows.messages_protocol import MessagesExchange
 from lightrl.workflows.responses_protocol import ResponsesExchange
@@ -141,9 +140,9 @@ class OpenAIEndpoint:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Checks the key, and gives every error the form that the clients read."""
         try:
-            key = self._key_of(request.match_info.get("session", ""))
-            sent = [("Authorization", f"Bearer {key}"), ("x-api-key", key)]
-            if not any(_is_equal(request.headers.get(name, ""), value) for name, value in sent):
+            key = self._key_of(request.path.partition("/sessions/")[2].partition("/")[0])
+            sent = request.headers.get("Authorization", f"Bearer {request.headers.get('x-api-key')}")
+            if not hmac.compare_digest(sent.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
                 raise RequestRefused(
                     "The API key is wrong, or another session's. Use the api_key that comes with the base_url.",
                     status=401,
@@ -166,29 +165,17 @@ class OpenAIEndpoint:
             )
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        if "session" in request.match_info:
-            self._session(request)
+        self._session(request)
         return web.json_response(render_models())
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         session, path = self._session(request), request.match_info["protocol"]
         exchange = _PROTOCOLS[path].of_json(await request.read())
         self._warn_of_ignored(exchange.ignored)
-
-        def failed(error: BaseException) -> RequestRefused:
-            message = f"A request of prompt {session.prompt.id!r} raised {type(error).__name__}: {error}."
-            session.fail(RolloutError(f"{message} Fix the messages, the chat template or the tool parser."))
-            return RequestRefused(message, status=500, code="rollout_failed")
-
-        async def answer(prepared: Prepared) -> Answer:
-            with user_code(failed, RequestRefused):
-                return await session.answer(prepared)
-
-        with user_code(failed, RequestRefused):  # a chat template and a tool parser
-            prepared = await session.prepare(exchange.request)
+        prepared = await session.prepare(exchange.request)
         if path.endswith("count_tokens"):
             return web.json_response({"input_tokens": prepared.num_prompt_tokens})
-        answering = asyncio.ensure_future(answer(prepared))
+        answering = asyncio.ensure_future(session.answer(prepared))
         try:
             if exchange.is_streamed:
                 return await _stream(request, exchange, prepared.num_prompt_tokens, answering)
@@ -261,10 +248,6 @@ async def _stream(
     await response.write(exchange.last_line.encode())
     await response.write_eof()
     return response
-
-
-def _is_equal(sent: str, expected: str) -> bool:
-    return hmac.compare_digest(sent.encode(errors="surrogateescape"), expected.encode())
 
 
 def _refusal(error: RequestRefused) -> web.Response:

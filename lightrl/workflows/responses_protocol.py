@@ -19,6 +19,7 @@ from lightrl.workflows.agent_protocol import (
     Exchange,
     Refusals,
     RequestRefused,
+    objects_of,
     sealed,
     text_of,
     tool_call,
@@ -37,7 +38,7 @@ class ResponsesExchange(Exchange):
     served = (
         "input instructions tools tool_choice parallel_tool_calls max_output_tokens reasoning include "
         "metadata client_metadata store user safety_identifier prompt_cache_key prompt_cache_retention "
-        "service_tier stream_options truncation"
+        "service_tier stream_options truncation text"
     )
     refused: ClassVar[Refusals] = {
         "previous_response_id": ((), "Send all items; nothing is stored."),
@@ -53,11 +54,10 @@ class ResponsesExchange(Exchange):
         if form is not None and form != {"type": "text"}:
             raise RequestRefused(f"text.format={form!r:.80} is not supported. Let the reward check the format.")
         self.num_events = 0
-        self.custom: set[str] = set()  # names of custom tools
-        self.namespaces: dict[str, tuple[str, str]] = {}  # the policy's name of a tool → namespace, name
-        tools = [each for tool in self.list_of("tools", "tools") for each in self._read_tools(tool)]
+        self.wire_names: dict[str, tuple[str, str, str]] = {}  # the policy's name of a tool → kind, namespace, name
+        tools = [each for tool in objects_of(self.fields.get("tools", []), "tools") for each in self._read_tools(tool)]
         items = self.fields.get("input", [])
-        items = [{"role": "user", "content": items}] if isinstance(items, str) else self.list_of("input", "items")
+        items = [{"role": "user", "content": items}] if isinstance(items, str) else objects_of(items, "input")
         messages = [{"role": "system", "content": text_of(self.fields.get("instructions"))}]
         messages = messages if messages[0]["content"] else []
         for item in items:
@@ -78,7 +78,7 @@ class ResponsesExchange(Exchange):
             "total_tokens": answer.num_prompt_tokens + num_generated,
         }
         end: JsonObject = {"status": "completed"}
-        if answer.is_cut_off:
+        if answer.completion.finish_reason == "length":
             end = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         return {**self._response(), **end, "output": self._items(answer), "usage": usage}
 
@@ -133,16 +133,10 @@ class ResponsesExchange(Exchange):
             "model": MODEL,
             "status": "in_progress",
             "output": [],
-            "error": None,
-            "incomplete_details": None,
-            "instructions": None,
-            "metadata": {},
             "parallel_tool_calls": True,
-            "temperature": None,
-            "top_p": None,
             "tool_choice": "auto",
             "tools": self.fields.get("tools", []),
-            "usage": None,
+            **dict.fromkeys(("error", "incomplete_details", "instructions", "temperature", "top_p", "usage")),
         }
 
     def _items(self, answer: Answer) -> list[JsonObject]:
@@ -151,72 +145,69 @@ class ResponsesExchange(Exchange):
         if answer.reasoning:
             text = [{"type": "reasoning_text", "text": answer.reasoning}]
             reasoning = {"id": f"rs_{self.id}", "type": "reasoning", "summary": [], "content": text}
-            is_kept_by_client = "reasoning.encrypted_content" in self.fields.get("include", [])
+            is_kept_by_client = "reasoning.encrypted_content" in str(self.fields.get("include"))
             items.append(reasoning | ({"encrypted_content": sealed(answer.reasoning)} if is_kept_by_client else {}))
         if answer.content or not answer.calls:
             part = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
             items.append({"id": f"msg_{self.id}", "type": "message", "role": "assistant", "content": [part]})
         for call in answer.calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            item = {"id": f"fc_{call['id']}", "call_id": call["id"], "type": "function_call", "name": name}
-            if name in self.custom:
-                item |= {"type": "custom_tool_call", "input": str(arguments.get("input", ""))}
+            kind, namespace, name = self.wire_names.get(name, ("function", "", name))
+            item = {"id": f"fc_{call['id']}", "call_id": call["id"], "type": f"{kind}_call", "name": name}
+            item |= {"namespace": namespace} if namespace else {}
+            if kind == "custom":
+                items.append(item | {"type": "custom_tool_call", "input": str(arguments.get("input", ""))})
             else:
-                item |= {"arguments": json.dumps(arguments)}
-            if name in self.namespaces:
-                item["namespace"], item["name"] = self.namespaces[name]
-            items.append(item)
+                items.append(item | {"arguments": json.dumps(arguments)})
         return [{**item, "status": "completed"} for item in items]
 
     def _read_tools(self, tool: JsonMapping, namespace: str = "") -> Iterator[JsonObject]:
         """The functions of a tool: itself, those of a namespace, or none."""
         kind, name = tool.get("type"), tool.get("name")
-        if kind == "namespace" and isinstance(tool.get("tools"), list) and not namespace:
-            for inner in tool["tools"]:
+        if kind == "namespace" and not namespace:
+            for inner in objects_of(tool.get("tools", []), "The tools of a namespace"):
                 yield from self._read_tools(inner, str(name))
         elif kind in ("function", "custom"):
-            full_name = f"{namespace}.{name}" if namespace else name
-            if namespace:
-                self.namespaces[str(full_name)] = namespace, str(name)
-            if kind == "custom":
-                self.custom.add(str(full_name))
-            schema = _INPUT if kind == "custom" else tool.get("parameters")
-            yield tool_of(full_name, tool.get("description"), schema)
+            full_name = _full_name(namespace, name) if name else ""
+            self.wire_names[full_name] = kind, namespace, str(name)
+            yield tool_of(full_name, tool.get("description"), _INPUT if kind == "custom" else tool.get("parameters"))
         else:
             self.ignored.append(f"the tool {kind}")
 
 
 def _add_item(messages: list[JsonObject], item: JsonMapping) -> None:
     """Adds an item; thinking, text and calls of one answer become one message."""
-    kind, role = item.get("type", "message"), item.get("role")
+    kind, role, name = item.get("type", "message"), item.get("role"), item.get("name")
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = text_of(item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-    elif kind == "message" and role != "assistant":
-        if role not in _ROLES:
+        return
+    if kind == "message" and role != "assistant":
+        if role not in list(_ROLES):
             raise RequestRefused(f"The role of a message must be one of {', '.join(_ROLES)}, got {role!r:.120}.")
         messages.append({"role": _ROLES[role], "content": text_of(item.get("content"))})
-    elif kind in ("message", "reasoning", "function_call", "custom_tool_call"):
-        is_begun = bool(messages) and messages[-1]["role"] == "assistant"
-        if not is_begun or (kind == "reasoning" and (messages[-1]["content"] or "tool_calls" in messages[-1])):
-            messages.append({"role": "assistant", "content": ""})
-        _add_to_answer(messages[-1], kind, item)
-    else:
-        raise RequestRefused(
-            f"An input item of type {kind!r:.80} is not supported. Send messages, reasoning, calls of functions and "
-            "custom tools, and their outputs."
-        )
-
-
-def _add_to_answer(message: JsonObject, kind: str, item: JsonMapping) -> None:
+        return
+    answer: JsonObject = {"role": "assistant", "content": ""}
+    is_begun = bool(messages) and messages[-1]["role"] == "assistant"
+    if is_begun and not (kind == "reasoning" and (messages[-1]["content"] or "tool_calls" in messages[-1])):
+        answer = messages.pop()
     if kind == "message":
-        message["content"] += text_of(item.get("content"))
+        answer["content"] += text_of(item.get("content"))
     elif kind == "reasoning":
         thought = text_of(item.get("content")) or unsealed(item.get("encrypted_content"))
-        message["reasoning_content"] = message.get("reasoning_content", "") + thought
-    elif isinstance(item.get("name"), str):
-        name = f"{item['namespace']}.{item['name']}" if item.get("namespace") else item["name"]
+        answer["reasoning_content"] = answer.get("reasoning_content", "") + thought
+    elif kind in ("function_call", "custom_tool_call") and isinstance(name, str):
         arguments = item.get("arguments", {}) if kind == "function_call" else {"input": item.get("input")}
-        message.setdefault("tool_calls", []).append(tool_call(item.get("call_id"), name, arguments))
+        call = tool_call(item.get("call_id"), _full_name(item.get("namespace"), name), arguments)
+        answer.setdefault("tool_calls", []).append(call)
     else:
-        raise RequestRefused(f"A {kind} must have a name, got {item!r:.120}.")
+        raise RequestRefused(
+            f"An input item of type {kind!r:.80} with the name {name!r:.80} is not supported. Send messages, "
+            "reasoning, calls of functions and custom tools, and their outputs."
+        )
+    messages.append(answer)
+
+
+def _full_name(namespace: object, name: object) -> str:
+    """The policy's name of a tool."""
+    return f"{namespace}.{name}" if namespace else str(name)

@@ -357,9 +357,13 @@ def test_what_messages_cannot_serve_drops_the_trajectory_with_its_reason(setting
         pytest.param({"text": {"format": {"type": "json_object"}}}, "text.format=", id="a format"),
         pytest.param({"sent": []}, "input must be a text, or a list with at least one item", id="no input"),
         pytest.param({"sent": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'", id="a reference"),
-        pytest.param({"sent": [{"type": "function_call", "call_id": "x"}]}, "must have a name", id="a nameless call"),
         pytest.param(
-            {"tools": [{**RESPONSES_TOOL, "parameters": [1]}]}, r"must be an object, got \[1\]", id="a schema"
+            {"sent": [{"type": "function_call", "call_id": "x"}]},
+            "with the name None is not supported",
+            id="a nameless call",
+        ),
+        pytest.param(
+            {"tools": [{**RESPONSES_TOOL, "parameters": [1]}]}, r"\[1\] is not of type 'object'", id="a schema"
         ),
         pytest.param({"max_output_tokens": True}, "max_output_tokens must be an integer >= 1", id="true for tokens"),
     ],
