@@ -40,8 +40,8 @@ _PROTOCOLS: dict[str, type[Exchange]] = {
     "messages/count_tokens": MessagesExchange,
     "responses": ResponsesExchange,
 }
-_MAX_BODY_BYTES = 100 * 10**6
-_WAITING_S = 15.0  # between signs of life in a stream that has no answer yet
+MAX_BODY_BYTES = 100 * 10**6
+WAITING_S = 15.0  # between signs of life in a stream that has no answer yet
 _SHUTDOWN_TIMEOUT_S = 1.0
 _KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one could write to a connection that is closing
 _BACKLOG = 1024  # connections that many agents open at once
@@ -111,7 +111,7 @@ class OpenAIEndpoint:
 
     async def _serve(self, port: asyncio.Future[int]) -> None:
         """Serves until it is cancelled."""
-        app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         for path in _PROTOCOLS:
             app.router.add_post(f"/sessions/{{session}}/v1/{{protocol:{path}}}", self._exchange)
@@ -152,7 +152,7 @@ class OpenAIEndpoint:
         except RequestRefused as error:
             return _refusal(error)
         except web.HTTPRequestEntityTooLarge:
-            text = f"The request has more than {_MAX_BODY_BYTES // 10**6} MB. Send shorter messages."
+            text = f"The request has more than {MAX_BODY_BYTES // 10**6} MB. Send shorter messages."
             return _refusal(RequestRefused(text, status=413, code="request_too_large"))
         except web.HTTPException as error:
             return _refusal(
@@ -226,7 +226,7 @@ async def _stream(
     request: web.Request, exchange: Exchange, num_prompt_tokens: int, answering: asyncio.Future[Answer]
 ) -> web.StreamResponse:
     """Streams the answer; an error that comes soon still has its status, a later one is an event."""
-    await asyncio.wait({answering}, timeout=_WAITING_S)
+    await asyncio.wait({answering}, timeout=WAITING_S)
     if answering.done():
         answering.result()
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -240,7 +240,7 @@ async def _stream(
     await send(*exchange.start_events(num_prompt_tokens))
     while not answering.done():
         await send(exchange.waiting_event())
-        await asyncio.wait({answering}, timeout=_WAITING_S)
+        await asyncio.wait({answering}, timeout=WAITING_S)
     try:
         await send(*exchange.events(answering.result()))
     except RequestRefused as error:
