@@ -48,6 +48,7 @@ class _Answered:
     conversation: Conversation
     keys: list[MessageKey]  # all messages', the answer's last
     tools: list[JsonObject]
+    call_ids: tuple[object, ...]  # of the answer, with its text
     is_leaf: bool = True
 
 
@@ -104,7 +105,7 @@ class AgentSession:
         """
         with self._failing():
             keys = [self._keys.get(_call_ids(message), message_key(message)) for message in request.messages]
-            parent = self._find_parent(keys, request.tools)
+            parent = self._find_parent(keys, request)
             if parent is None:
                 prompt = replace(self.prompt, messages=request.messages, token_ids=None)
                 conversation = await self._encoded(request, Conversation, self.renderer, prompt, (), request.tools)
@@ -201,10 +202,10 @@ class AgentSession:
         token_texts = [self.renderer.decode([token_id]) for token_id in shown]
         calls = [tool_call(f"call_{uuid.uuid4().hex[:24]}", call.name, dict(call.arguments)) for call in parsed.calls]
         answer = Answer(completion, parsed.content, parsed.reasoning, calls, prepared.num_prompt_tokens, token_texts)
-        key = message_key(answer.message)
+        key, call_ids = message_key(answer.message), _call_ids(answer.message)
         if calls:
-            self._keys[_call_ids(answer.message)] = key
-        self._answered.append(_Answered(conversation, [*prepared.keys, key], request.tools))
+            self._keys[call_ids] = key
+        self._answered.append(_Answered(conversation, [*prepared.keys, key], request.tools, call_ids))
         if prepared.parent is not None:
             prepared.parent.is_leaf = False
         return answer
@@ -218,16 +219,17 @@ class AgentSession:
             raise _over()
         return encoded
 
-    def _find_parent(self, keys: list[MessageKey], tools: list[JsonObject]) -> _Answered | None:
-        """The longest conversation that a request continues; the latest of equals."""
+    def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Answered | None:
+        """The longest conversation that a request continues; of equals the one with its call ids, or the latest."""
+        ids = [_call_ids(message) for message in request.messages]
         earlier = [
             answered
             for answered in reversed(self._answered)
-            if answered.tools == tools
+            if answered.tools == request.tools
             and len(answered.keys) < len(keys)
             and answered.keys == keys[: len(answered.keys)]
         ]
-        return max(earlier, key=lambda answered: len(answered.keys), default=None)
+        return max(earlier, key=lambda each: (len(each.keys), each.call_ids == ids[len(each.keys) - 1]), default=None)
 
     async def _request_completion(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
         longest = self.max_tokens - len(token_ids)

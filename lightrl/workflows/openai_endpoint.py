@@ -203,8 +203,7 @@ class OpenAIEndpoint:
             if name not in self._has_warned:
                 self._has_warned.add(name)
                 log.warning(
-                    "Ignoring %s of an agent's request: the run's sampling applies to all requests. Set it there.",
-                    name,
+                    "Ignoring %s of an agent's request: the run's sampling and the agent's own tools apply.", name
                 )
 
 

@@ -130,6 +130,18 @@ def test_arguments_that_the_agent_completes_with_defaults_are_still_our_call() -
     assert generated(trajectory) == [f"{CALL}<|im_end|>", "two<|im_end|>"]
 
 
+def test_of_two_equal_answers_the_one_whose_call_was_made_is_continued() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        first = await ask(client, [user("hi")], tools=[CHAT_TOOL])
+        await ask(client, [user("hi")], tools=[CHAT_TOOL])
+        sent = [user("hi"), first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "3"}]
+        await ask(client, sent, tools=[CHAT_TOOL])
+
+    first, second = f"<think>First.</think>{CALL}", f"<think>Second.</think>{CALL}"
+    trajectory = play(with_client(talk), scripted(first, second, "three"), max_tokens=1000)
+    assert generated(trajectory) == [f"{first}<|im_end|>", "three<|im_end|>"]
+
+
 def test_the_policy_reads_what_is_wrong_with_a_malformed_call_and_the_agent_gets_the_corrected_one() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         message = await ask(client, [user("hi")], tools=[CHAT_TOOL])
