@@ -7,7 +7,7 @@ Reading order:
       tools.py        an environment of functions that the policy calls
     agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI or Anthropic
       agent_session.py   its requests as tokens; completion_parser.py: completions as thinking, text and calls
-      agent_protocol.py  requests and answers, in three protocols: chat_, messages_ and responses_protocol.py
+      agent_protocol.py  a request and its answer: chat_protocol.py, messages_protocol.py, responses_protocol.py
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
 """

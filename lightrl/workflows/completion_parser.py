@@ -101,5 +101,4 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
 def _call_of(name: object, arguments: object) -> ToolCall:
     if isinstance(name, str) and isinstance(arguments, Mapping):
         return ToolCall(name, arguments)
-    problem = f"the call needs a name and arguments that are an object, got {name!r:.80}, {arguments!r:.80}"
-    return ToolCall(error=problem)
+    return ToolCall(error=f"the call needs a name and an object of arguments, got {name!r:.80}, {arguments!r:.80}")

@@ -74,8 +74,8 @@ def test_thinking_that_the_prompt_opens_is_thinking_for_the_response_template() 
     ("call", "says"),
     [
         pytest.param("{oh", "the call cannot be read: json parser could not parse", id="not JSON"),
-        pytest.param('{"arguments": {}}', "needs a name and arguments that are an object, got None", id="no name"),
-        pytest.param('{"name": "add", "arguments": 3}', "arguments that are an object, got 'add', 3", id="a number"),
+        pytest.param('{"arguments": {}}', "needs a name and an object of arguments, got None", id="no name"),
+        pytest.param('{"name": "add", "arguments": 3}', "an object of arguments, got 'add', 3", id="a number"),
     ],
 )
 def test_what_the_response_template_cannot_read_is_a_call_with_an_error(call: str, says: str) -> None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 import lightrl
 from lightrl import GRPO, FakeEngine, ModelSpec, Prompt, PromptDataModule, Sampling, Trajectory
-from lightrl.workflows import AgentWorkflow
+from lightrl.workflows import AgentWorkflow, openai_endpoint
 
 pytestmark = [
     pytest.mark.extra,
@@ -148,14 +148,15 @@ def running_below(root: Path) -> list[list[str]]:
 
 
 def test_eight_real_agents_at_once_are_trained_for_three_iterations_and_leave_nothing(
-    root: Path, tmp_path: Path
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(openai_endpoint, "WAITING_S", 0.2)  # so that the programs' streams wait
     folders = Folders(root)
     module = AgentGRPO(folders.run)
     trainer = lightrl.Trainer(
         accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False, max_steps=3,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
-        engine=FakeEngine(script=says),
+        engine=FakeEngine(script=says, seconds_per_token=0.005),
     )  # fmt: skip
     trainer.fit(module, datamodule=Tasks(None, batch_size=2))
     assert folders.most_running == 8
