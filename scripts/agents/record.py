@@ -167,7 +167,8 @@ def main() -> None:
     records = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else RECORDS
     records.mkdir(parents=True, exist_ok=True)
     for name in ("claude", "codex"):
-        (records / f"{name}.json").write_text(json.dumps(record(name), indent=1, ensure_ascii=False) + "\n")
+        lines = ",\n".join(json.dumps(body, ensure_ascii=False) for body in record(name))
+        (records / f"{name}.json").write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__":
