@@ -15,12 +15,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from agent_cases import generate_with
+from chat_texts import started
 from installed_agents import install, record
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lightrl
 from lightrl import GRPO, FakeEngine, ModelSpec, Prompt, PromptDataModule, Sampling, Trajectory
+from lightrl.errors import RolloutError
 from lightrl.workflows import AgentWorkflow, openai_endpoint
 
 pytestmark = [
@@ -169,3 +172,25 @@ def test_eight_real_agents_at_once_are_trained_for_three_iterations_and_leave_no
     assert 0 < sum(rewards) < 24
     assert running_below(root) == []
     assert not torch.equal(module.weights[0], module.weights[-1])
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_real_agent_with_a_wrong_key_drops_its_trajectory_with_the_reason(name: str, root: Path) -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        return await Folders(root).run(prompt, base_url, "wrong")
+
+    workflow = AgentWorkflow(tokenizer(), agent, max_tokens=16_000, agent_timeout_s=120)
+    with pytest.raises(RolloutError, match="API key is wrong"):
+        asyncio.run(workflow.run(Prompt("a", token_ids=[3], fields={"agent": name}), generate_with(FakeEngine())))
+    assert running_below(root) == []
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_real_agent_that_waits_at_its_deadline_is_ended_with_all_its_processes(name: str, root: Path) -> None:
+    engine = started(FakeEngine(seconds_per_token=3600.0), context=16_384)
+    workflow = AgentWorkflow(tokenizer(), Folders(root).run, max_tokens=16_000, agent_timeout_s=8)
+    with pytest.raises(RolloutError, match="did not finish within 8 s"):
+        asyncio.run(workflow.run(Prompt("a", token_ids=[3], fields={"agent": name}), generate_with(engine)))
+    assert len(engine.requests) == 1
+    assert engine.num_running == 0
+    assert running_below(root) == []
