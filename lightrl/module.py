@@ -83,7 +83,7 @@ class RLModule(L.LightningModule):
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
         min_lr_ratio: part of `lr` at the end of a decay.
         reward_workers: processes that compute rewards, for a reward given by dotted path.
-        reward_timeout_s: deadline of one call of the reward.
+        reward_timeout_s: deadline of one call of the reward; below StalenessControl's rollout_timeout_s.
         reward_memory_mib: memory limit of each of these processes; None for no limit.
         reward_recycle_after: calls after which such a process is replaced by a fresh one; None for never.
         max_failed_fraction: the run ends if more of an iteration's trajectories fail.
@@ -196,6 +196,8 @@ class RLModule(L.LightningModule):
                 "sampling.temperature must be above 0, got 0: a group's completions would be equal. Use 1."
             )
         self.validation_sampling = validation_sampling or dataclasses.replace(self.sampling, temperature=0.0)
+        seeds = {"sampling.seed": self.sampling.seed, "validation_sampling.seed": self.validation_sampling.seed}
+        check_effect("in a run, which gives each request its seed", **{name: (seed, 0) for name, seed in seeds.items()})
         self.validation_group_size = validation_group_size
         if validation_group_size > 1 and self.validation_sampling.temperature == 0:
             raise ValueError(

@@ -37,8 +37,8 @@ from lightrl.callbacks import (
 )
 from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.rollout_metrics import warn_of_monitors
-from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
-from lightrl.checks.disk_errors import check_local, nearest_folder
+from lightrl.callbacks.run_files import TimedCheckpoint
+from lightrl.checks.files import check_local, nearest_folder
 from lightrl.engines import RolloutEngine, ServerEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping

@@ -103,7 +103,7 @@ class Sampling:
         max_new_tokens: of a completion; a turn has one.
         min_new_tokens: no stop token is sampled before this many tokens.
         stop_token_ids: a completion ends with the first of these and includes it.
-        seed: int64; seed and position fix the uniform number that samples a token.
+        seed: int64; seed and position fix the uniform number that samples a token. A run sets that of each request.
     """
 
     temperature: float = 1.0

@@ -60,6 +60,8 @@ def module(**settings: Any) -> Reinforce:
         ({"min_lr_ratio": 2}, "min_lr_ratio must be between 0 and 1, got 2"),
         ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 has no effect with lr_decay='constant'"),
         ({"reward_model_coef": 0.5}, "reward_model_coef=0.5 has no effect without reward_model"),
+        ({"sampling": Sampling(seed=3)}, "sampling.seed=3 has no effect in a run"),
+        ({"validation_sampling": Sampling(seed=3)}, "sampling.seed=3 has no effect in a run"),
         ({"workflow": partial(MultiTurn, environment=int, max_turns=0)}, "max_turns must be >= 1, got 0"),
         ({"workflow": partial(MultiTurn, environment=int, discount=2.0)}, "discount must be above 0 and at most 1"),
         ({"workflow": partial(AgentWorkflow, agent="a.b", max_agents=0)}, "max_agents must be >= 1, got 0"),

@@ -3,8 +3,7 @@
 Reading order:
     rl_callback.py      the hooks, and when each is called
     weight_sync.py      the trainer's weights to the engine, with a version; which ranks write them
-      probe.py          a few sequences that both score after a load: within a bound?
-      lag_probe.py      how far the policy moves in η versions
+      probe.py          a few sequences that both score after a load: within a bound? how far the policy moves
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced; which prompts are run, by past success
     rollout_metrics.py  what is logged of each iteration; who waits for a metric that nobody logs
@@ -12,9 +11,8 @@ Reading order:
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
     learning_curve.py   the run's curve as an image
-    run_files.py        the run's README, log lines, state for `lightrl status`, and problems
+    run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
     loggers.py          tables, images and models for Weights & Biases, MLflow and TensorBoard
-    timed_checkpoint.py a checkpoint every ten minutes
     export.py           the policy as a Hugging Face folder
 
 May import: everything up to module and data; not loops, not trainer. To add one: subclass RLCallback, override what you

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rollout_metrics import MeansSince
@@ -62,7 +62,7 @@ class DynamicSampling(RLCallback):
         min_success: float = 0.0,
         max_success: float = 1.0,
         max_group_tokens: int | None = None,
-        rule: str | Callable[[Group], Any] | None = None,
+        rule: str | Callable[[Group], str | bool | None] | None = None,
         incomplete_groups: Literal["train", "redraw", "drop"] = "train",
         oversample_fraction: float = 0.0,
         max_dropped_groups_per_iteration: int | None = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightrl.callbacks.loggers import log_model, takers_of_models
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.disk_errors import check_local
+from lightrl.checks.files import check_local
 from lightrl.models.images import save_processor
 from lightrl.models.lora import has_adapters
 from lightrl.models.model_folder import (
@@ -80,7 +80,7 @@ class HuggingFaceExport(RLCallback):
         check_model_folder(self.to, asked_by="HuggingFaceExport", source=str(getattr(model, "name_or_path", "")))
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if self.every_n_iterations is not None and trainer.global_step % self.every_n_iterations == 0:
             self._export(trainer, pl_module, is_last=False)

@@ -7,7 +7,7 @@ import logging
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -16,13 +16,14 @@ from lightrl.callbacks.loggers import log_image
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.files import write_problem
 
 if TYPE_CHECKING:
     import lightning as L
     from matplotlib.axes import Axes
 
     from lightrl.rollout.rl_trainer import RLTrainer
+    from lightrl.trajectory import JsonMapping, JsonObject
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,11 @@ class Points:
         centers = ((point * self.stride + middle, point) for point in sorted(self._sums))
         return {at if middle else int(at): self._sums[point][0] / self._sums[point][1] for at, point in centers}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         rows = [[point, total, num] for point, (total, num) in self._sums.items()]
         return {"stride": self.stride, "sums": torch.tensor(rows, dtype=torch.float64)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: JsonMapping) -> None:
         self.stride = state["stride"]
         self._sums = {int(point): (total, int(num)) for point, total, num in state["sums"].tolist()}
 
@@ -110,7 +111,7 @@ class LearningCurve(RLCallback):
         self._run_folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         metrics = trainer.callback_metrics
         for name in (REWARD, SAMPLED_ACCURACY):
@@ -131,10 +132,10 @@ class LearningCurve(RLCallback):
         if isinstance(exception, KeyboardInterrupt):
             self._finish(trainer, pl_module)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"curves": {name: curve.state_dict() for name, curve in self._curves.items()}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: JsonObject) -> None:
         for name, curve in state_dict["curves"].items():
             self._curves[name].load_state_dict(curve)
 

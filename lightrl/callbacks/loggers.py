@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 _MLFLOW_NAME_CHARS = 250  # the longest parameter's name
 
 
-def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:
     """Rows as a table with every column that occurs; MLflow appends them to the run's table of that name."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for logger in loggers:
@@ -68,7 +67,7 @@ def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> 
                 logger.experiment.log_artifacts(logger.run_id, str(folder), f"{name}/iteration-{step:06d}")
 
 
-def log_settings(loggers: Iterable[Logger], settings: Mapping[str, Any], as_yaml: str) -> None:
+def log_settings(loggers: Iterable[Logger], settings: Mapping[str, object], as_yaml: str) -> None:
     """All settings as hyper-parameters; MLflow gets one for each number and text, and the YAML as `config.yaml`.
 
     MLflow's parameters never change: of a run that is continued by its `run_id`, the first ones stay.
@@ -82,7 +81,7 @@ def log_settings(loggers: Iterable[Logger], settings: Mapping[str, Any], as_yaml
         logger.experiment.log_text(logger.run_id, as_yaml, "config.yaml")
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     """Settings with names that MLflow takes; a list of numbers is one."""
     if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
         value = dict(enumerate(value))
@@ -94,14 +93,14 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{name}/{part}" if name else part)
 
 
-def _html_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+def _html_table(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
     """Formats text for TensorBoard, which shows HTML and would take a completion for Markdown."""
     cells = [columns, *([_text(row.get(column)) for column in columns] for row in rows)]
     lines = ["".join(f"<td><pre>{html.escape(cell)}</pre></td>" for cell in row) for row in cells]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

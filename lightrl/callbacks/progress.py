@@ -109,11 +109,11 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.train_progress_bar.initial = self.train_progress_bar.n = _num_batches_done(trainer)
         self._repaint()
 
-    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: object) -> None:
         self.train_progress_bar.total = num_batches_of_run(trainer)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if not self.is_enabled:
             return
@@ -134,7 +134,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             self._show_metrics(trainer, pl_module)
             self._repaint()
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_: object) -> None:
         self._close_bars()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -206,7 +206,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             first["staleness"] = f"{first['staleness']:g}"  # a whole number of versions
         return {**first, **values}
 
-    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+    def print(self, *args: object, sep: str = " ", **kwargs: Any) -> None:
         """Prints above the bars; without bars, like `print`."""
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
 
@@ -352,9 +352,9 @@ class ModelLines(ModelSummary):
         total_parameters: int,
         trainable_parameters: int,
         model_size: float,
-        *_: Any,
+        *_: object,
         of: str = "",
-        **__: Any,
+        **__: object,
     ) -> None:
         columns = dict(summary_data)
         rows = zip(columns["Name"], columns["Type"], columns["Params"], strict=True)

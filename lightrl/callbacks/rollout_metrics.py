@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import Group, Trajectory
+    from lightrl.trajectory import Group, JsonObject, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class RolloutMetrics(RLCallback):
         self._rollout_ended_s = now
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
             check_monitors(trainer, "rollout/", "policy/")  # the first iteration has logged them
@@ -194,7 +194,7 @@ class RolloutMetrics(RLCallback):
         self._num_loss_tokens += minibatch.num_loss_tokens
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if self._rollout_ended_s is None:
             return  # a plain LightningModule
@@ -212,10 +212,10 @@ class RolloutMetrics(RLCallback):
             values["update/tokens_per_s"] = self._num_loss_tokens / seconds["update"]
         _log(pl_module, values)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"num_flat_iterations": self._num_flat_iterations}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: JsonObject) -> None:
         self._num_flat_iterations = state_dict["num_flat_iterations"]
 
 
@@ -348,7 +348,7 @@ ALWAYS_LOGGED = frozenset(
 _NEAR = 0.85  # difflib's ratio; 1 is equal
 
 
-def warn_of_monitors(trainer: Any) -> None:
+def warn_of_monitors(trainer: L.Trainer) -> None:
     """Names a monitor that looks mistyped; before models are loaded."""
     for name, monitor in _monitors(trainer):
         near = difflib.get_close_matches(monitor, ALWAYS_LOGGED, n=1, cutoff=_NEAR)
@@ -361,7 +361,7 @@ def warn_of_monitors(trainer: Any) -> None:
             )
 
 
-def check_monitors(trainer: Any, *prefixes: str, coming: Collection[str] = ()) -> None:
+def check_monitors(trainer: L.Trainer, *prefixes: str, coming: Collection[str] = ()) -> None:
     """Finds a mistyped name before the run has done anything that is lost with it.
 
     Args:

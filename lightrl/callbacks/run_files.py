@@ -1,4 +1,4 @@
-"""Files of a run's folder that every run of the command line writes: README.txt, logs, status.json, problems."""
+"""Files of a run's folder that every run writes: README.txt, logs, status.json, problems, a checkpoint by time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ import os
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.files import STATUS_FILE
 from lightrl.checks.printable import count_text
-from lightrl.checks.status_files import STATUS_FILE
 from lightrl.engines import ServerEngine
 from lightrl.strategies.atomic_write import write_whole
 
 if TYPE_CHECKING:
     import lightning as L
+
+    from lightrl.experience import Experience
+    from lightrl.module import RLModule
+    from lightrl.rollout.rl_trainer import RLTrainer
+    from lightrl.trajectory import Group
+
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +128,7 @@ class StatusFile(RLCallback):
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._content: dict[str, Any] = {}
+        self._content: dict[str, object] = {}
         self._written_at = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -134,28 +142,30 @@ class StatusFile(RLCallback):
 
     on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
 
-    def on_rollout_start(self, trainer: Any, module: Any) -> None:
+    def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._enter(trainer, "rollout")
 
-    def on_rollout_progress(self, trainer: Any, module: Any, done: int, total: int) -> None:
+    def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         self._progress(trainer, f"{done} of {total} trajectories")
 
-    def on_rollout_end(self, trainer: Any, module: Any, groups: Any) -> None:
+    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         self._enter(trainer, "scores and rewards")
 
-    def on_rewards_progress(self, trainer: Any, module: Any, done: int, total: int) -> None:
+    def on_rewards_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         self._progress(trainer, f"{done} of {total} rewards")
 
-    def on_experience_ready(self, trainer: Any, module: Any, experience: Any) -> None:
+    def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         self._enter(trainer, "update")
 
-    def on_minibatch_end(self, trainer: Any, module: Any, metrics: Any, index: int, total: int) -> None:
+    def on_minibatch_end(
+        self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
+    ) -> None:
         self._progress(trainer, f"{index + 1} of {total} minibatches")
 
-    def on_policy_updated(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         self._enter(trainer, "sync")
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         self._enter(trainer, "end of the iteration")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -223,13 +233,13 @@ class ProblemLog(RLCallback):
             self._handler = _Handler(self)
             logging.getLogger("lightrl").addHandler(self._handler)
 
-    def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
+    def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
         if trainer.is_global_zero:  # it is called on every rank
             self._num_dropped[reason] += 1
             if self._num_dropped.total() <= _MAX_DROPS:
                 self.add("reward" if reason.startswith("reward") else "rollout", f"dropped: {reason}", message)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         if self._num_dropped.total() > _MAX_DROPS:
             counts = ", ".join(f"{num} {reason}" for reason, num in self._num_dropped.most_common())
             self.add("rollout", "dropped", f"{count_text(self._num_dropped.total(), 'trajectory')} in all: {counts}")
@@ -276,3 +286,45 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         package = record.name.split(".")[1] if "." in record.name else ""
         self._target.add(_SOURCES.get(package, "trainer"), record.levelname.lower(), record.getMessage())
+
+
+class TimedCheckpoint(ModelCheckpoint):
+    """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` and an iteration old; written in the background.
+
+    The Trainer adds it beside its own ModelCheckpoint, which saves after each epoch and on exceptions.
+
+    Args:
+        every_s: between two checkpoints.
+    """
+
+    CHECKPOINT_NAME_LAST = "last-timed"  # `last` finds it
+
+    def __init__(self, *, every_s: float = 600.0) -> None:
+        super().__init__(
+            save_top_k=0,
+            save_last=True,
+            train_time_interval=timedelta(seconds=every_s),
+            enable_version_counter=False,
+        )
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        with _in_background(trainer.strategy):
+            super().on_train_batch_end(trainer, *args, **kwargs)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Saves nothing more, as Lightning's would: the end is the other ModelCheckpoint's."""
+
+
+@contextlib.contextmanager
+def _in_background(strategy: Any) -> Iterator[None]:
+    """Inside, a save by a strategy or checkpoint plugin of ours copies the state and returns."""
+    writer = strategy if hasattr(strategy, "save_async") else strategy.checkpoint_io
+    before = getattr(writer, "save_async", None)
+    if before is None:  # a plugin of the user's
+        yield
+        return
+    writer.save_async = True
+    try:
+        yield
+    finally:
+        writer.save_async = before

@@ -7,9 +7,9 @@ import logging
 import math
 import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightrl.callbacks.lag_probe import STEP
+from lightrl.callbacks.probe import STEP
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.rollout import RolloutSettings
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import Group
+    from lightrl.trajectory import Group, JsonObject
 
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class StalenessControl(RLCallback):
     sampled and trained durations, and is close to it. Above 1 % a warning says so.
 
     It warns where a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), the policy has
-    left what it learns from (`policy/kl_behavior_nats`) or takes larger steps (`policy/step_k3_nats`, see lag_probe.py)
+    left what it learns from (`policy/kl_behavior_nats`) or takes larger steps (`policy/step_k3_nats`, see probe.py)
     than its gradients explain (`policy/grad_norm`), often long before the reward falls.
 
     Args:
@@ -127,6 +127,13 @@ class StalenessControl(RLCallback):
         self._has_warned = False
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
+        if module.reward_timeout_s > self.rollout_timeout_s and trainer.is_global_zero:
+            log.warning(
+                "reward_timeout_s=%g is above rollout_timeout_s=%g: a reward that takes its time can end the run. "
+                "Increase StalenessControl.rollout_timeout_s, or lower model.reward_timeout_s.",
+                module.reward_timeout_s,
+                self.rollout_timeout_s,
+            )
         return replace(
             settings,
             max_staleness=self.max_staleness,
@@ -165,7 +172,7 @@ class StalenessControl(RLCallback):
             raise AssertionError(f"A token has staleness {staleness}, above the bound of {bound}.")
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         metrics = trainer.callback_metrics
         step_nats = metrics.get(STEP, 0.0) if trainer.global_step > FIRST_ITERATIONS else 0.0
@@ -179,9 +186,9 @@ class StalenessControl(RLCallback):
                 problem,
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"last_lags": [list(values) for values in self._lag.last]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: JsonObject) -> None:
         healthy = (1.0, 0.0, 0.0, 1.0)  # in place of what an older release did not keep: the step, the gradient norm
         self._lag = LagWatch((*values, *healthy[len(values) :]) for values in state_dict.get("last_lags", ()))

@@ -7,20 +7,22 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.files import write_problem
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.trace import Event, MemoryPeaks, Summary, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
-from lightrl.trace.areas import summary_text
-from lightrl.trace.memory import child_bytes
+from lightrl.trace.areas import SummaryJson, summary_text
+from lightrl.trace.spans import child_bytes
 
 if TYPE_CHECKING:
     import lightning as L
+    from torch import Tensor
+    from torch.optim import Optimizer
 
     from lightrl.module import RLModule
 
@@ -82,7 +84,7 @@ class Trace(RLCallback):
         self._watch_profiler(trainer)
         keep(self._tape)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         if self._tape is None:
             return
         now_ns = time.perf_counter_ns()
@@ -235,7 +237,7 @@ def _offset_ns(ranks: Ranks) -> int:
     return clock_offset_ns(readings, first)[0] if ranks.rank else 0
 
 
-def role_bytes(module: RLModule, optimizers: Any) -> dict[str, dict[str, int]]:
+def role_bytes(module: RLModule, optimizers: Iterable[Optimizer]) -> dict[str, dict[str, int]]:
     """Role → this rank's bytes of its model: parameters, gradients, optimizer. Shared ones count for the first."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     counted_ids: set[int] = set()
@@ -253,14 +255,14 @@ def role_bytes(module: RLModule, optimizers: Any) -> dict[str, dict[str, int]]:
     return result
 
 
-def _num_bytes(tensor: Any) -> int:
+def _num_bytes(tensor: Tensor | None) -> int:
     if tensor is None:
         return 0
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a sharded one has local rows
     return int(local.numel() * local.element_size())
 
 
-def memory_text(summary: dict[str, Any]) -> str:
+def memory_text(summary: SummaryJson) -> str:
     """Memory of this process by phase, of its models by role, and of the processes that it started."""
     peaks = [f"{phase} {_joined(kinds)}" for phase, kinds in summary["memory_peak_mib"].items()]
     roles = [f"{role} {_joined(sizes)}" for role, sizes in summary["memory_of_roles_mib"].items()]

@@ -9,9 +9,9 @@ import logging
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from torch import Tensor
 from lightrl.callbacks.loggers import log_table
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds, check_effect
-from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.files import write_problem
 from lightrl.checks.printable import escape_unprintable
 from lightrl.dataflow import follows_from_trajectories
 from lightrl.experience import Experience
 from lightrl.strategies import ranks_of
-from lightrl.trajectory import Trajectory, encode_json
+from lightrl.trajectory import JsonMapping, JsonObject, Trajectory, encode_json
 
 if TYPE_CHECKING:
     import lightning as L
@@ -158,7 +158,7 @@ class TrajectoryLog(RLCallback):
                     rows[row] = logprobs
         return cast("list[list[float]]", ranks.broadcast_json(rows)) if holders.size < ranks.size else rows
 
-    def _write(self, iteration: int, records: Sequence[Mapping[str, Any]], tokenizer: _Tokenizer | None) -> None:
+    def _write(self, iteration: int, records: Sequence[JsonMapping], tokenizer: _Tokenizer | None) -> None:
         assert self._folder is not None
         path = self._folder / f"iteration-{iteration:06d}.jsonl"
         unfinished = path.with_suffix(".jsonl.tmp")
@@ -226,14 +226,14 @@ def _records(
     trainer_logprobs: Sequence[Sequence[float]],
     weight_version: int,
     tokenizer: _Tokenizer | None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonObject]:
     """A record for each trajectory: the columns of a table first, the trajectory, and what is known of each token."""
     prompt_texts: dict[str, str] = {}  # prompt id → text
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
         prompt = trajectory.prompt
         if prompt.id not in prompt_texts:
             prompt_texts[prompt.id] = _without_middle(prompt.text(getattr(tokenizer, "decode", None)))
-        record: dict[str, Any] = {
+        record: JsonObject = {
             **_numbers(trajectory, advantage, weight_version),
             "group": trajectory.group_id,
             "sample": trajectory.sample,
@@ -265,7 +265,7 @@ def _numbers(trajectory: Trajectory, advantage: float | None, weight_version: in
 
 def _sample(
     trajectory: Trajectory, advantage: float | None, tokenizer: _Tokenizer | None, weight_version: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """A row of a logger's table; a lone surrogate, which UTF-8 cannot hold, is escaped."""
     texts = {
         "prompt": trajectory.prompt.text(getattr(tokenizer, "decode", None)),

@@ -2,9 +2,8 @@
 
 Reading order:
     main.py           `lightrl <command>`: help, version, and which module a command is
-    cli.py            fit, validate, test, predict: LightningCLI with our defaults
-    config_layers.py  where a setting comes from; config_errors.py: explains a wrong one, with path, file and line;
-                      setting_help.py: what a setting takes
+    cli.py            fit, validate, test, predict: LightningCLI with our defaults; help of a setting
+    config_layers.py  where a setting comes from; config_errors.py: explains a wrong one, with path, file and line
     console.py        log lines and errors on stderr, exit codes
     plan.py           shows what an iteration computes, from what and where; batch sizes, memory, what makes it fit
       plan_run.py     builds a run without a trainer and reads its sizes, for launch and doctor too
@@ -12,7 +11,7 @@ Reading order:
     serve.py          starts SGLang servers in the foreground
     launch.py         starts ranks and servers on one machine or many
     status.py         shows what a run and its launch do
-    inspect.py        shows runs in the browser
+    inspect.py        shows runs in the browser, or exports them as one file
     export.py         turns a checkpoint into a Hugging Face folder
 
 May import: everything. To add a command: a module with `run(args) -> exit code`, and its line in main.py.

@@ -69,7 +69,13 @@ _REMOVED = {
     "WeightSync.blocking": "Remove it: each sync ends before the trainer continues.",
     "WeightSync.sync_timeout_s": "Remove it: timeouts.sync_s of the engine bounds each step of a sync.",
 }
-_TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
+_TYPE_WORDS: dict[object, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "null",
+}
 
 
 def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
@@ -105,7 +111,7 @@ def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) ->
 class Keys:
     """The settings allowed at one place: the name → its type, or the names below it."""
 
-    types: dict[str, Any]
+    types: dict[str, object]
     groups: dict[str, Keys]
     required: list[str]
 
@@ -147,7 +153,9 @@ class _Walk:
     def __init__(self, user_settings: UserSettings) -> None:
         self._from = user_settings.origin
 
-    def group(self, settings: Mapping[str, Any], keys: Keys, prefix: str, owner: str, kind: type | None = None) -> None:
+    def group(
+        self, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str, kind: type | None = None
+    ) -> None:
         """Settings by name, of the class `kind` or of the command itself."""
         for name in settings:
             if name not in keys:
@@ -168,7 +176,7 @@ class _Walk:
             else:
                 self.value(value, keys.types[name], path)
 
-    def value(self, value: Any, hint: Any, path: str) -> None:
+    def value(self, value: object, hint: object, path: str) -> None:
         """One setting: a plain value, a class with its arguments, or a list of these."""
         kinds = classes_in(hint)
         if isinstance(value, Mapping) and kinds and not _takes_mapping(hint):
@@ -215,7 +223,7 @@ class _Walk:
         if missing:
             raise UsageError(f"{owner} needs {' and '.join(missing)}{self._from(path)}.")
 
-    def _nearest(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str) -> type:
+    def _nearest(self, settings: Mapping[str, object], kinds: Sequence[type], path: str) -> type:
         """The data class that has most of these settings; raises UsageError for a role's mixed with its model's."""
         names = {kind: [name for name in settings if name in Keys.of_class(kind)] for kind in kinds}
         if set(kinds) == {ModelSpec, Role} and all(names.values()):
@@ -229,7 +237,7 @@ class _Walk:
             )
         return max(kinds, key=lambda kind: len(names[kind]))
 
-    def _unknown(self, name: str, settings: Mapping[str, Any], keys: Keys, prefix: str, owner: str) -> str:
+    def _unknown(self, name: str, settings: Mapping[str, object], keys: Keys, prefix: str, owner: str) -> str:
         path = f"{prefix}{name}"
         if owner == "lightrl.ModelSpec" and name in Keys.of_class(Role):
             return f"{path} is a setting of lightrl.Role{self._from(path)}, whose `model:` is the lightrl.ModelSpec."
@@ -248,12 +256,12 @@ class _Walk:
         listed = textwrap.fill(", ".join(names), 80, initial_indent=indent, subsequent_indent=indent)
         return f"{path} is not a setting of {owner}{self._from(path)}.{meant}\nIts settings are:\n{listed}"
 
-    def _wrong(self, path: str, value: Any, expected: str) -> str:
+    def _wrong(self, path: str, value: object, expected: str) -> str:
         shown = str(value) if isinstance(value, Flag) else repr(value)
         return f"{path} must be {expected}, got {shown}{self._from(path)}."
 
 
-def classes_in(hint: Any) -> list[type]:
+def classes_in(hint: object) -> list[type]:
     """The classes within a type that a `class_path` could name, and data classes."""
     if inspect.isclass(hint) and typing.get_origin(hint) is None:
         plain = hint.__module__ in ("builtins", "types", "pathlib", "datetime", "enum") or issubclass(hint, Path)
@@ -265,7 +273,7 @@ def classes_in(hint: Any) -> list[type]:
     return list(dict.fromkeys(kind for inner in typing.get_args(hint) for kind in classes_in(inner)))
 
 
-def _num_given(hint: Any) -> int:
+def _num_given(hint: object) -> int:
     """How many arguments a class gets from its caller, where a function of so many may stand."""
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is collections.abc.Callable:
@@ -273,12 +281,13 @@ def _num_given(hint: Any) -> int:
     return max(map(_num_given, inner), default=0)
 
 
-def _takes_mapping(hint: Any) -> bool:
-    """Whether a mapping can be a value of its own, as for `dict[str, Any]`."""
+def _takes_mapping(hint: object) -> bool:
+    """Whether a mapping can be a value of its own, as for a `dict`."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_takes_mapping(inner) for inner in typing.get_args(hint))
-    return inspect.isclass(origin or hint) and issubclass(origin or hint, Mapping)
+    kind = origin or hint
+    return inspect.isclass(kind) and issubclass(kind, Mapping)
 
 
 def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
@@ -294,7 +303,7 @@ def importable_classes(kinds: Sequence[type]) -> dict[str, type]:
     return classes
 
 
-def _class_of(setting: Any) -> type | None:
+def _class_of(setting: object) -> type | None:
     """The class that a `model:` section names, if there is one."""
     class_path = setting.get("class_path") if isinstance(setting, Mapping) else setting
     if not isinstance(class_path, str):
@@ -353,7 +362,7 @@ def _fits(kind: type, base: type) -> bool:
     return all(hasattr(kind, name) for name in methods)
 
 
-def _accepts(value: Any, hint: Any) -> bool:
+def _accepts(value: object, hint: object) -> bool:
     """Whether the parser takes this value for a setting of this type."""
     probe = ArgumentParser(exit_on_error=False)
     probe.add_argument("--value", type=hint)
@@ -364,7 +373,7 @@ def _accepts(value: Any, hint: Any) -> bool:
     return True
 
 
-def _describe(hint: Any) -> str:
+def _describe(hint: object) -> str:
     """A type as users call it: `a number`, `one of 'token', 'sequence', 'fixed'`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

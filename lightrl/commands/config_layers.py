@@ -14,10 +14,12 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import yaml
 from jsonargparse import get_loader, set_loader
+
+from lightrl.trajectory import JsonMapping, JsonObject
 
 _MAX_NODES = 20_000  # nodes of a file, aliases unfolded: ten lines of YAML can name a billion, one an endless depth
 _MAX_DEPTH = 50
@@ -31,10 +33,14 @@ class Flag(str):
     """A value from the command line, as typed."""
 
 
+class ClassOrText(str):
+    """A string to which a later layer added settings: the name of a class, or what a data class has first."""
+
+
 class ConfigText(str):
     """The text of a config file, with its settings and their places."""
 
-    settings: dict[str, Any]
+    settings: JsonObject
     origins: dict[str, str]  # path such as `trainer.callbacks[0].init_args` → ` (run.yaml:22)`
 
 
@@ -42,7 +48,7 @@ class ConfigText(str):
 class UserSettings:
     """The user's settings, all layers merged."""
 
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    settings: JsonObject = dataclasses.field(default_factory=dict)
     origins: dict[str, str] = dataclasses.field(default_factory=dict)  # as in ConfigText
     files: dict[str, ConfigText] = dataclasses.field(default_factory=dict)  # name on the command line → text
 
@@ -56,7 +62,7 @@ class UserSettings:
             user_settings.origins = {path: at for path, at in earlier if path.split("[")[0] not in origins} | origins
         return user_settings
 
-    def _layers(self, args: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    def _layers(self, args: Sequence[str]) -> Iterator[tuple[JsonObject, dict[str, str]]]:
         """Settings of each config file and flag, in order; and for their paths where they are, ` (run.yaml:22)`."""
         position = 0
         while position < len(args):
@@ -74,10 +80,21 @@ class UserSettings:
                     file = self.files[value] = self.files.get(value) or _read_config(value)
                     yield file.settings, file.origins
             elif name.startswith("--") and name != "--print_config" and not name.endswith((".help", "+")):
-                nested: Any = _structured(value)
-                for key in reversed(name[2:].split(".")):
-                    nested = {key: nested}
-                yield nested, dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
+                origins = dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
+                yield _nested(name[2:], _structured(value)), origins
+
+    def set(self, path: str, value: str) -> None:
+        """Adds a setting as if it were the last flag."""
+        _merge(self.settings, _nested(path, Flag(value)))
+
+    def values_at(self, path: str) -> list[object]:
+        """What flags and config files give a setting, without the `init_args` above it in its path."""
+        values: list[object] = [self.settings]
+        for name in path.split("."):
+            sections = [value for value in values if isinstance(value, Mapping)]
+            sections += [section["init_args"] for section in sections if isinstance(section.get("init_args"), Mapping)]
+            values = [section[name] for section in sections if name in section]
+        return values
 
     def origin(self, path: str) -> str:
         """` (run.yaml:22)`: where this path comes from, or else the nearest one above it."""
@@ -85,27 +102,28 @@ class UserSettings:
             path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
         return self.origins.get(path, "")
 
-    def section(self, path: str) -> Mapping[str, Any]:
+    def section(self, path: str) -> JsonMapping:
         """The settings below a path; none if it is missing, or a class's name; raises UsageError for anything else."""
-        section: Any = self.settings
+        section: JsonMapping = self.settings
         so_far = []
         for name in path.split("."):
             so_far.append(name)
-            section = section.get(name)
-            if section is None or isinstance(section, str):
+            inner = section.get(name)
+            if inner is None or isinstance(inner, str):
                 return {}
-            if not isinstance(section, Mapping):
+            if not isinstance(inner, Mapping):
                 place = ".".join(so_far)
-                raise UsageError(f"{place} must be settings as `key: value`, got {section!r:.80}{self.origin(place)}.")
-        return section  # type: ignore[no-any-return]
+                raise UsageError(f"{place} must be settings as `key: value`, got {inner!r:.80}{self.origin(place)}.")
+            section = inner
+        return section
 
     def empty_sections(self) -> list[str]:
         """Paths of sections without content, which the parser ignores whatever their name."""
 
-        def below(value: Any, path: str) -> Iterator[str]:
+        def below(value: object, path: str) -> Iterator[str]:
             if value == {} and path:
                 yield path
-            items: list[tuple[str, Any]] = []
+            items: list[tuple[str, object]] = []
             if isinstance(value, Mapping):
                 items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
             elif isinstance(value, list):
@@ -145,7 +163,7 @@ class UserSettings:
         return sections[0] if len(sections) == 1 else ""
 
     def _class_name(self, path: str) -> str:
-        value: Any = self.settings
+        value: object = self.settings
         for name in re.findall(r"[^.\[\]]+", path):
             if isinstance(value, Mapping):
                 value = value.get(name)
@@ -198,7 +216,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 _parse_text = get_loader("yaml")
 
 
-def _settings_in(text: str) -> Any:
+def _settings_in(text: str) -> object:
     return copy.deepcopy(text.settings) if isinstance(text, ConfigText) else _parse_text(text)
 
 
@@ -247,7 +265,7 @@ def _lines(tree: yaml.Node, path: str) -> dict[str, int]:
 
 def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
     """Path and line of each key and list item below a YAML node."""
-    below: list[tuple[str, Any, Any]] = []
+    below: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         below = [(f"{path}.{key.value}" if path else str(key.value), key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
@@ -257,16 +275,22 @@ def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
         yield from _line_numbers(value, inner)
 
 
-def _structured(value: str) -> Any:
+def _nested(path: str, value: object) -> JsonObject:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return cast(JsonObject, value)
+
+
+def _structured(value: str) -> object:
     loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
     return loaded if isinstance(loaded, dict | list) else Flag(value)
 
 
-def _merge(settings: dict[str, Any], layer: Mapping[str, Any]) -> None:
+def _merge(settings: JsonObject, layer: JsonMapping) -> None:
     for key, value in layer.items():
         old = settings.get(key)
         if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
-            old = settings[key] = {"class_path": old}  # --model GRPO --model.lr 1e-3
+            old = settings[key] = {"class_path": ClassOrText(old)}  # --model GRPO --model.lr 1e-3
         if isinstance(value, Mapping):
             if isinstance(old, list):
                 continue  # --trainer.callbacks.max_staleness 1 is for the list's last item: left to the parser

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_only
 
 import lightrl
-from lightrl.checks.disk_errors import is_disk_full
+from lightrl.checks.files import is_disk_full
 from lightrl.checks.printable import one_period
 from lightrl.commands.config_layers import UsageError
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightrl.commands.console import reported
 from lightrl.models import ModelSpec
@@ -22,6 +22,8 @@ from lightrl.strategies import META_FILE, load_plain, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lightrl.trajectory import JsonObject
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ def export_checkpoint(
         log.info(HEAD_STAYS_BEHIND)
 
 
-def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
+def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tensor]]]:
     """Everything but the weights, and a function from a prefix to the weights below it, named without it."""
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist.")
@@ -120,7 +122,7 @@ def run(args: Sequence[str]) -> int:
         help="import and run what the checkpoint names: a model class, a tokenizer function, remote code",
     )
 
-    def export(callbacks: Sequence[Any]) -> int:
+    def export(callbacks: Sequence[object]) -> int:
         export_checkpoint(**vars(parser.parse_args(list(args))))
         return 0
 

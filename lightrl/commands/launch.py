@@ -7,27 +7,26 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import yaml
 
+from lightrl.checks.files import host_names
 from lightrl.checks.printable import count_text
-from lightrl.checks.status_files import host_names
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.plan_run import UnstartedCLI, planned
 from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_folder, make_plan, write_files
-from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.local import LocalLauncher
 from lightrl.launch.memory import UnknownMemory
 from lightrl.launch.ray import RayLauncher
+from lightrl.launch.scripts import KubernetesLauncher, TorchrunLauncher
 from lightrl.launch.slurm import SlurmLauncher
-from lightrl.launch.torchrun import TorchrunLauncher
+from lightrl.trajectory import JsonMapping, JsonObject
 
 _HELP = """\
 usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
@@ -68,10 +67,10 @@ class LaunchedCLI(UnstartedCLI):
         parser = self._subcommand_parsers[self.config.subcommand]
         self.config[self.config.subcommand] = parser.parse_object(dict(self.launched.settings), settings)
 
-    def fit(self, **kwargs: Any) -> None:
+    def fit(self, **kwargs: object) -> None:
         """Starts nothing."""
 
-    def memory_facts(self) -> dict[str, Any]:
+    def memory_facts(self) -> JsonObject:
         """The fields of RunFacts, which the planner needs to check memory."""
         try:
             return {"planned": planned(self.model, self.trainer, self.datamodule)}
@@ -79,9 +78,7 @@ class LaunchedCLI(UnstartedCLI):
             return {"unknown": str(error)}
 
 
-def plan_of(
-    settings: Mapping[str, Any], *, folder: str, is_shown: bool = False, memory: Mapping[str, Any] | None = None
-) -> Plan:
+def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memory: JsonMapping | None = None) -> Plan:
     """The plan of a parsed configuration; raises ValueError if it does not fit.
 
     Args:
@@ -156,7 +153,7 @@ def run(args: Sequence[str]) -> int:
         sys.stdout.write(_HELP)
         return 0
 
-    def command(callbacks: Sequence[Any]) -> int:
+    def command(callbacks: Sequence[object]) -> int:
         try:
             return launch(args)
         except KeyboardInterrupt:

@@ -10,7 +10,6 @@ import math
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
@@ -61,7 +60,7 @@ class PlanCLI(LaunchedCLI):
         super().add_arguments_to_parser(parser)
         parser.add_argument("--gpu_memory_gb", type=float | None, default=None, help="of each GPU, in 1e9 bytes")
 
-    def fit(self, **kwargs: Any) -> None:
+    def fit(self, **kwargs: object) -> None:
         """Prints instead of training."""
         module, launched = self.model, self.launched
         accelerator = self.config[self.config.subcommand].trainer.accelerator

@@ -270,7 +270,7 @@ def run(args: Sequence[str]) -> int:
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    def command(callbacks: Sequence[Any]) -> int:
+    def command(callbacks: Sequence[object]) -> int:
         settings = parse(args)
         signal.signal(signal.SIGTERM, end)
         try:

@@ -9,12 +9,12 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from lightrl.checks.files import STATE_FILE, STATUS_FILE, with_hosts
 from lightrl.checks.printable import count_text, duration_text
-from lightrl.checks.status_files import STATE_FILE, STATUS_FILE, with_hosts
+from lightrl.trajectory import JsonMapping
 
 _HELP = """\
 usage: lightrl status FOLDER
@@ -62,7 +62,7 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
         yield "error", status["error"].strip().replace("\n", "\n" + " " * 11)
 
 
-def _freshness(status: Mapping[str, Any], now: float) -> str:
+def _freshness(status: JsonMapping, now: float) -> str:
     """How old this is, and whether its process still runs, where that can be seen from here."""
     age = f"written {duration_text(now - status['at'])} ago"
     if status["phase"] in ("done", "failed", "interrupted"):

@@ -1,7 +1,7 @@
-"""Runs a blocking function, or user code with a deadline (`call_within`), in a daemon thread of its own and awaits it.
+"""Runs a blocking function in a daemon thread: awaited, as user code with a deadline, or for a caller that blocks.
 
 A thread cannot be killed: one that hangs is abandoned, and neither the event loop nor the end of the process waits for
-it. How many are abandoned at a time is bounded.
+it. How many are abandoned at a time is bounded. The blocking wait of `result_of` has a deadline and warns before it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import inspect
 import logging
 import os
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from lightrl.concurrency.wake_up import WakeUps
+from lightrl.concurrency.loop_thread import WakeUps
 from lightrl.errors import RolloutError
 
 T = TypeVar("T")
@@ -25,7 +27,7 @@ MAX_ABANDONED = 64  # threads of one name that have not ended
 _abandoned: dict[threading.Thread, str] = {}  # thread → name of the function that hangs in it
 
 
-async def in_thread(function: Callable[..., T], *args: Any, name: str = "lightrl-thread") -> T:
+async def in_thread(function: Callable[..., T], *args: object, name: str = "lightrl-thread") -> T:
     """The result of `function(*args)`, which has no deadline here. On cancellation the thread is abandoned."""
     result, error = await outcome_in_thread(function, *args, name=name)
     if error is not None:
@@ -34,7 +36,7 @@ async def in_thread(function: Callable[..., T], *args: Any, name: str = "lightrl
 
 
 async def outcome_in_thread(
-    function: Callable[..., T], *args: Any, name: str = "lightrl-thread"
+    function: Callable[..., T], *args: object, name: str = "lightrl-thread"
 ) -> tuple[T | None, BaseException | None]:
     """Runs as `in_thread` does; returns the result and the exception instead of raising it.
 
@@ -156,3 +158,51 @@ async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple
         return None, raised
     finally:
         end_if_forked(process)
+
+
+WARN_EVERY_S = 60.0
+
+
+def submit(function: Callable[[], T], *, name: str) -> Future[T]:
+    """Starts the function in a thread of this name."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  # the caller that waits gets it; the thread ends here
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
+
+
+def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
+    """The function's result; raises TimeoutError at the deadline.
+
+    Args:
+        what: is waited for, in warnings and in the error: "batch 3 of data.jsonl".
+    """
+    began_s = time.monotonic()
+    while not wait([future], min(WARN_EVERY_S, timeout_s)).done:
+        waited_s = time.monotonic() - began_s
+        if waited_s >= timeout_s:
+            raise TimeoutError(f"{what} did not come within {timeout_s:g} s. Its disk or network may hang.")
+        log.warning("%s has not come for %.0f s. Waiting.", what, waited_s)
+    return future.result()
+
+
+def side_by_side(functions: Sequence[Callable[[], T]], *, name: str) -> list[T]:
+    """Their results, in order; raises the first error in that order once all have ended.
+
+    Args:
+        functions: at least one; those after the first run in threads of this name.
+    """
+    first, *others = functions
+    futures = [submit(function, name=name) for function in others]
+    try:
+        result = first()
+    finally:
+        for future in futures:
+            future.exception()  # waits until it has ended
+    return [result, *(future.result() for future in futures)]

@@ -1,27 +1,28 @@
-"""LoopThread: the event loop of the rollouts in a daemon thread, and how the main thread calls into it.
+"""LoopThread: the event loop of the rollouts in a daemon thread; WakeUps: calls and results for event loops.
 
 The main thread submits a coroutine and waits. It checks the deadlines itself, to notice a blocked event loop too, and
-keeps handling signals.
+keeps handling signals. Other threads send calls and results with WakeUps, which wakes each loop once for all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import math
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from lightrl.errors import RolloutError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-Work = Coroutine[Any, Any, _T]
+Work = Coroutine[object, None, _T]
 
 _LAST_TASKS_S = 5.0  # for the tasks that are left when the loop ends; one may ignore its cancellation
 WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
@@ -158,8 +159,58 @@ class LoopThread(threading.Thread):
         )
 
 
-async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+async def _end_tasks(tasks: set[asyncio.Task[object]]) -> None:
     """Cancels tasks that outlived their owners, so that their `finally` runs and those who wait for them continue."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks, timeout=_LAST_TASKS_S)
+
+
+T = TypeVar("T")
+Call = tuple[Callable[..., object], tuple[object, ...]]
+
+_CALLS_A_TICK = 64  # then the event loop does what follows from them
+
+
+class WakeUps:
+    """Calls to make on event loops; waking a loop once for 512 completions costs little."""
+
+    def __init__(self) -> None:
+        self._calls: dict[asyncio.AbstractEventLoop, list[Call]] = {}
+
+    def add(self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+        """Calls `function` on `loop` when they are sent."""
+        self._calls.setdefault(loop, []).append((function, arguments))
+
+    def settle(self, future: asyncio.Future[T], outcome: T | BaseException) -> None:
+        """Gives `future` its result or its error when they are sent, unless it is done by then."""
+        self.add(future.get_loop(), _settle, future, outcome)
+
+    def send(self) -> None:
+        """Wakes the loops, from any thread."""
+        for loop, calls in self._calls.items():
+            wake_up(loop, _call_all, calls)
+        self._calls.clear()
+
+
+def wake_up(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+    """Calls `function` on `loop`, from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits there any more
+        loop.call_soon_threadsafe(function, *arguments)
+
+
+def _call_all(calls: list[Call], first: int = 0) -> None:
+    """Sets results in slices, so that the first are read before the last are set."""
+    for function, arguments in calls[first : first + _CALLS_A_TICK]:
+        function(*arguments)
+    if first + _CALLS_A_TICK < len(calls):
+        asyncio.get_running_loop().call_soon(_call_all, calls, first + _CALLS_A_TICK)
+
+
+def _settle(future: asyncio.Future[T], outcome: T | BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

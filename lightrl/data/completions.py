@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.concurrency.daemon_future import result_of, submit
+from lightrl.concurrency.in_thread import result_of, submit
 from lightrl.data.chat import (
     ChatRenderer,
     Messages,

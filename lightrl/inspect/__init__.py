@@ -3,10 +3,8 @@
 Reading order:
     run_folder.py  which folders are runs, their status and settings
     index.py       the table of trajectories: SQLite in the user's cache, built from the first bytes of each line
-    timeline.py    the events of an iteration from the trace; problems
-    answers.py     the page's questions and their answers as JSON: curves, each token of a trajectory, images
+    answers.py     the page's questions and their answers as JSON: curves, each token of a trajectory, timelines
     server.py      the page on the loopback, with a token in its address
-    export.py      the page and its answers in one file
     page/          HTML, JavaScript and CSS, as the browser gets them
 
 May import: checks, trace; nothing of torch or Lightning, so that the page opens at once. What a model wrote is only

@@ -1,11 +1,11 @@
 """Launch: one run on one machine or many. A plan says who runs where; existing engines start and end the processes.
 
 Reading order:
-    settings.py     Launch: the section `launch:` of the YAML; allocation.py: AReaL's strings for the same
+    settings.py     Launch: the section `launch:` of the YAML, and AReaL's strings for the same
     memory.py       what a run's models, ranks and servers need, on paper; plan and doctor use it too
     plan.py         the run's facts; the plan, pure: ranks and servers on hosts and GPUs, whether the model fits
     launcher.py     the protocol of launchers, the folder of a launch, its scripts and its followed output
-    slurm.py, torchrun.py, kubernetes.py  on other hosts
+    slurm.py        on other hosts; scripts.py: files for torchrun and Kubernetes
     local.py        on this machine; ray.py: as local.py, on the hosts of a Ray cluster
 
 May import: everything up to trainer. To add a launcher: a class with the methods of Launcher in a file of at most 250

@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import yaml
 
-from lightrl.checks.status_files import STATE_FILE, with_hosts
-from lightrl.concurrency.line_buffer import LineBuffer
+from lightrl.checks.files import STATE_FILE, with_hosts
+from lightrl.concurrency.streams import LineBuffer
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.launch.plan import CONFIG, LAYOUT, Plan, Process
 from lightrl.strategies.atomic_write import write_whole
+from lightrl.trajectory import JsonObject
 
 TOKEN_FILE = "token"
 _READ_BYTES = 1 << 20
@@ -84,13 +85,13 @@ class LaunchState:
         facts: about the launch as a whole, such as the job's number.
     """
 
-    def __init__(self, plan: Plan, **facts: Any) -> None:
+    def __init__(self, plan: Plan, **facts: object) -> None:
         self._path = Path(plan.folder) / STATE_FILE
         processes = {one.name: {"host": plan.hosts[one.host], "log": plan.log_file(one)} for one in plan.processes}
-        self._content: dict[str, Any] = {"launcher": plan.launch.launcher, **facts, "processes": processes}
+        self._content: JsonObject = {"launcher": plan.launch.launcher, **facts, "processes": processes}
         self.set({}, state="starting")
 
-    def set(self, of_processes: Mapping[str, str], **facts: Any) -> None:
+    def set(self, of_processes: Mapping[str, str], **facts: object) -> None:
         """Notes states of processes by name, and facts about the launch."""
         for name, state in of_processes.items():
             self._content["processes"][name]["state"] = state

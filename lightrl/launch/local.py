@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from lightrl.checks.printable import end_of_log
-from lightrl.concurrency.guarded_processes import GuardedProcesses
+from lightrl.concurrency.parent_guard import GuardedProcesses
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.launch.launcher import TOKEN_FILE, FollowedLog, Launcher, LaunchState
 from lightrl.launch.plan import Plan, Process

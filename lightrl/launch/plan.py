@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
-from lightrl.checks.disk_errors import check_local
+from lightrl.checks.files import check_local
 from lightrl.checks.printable import count_text
 from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
 from lightrl.engines.servers.registry import SCHEME
@@ -21,6 +21,7 @@ from lightrl.launch.memory import PlannedRun, memory_line, misfits
 from lightrl.launch.settings import Launch, Layout, layout_of
 from lightrl.models import RoleMesh
 from lightrl.strategies.tensor_plans import check_sizes
+from lightrl.trajectory import JsonMapping, JsonObject
 
 _GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
 _MAX_HOSTS = 16  # shown; of more the first and the last
@@ -51,7 +52,7 @@ class RunFacts:
     unknown: str = ""  # why not
 
 
-def facts_of(settings: Mapping[str, Any]) -> RunFacts:
+def facts_of(settings: JsonMapping) -> RunFacts:
     """Reads the settings of `lightrl fit` as the parser gives them.
 
     Raises:
@@ -82,21 +83,21 @@ def facts_of(settings: Mapping[str, Any]) -> RunFacts:
     )
 
 
-def _class(value: Any) -> tuple[str | None, Mapping[str, Any]]:
+def _class(value: object) -> tuple[str | None, JsonMapping]:
     """Class name and arguments of `{class_path: …, init_args: …}` or of a bare name."""
     if not isinstance(value, Mapping):
         return (None if value is None else str(value).rpartition(".")[2]), {}
     return str(value.get("class_path", "")).rpartition(".")[2], value.get("init_args") or {}
 
 
-def _fields(value: Any) -> Mapping[str, Any]:
+def _fields(value: object) -> JsonMapping:
     """A role's or a model's, which may be given as a class with its arguments."""
     if not isinstance(value, Mapping):
         return {}
     return value.get("init_args") or {} if "class_path" in value else value
 
 
-def num_devices(devices: Any) -> int:
+def num_devices(devices: object) -> int:
     """Ranks per host; `auto` is one, since the launch says how many there are."""
     if devices in (None, "auto"):
         return 1
@@ -134,7 +135,7 @@ class Plan:
     gpus_per_host: int
     on_cpu: bool
     processes: tuple[Process, ...]
-    settings: Mapping[str, Any]  # override the run's own
+    settings: JsonMapping  # override the run's own
     facts: RunFacts = field(default_factory=RunFacts)  # the run's, as planned
     notes: tuple[str, ...] = ()
 
@@ -262,9 +263,9 @@ def _trainer_split(layout: Layout, facts: RunFacts) -> tuple[int, int]:
     return pp, facts.trainer_tp if layout.trainer_tp is None else layout.trainer_tp
 
 
-def _settings(layout: Layout, facts: RunFacts) -> tuple[dict[str, Any], list[str]]:
+def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
     """The settings of the run for this layout, and messages about them."""
-    trainer: dict[str, Any] = {}
+    trainer: JsonObject = {}
     notes: list[str] = []
     own = (facts.trainer_pp, facts.trainer_tp)
     pp, tp = _trainer_split(layout, facts)
@@ -275,7 +276,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[dict[str, Any], list[str
     if facts.strategy == "Parallel3DStrategy" and own != (pp, tp):
         raise ValueError(f"The allocation has p={pp} and t={tp}, but trainer.strategy has pp={own[0]} and tp={own[1]}.")
     if facts.strategy is None and layout.ranks > 1:
-        arguments: dict[str, Any] = {} if pp * tp == 1 else {"init_args": {"pp": pp, "tp": tp}}
+        arguments: JsonObject = {} if pp * tp == 1 else {"init_args": {"pp": pp, "tp": tp}}
         name = "Parallel3DStrategy" if arguments else "FSDP2Strategy"
         trainer["strategy"] = {"class_path": name, **arguments}
         notes.append(f"trainer.strategy is {name}, since several ranks share the model.")
@@ -301,7 +302,7 @@ def _trainers(placed: Placed, names: Sequence[str], port: int, on_cpu: bool, com
         for local_rank, gpus in enumerate(groups):
             rank = len(processes)
             environment = {} if on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for (gpu,) in groups)}
-            numbers: dict[str, Any] = {}
+            numbers: JsonObject = {}
             if world > 1:
                 environment |= {"MASTER_ADDR": names[0], "MASTER_PORT": str(port)}
                 numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": host, "WORLD_SIZE": world}

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from lightrl.concurrency.guarded_processes import GuardedProcesses
+from lightrl.concurrency.parent_guard import GuardedProcesses
 from lightrl.errors import LightRLError
 from lightrl.launch.launcher import placed
 from lightrl.launch.local import LOST, LocalLauncher
@@ -42,7 +42,7 @@ class RayHost(GuardedProcesses):
         self._actor = actor
         self._codes: dict[str, int | None] = {}
 
-    def start(self, name: str, command: Sequence[str], **settings: Any) -> None:
+    def start(self, name: str, command: Sequence[str], **settings: object) -> None:
         self._codes[name] = None
         self._call("start", name, command, **settings)
 
@@ -65,7 +65,7 @@ class RayHost(GuardedProcesses):
         self.is_lost = True
         ray.kill(self._actor)
 
-    def _call(self, method: str, *arguments: Any, **settings: Any) -> Any:
+    def _call(self, method: str, *arguments: object, **settings: object) -> Any:
         """The answer; None from a host that is lost, which Ray finds out in about a minute where it is silent."""
         import ray
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from lightrl.checks.disk_errors import is_disk_full, write_problem
-from lightrl.checks.publish import publish, restore, sync_files, write_sums
+from lightrl.checks.files import is_disk_full, publish, restore, sync_files, write_problem, write_sums
 from lightrl.concurrency.owner import own_mark, own_prefix, remove_left_behind
 from lightrl.models.images import save_processor, sees_images
 from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter

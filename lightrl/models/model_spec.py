@@ -18,7 +18,7 @@ from urllib.request import getproxies
 
 import torch
 
-from lightrl.checks.publish import check_sums
+from lightrl.checks.files import check_sums
 from lightrl.checks.user_code import user_code
 from lightrl.models.images import auto_model, sees_images
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
-from lightrl.concurrency.line_buffer import body_of
+from lightrl.concurrency.streams import body_of
 from lightrl.errors import RewardError
 from lightrl.rewards.reward_result import label
 from lightrl.trajectory import Trajectory, chat_as_text

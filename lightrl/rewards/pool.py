@@ -22,8 +22,8 @@ from typing import Any
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import escape_unprintable
-from lightrl.concurrency.guarded_processes import ONE_THREAD, command, import_path
-from lightrl.concurrency.line_buffer import LineBuffer
+from lightrl.concurrency.parent_guard import ONE_THREAD, command, import_path
+from lightrl.concurrency.streams import LineBuffer
 from lightrl.errors import RewardError
 from lightrl.rewards.parts import Reward, parts_of
 from lightrl.rewards.reward_result import Outcome, RewardResult

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.files import write_problem
 from lightrl.errors import RewardError
 from lightrl.rewards.hook import RewardWorker, make_reward_worker
 from lightrl.rewards.parts import Reward

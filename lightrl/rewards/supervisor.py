@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 from lightrl.checks.bounds import check_positive
-from lightrl.concurrency.wake_up import WakeUps
+from lightrl.concurrency.loop_thread import WakeUps
 from lightrl.errors import RewardError
 from lightrl.rewards.reward_result import Outcome, RewardResult, killed_error, timeout_error
 from lightrl.trajectory import Trajectory

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrl.concurrency.channel import Channel
-from lightrl.concurrency.guarded_processes import ONE_THREAD, GuardedProcesses, command, import_path
+from lightrl.concurrency.parent_guard import ONE_THREAD, GuardedProcesses, command, import_path
+from lightrl.concurrency.streams import Channel
 from lightrl.engines import RolloutEngine, ServerEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rollout.prompts import State

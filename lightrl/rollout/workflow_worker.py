@@ -23,7 +23,7 @@ from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.abandon import abandon
-from lightrl.concurrency.channel import Channel
+from lightrl.concurrency.streams import Channel
 from lightrl.engines.engine import Completion
 from lightrl.engines.servers.follower import Follower
 from lightrl.errors import EngineError, RolloutError

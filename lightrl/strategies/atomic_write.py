@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightrl.checks.disk_errors import write_problem
-from lightrl.checks.publish import remove_path
-from lightrl.concurrency.daemon_future import submit
+from lightrl.checks.files import remove_path, write_problem
+from lightrl.concurrency.in_thread import submit
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

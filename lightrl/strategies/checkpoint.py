@@ -15,8 +15,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch.utils._pytree import tree_leaves
 
-from lightrl.checks.disk_errors import cause_to_show
-from lightrl.checks.publish import publish
+from lightrl.checks.files import cause_to_show, publish
 from lightrl.concurrency.owner import own_mark, remove_left_behind
 from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, logged_behind_failure, write_error
 from lightrl.strategies.checkpoint_fit import check_optimizers, check_weights, parameter_of, refusal

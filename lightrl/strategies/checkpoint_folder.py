@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightrl.checks.disk_errors import cause_to_show
-from lightrl.checks.publish import publish, remove_path, write_sums
+from lightrl.checks.files import cause_to_show, publish, remove_path, write_sums
 from lightrl.concurrency.owner import remove_left_behind
 from lightrl.strategies.atomic_write import Progress, TrackedFile, write_error
 from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizer_names, check_weights

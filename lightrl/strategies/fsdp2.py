@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.disk_errors import check_local
+from lightrl.checks.files import check_local
 from lightrl.concurrency.owner import own_mark
 from lightrl.functional import can_compile
 from lightrl.models import ParallelModel, RoleMesh, models_made_by

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightrl.concurrency.daemon_future import side_by_side
+from lightrl.concurrency.in_thread import side_by_side
 from lightrl.experience import Experience
 from lightrl.models import Backward, LossFunction, Outputs
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightrl.checks.disk_errors import nearest_folder
+from lightrl.checks.files import nearest_folder
 from lightrl.strategies.ranks import Ranks, mark_as_on_all_ranks
 
 VISIBLE_WITHIN_S = 10.0  # a new file on a network file system, on another host

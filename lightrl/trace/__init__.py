@@ -1,19 +1,27 @@
 """Trace: what each process did when, as Chrome events, and where the time of an iteration went.
 
 Reading order:
-    spans.py    `span`: measures a block, and keeps it while a trace is open
-    file.py     spans to Chrome's JSON, a line for each; one file per process, joined at the end
+    spans.py    `span`: measures a block, kept while a trace is open; files of spans; peaks of memory within a block
     areas.py    the time of an iteration by area: rollout, reward, score, update, sync, data
-    memory.py   peaks of the host's and the device's memory within a block
 
-May import: nothing of lightrl, nor torch (memory.py looks for it among what is loaded). `callbacks/trace.py` opens the
+May import: nothing of lightrl, nor torch (spans.py looks for it among what is loaded). `callbacks/trace.py` opens the
 trace and prints the summary; `lightrl inspect` shows the files. To trace one more thing: `with span(...)` around it.
 """
 
 from lightrl.trace.areas import Summary, area_times
-from lightrl.trace.file import TraceFile, join_traces, trace_files
-from lightrl.trace.memory import MemoryPeaks
-from lightrl.trace.spans import Event, Tape, clock_offset_ns, in_microbatch_spans, keep, record, span
+from lightrl.trace.spans import (
+    Event,
+    MemoryPeaks,
+    Tape,
+    TraceFile,
+    clock_offset_ns,
+    in_microbatch_spans,
+    join_traces,
+    keep,
+    record,
+    span,
+    trace_files,
+)
 
 __all__ = [
     "Event",

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightrl.checks.disk_errors import is_disk_full
+from lightrl.checks.files import is_disk_full
 from lightrl.errors import WeightSyncError
 from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile
 

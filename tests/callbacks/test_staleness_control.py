@@ -43,3 +43,15 @@ def test_the_fraction_of_resampled_groups_is_logged_and_a_warning_names_it(
 def test_without_resampling_nothing_is_logged() -> None:
     trainer: Any = SimpleNamespace(rollout=SimpleNamespace(is_recorded=False, settings=RolloutSettings()))
     StalenessControl(1).on_rollout_end(trainer, SimpleNamespace(), [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("reward_timeout_s", "num_warnings"), [(1800, 0), (1801, 1)], ids=["as long", "longer"])
+def test_a_reward_that_may_take_longer_than_a_batch_is_waited_for_is_warned_of(
+    reward_timeout_s: float, num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer: Any = SimpleNamespace(is_global_zero=True)
+    module: Any = SimpleNamespace(reward_timeout_s=reward_timeout_s)
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        StalenessControl().configure_rollout(trainer, module, RolloutSettings())
+    assert len(caplog.messages) == num_warnings
+    assert all("Increase StalenessControl.rollout_timeout_s" in message for message in caplog.messages)

@@ -103,3 +103,35 @@ def test_a_second_file_adds_callbacks_to_those_of_the_first(settings, config):
     more = {"trainer": {"callbacks+": [{"class_path": "Trace"}]}}
     found = parsed("fit", "--config", config(settings), "--config", config(more, "more.yaml"))
     assert [item.class_path.rpartition(".")[2] for item in found.trainer.callbacks] == ["StalenessControl", "Trace"]
+
+
+@pytest.mark.parametrize(
+    ("train", "flags", "expected"),
+    [
+        ("a.jsonl", ["--data.train.max_rows", "8"], {"source": "a.jsonl", "max_rows": 8}),
+        ("a.jsonl", ["--data.train", "b.jsonl", "--data.train.max_rows", "8"], {"source": "b.jsonl", "max_rows": 8}),
+        ({"source": "a.jsonl"}, ["--data.train.source=b.jsonl"], {"source": "b.jsonl", "max_rows": None}),
+    ],
+    ids=["string and setting", "string on the command line", "mapping"],
+)
+def test_a_string_stays_the_source_of_what_flags_add_to_it(train, flags, expected, settings, config, capsys):
+    settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": train, "batch_size": 2}}
+    with pytest.raises(SystemExit):
+        LightRLCLI(["fit", "--config", config(settings), *flags, "--print_config"])
+    source = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["train"]
+    assert {name: source[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "path"),
+    [("--model.policy.dtype", ["dtype"]), ("--model.policy.model.dtype", ["model", "dtype"])],
+    ids=["model", "model of a role"],
+)
+def test_a_string_stays_the_models_path_with_what_flags_add_to_it(flag, path, settings, config, capsys):
+    settings["model"]["init_args"]["policy"] = "some/model"
+    with pytest.raises(SystemExit):
+        LightRLCLI(["fit", "--config", config(settings), flag, "bfloat16", "--print_config"])
+    spec = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["policy"]
+    for name in path[:-1]:
+        spec = spec[name]
+    assert (spec["path"], spec["dtype"]) == ("some/model", "bfloat16")

@@ -3,13 +3,13 @@ import threading
 
 import pytest
 
-from lightrl.concurrency import in_thread as module
-from lightrl.concurrency.in_thread import CallTimeout, call_within
+from lightrl.concurrency import in_thread
+from lightrl.concurrency.in_thread import CallTimeout, call_within, result_of, submit
 from lightrl.errors import RolloutError
 
 
 def test_threads_of_hung_calls_are_bounded_and_then_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_ABANDONED", 2)
+    monkeypatch.setattr(in_thread, "MAX_ABANDONED", 2)
     ends = threading.Event()
 
     def hangs() -> None:
@@ -30,3 +30,22 @@ def test_threads_of_hung_calls_are_bounded_and_then_named(monkeypatch: pytest.Mo
         assert await call_within(lambda: 3, timeout_s=60, name="step") == 3
 
     asyncio.run(scenario())
+
+
+def test_a_read_that_hangs_is_warned_of_and_ends_with_what_was_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(in_thread, "WARN_EVERY_S", 0.05)
+    ends = threading.Event()
+    future = submit(lambda: ends.wait(60), name="reader")
+    with pytest.raises(TimeoutError, match=r"Batch 3 did not come within 0.2 s"):
+        result_of(future, "Batch 3", timeout_s=0.2)
+    assert "Batch 3 has not come for" in caplog.text
+    ends.set()
+    assert result_of(future, "Batch 3", timeout_s=60)
+
+
+def test_an_error_of_the_function_is_raised_where_its_result_is_asked_for() -> None:
+    future = submit(lambda: int("x"), name="reader")
+    with pytest.raises(ValueError, match="invalid literal"):
+        result_of(future, "the number", timeout_s=60)

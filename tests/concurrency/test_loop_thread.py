@@ -6,10 +6,11 @@ import asyncio
 import concurrent.futures
 import ctypes
 import gc
+import threading
 
 import pytest
 
-from lightrl.concurrency.loop_thread import LoopThread
+from lightrl.concurrency.loop_thread import LoopThread, WakeUps
 from lightrl.errors import RolloutError
 
 
@@ -87,3 +88,32 @@ async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_results_are_read_while_later_ones_arrive() -> None:
+    seen: list[tuple[int, int]] = []
+
+    async def wait_for(futures: list[asyncio.Future[int]], index: int) -> None:
+        await futures[index]
+        seen.append((index, sum(future.done() for future in futures)))
+
+    async def main() -> None:
+        futures = [asyncio.get_running_loop().create_future() for _ in range(500)]
+        waits = [asyncio.ensure_future(wait_for(futures, index)) for index in range(500)]
+        await asyncio.sleep(0)
+
+        def settle() -> None:
+            wake_ups = WakeUps()
+            for index, future in enumerate(futures):
+                wake_ups.settle(future, index)
+            wake_ups.send()
+
+        thread = threading.Thread(target=settle)
+        thread.start()
+        await asyncio.gather(*waits)
+        thread.join()
+        assert [future.result() for future in futures] == list(range(500))
+
+    asyncio.run(main())
+    assert [index for index, _ in seen] == list(range(500))
+    assert seen[0][1] < 500

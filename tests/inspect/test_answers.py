@@ -16,12 +16,11 @@ import psutil
 import pytest
 from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics, write_trace
 
-from lightrl.inspect.answers import MAX_POINTS, Answers, Curves
-from lightrl.inspect.export import export
+from lightrl.commands.inspect import export
+from lightrl.inspect.answers import MAX_POINTS, Answers, Curves, Timeline
 from lightrl.inspect.index import TrajectoryIndex, condition
 from lightrl.inspect.run_folder import find_runs
 from lightrl.inspect.server import PageServer
-from lightrl.inspect.timeline import Timeline
 
 FILTERS = ("iteration", "group", "sample", "reward", "advantage", "length", "staleness", "finish")
 PNG = base64.b64decode(

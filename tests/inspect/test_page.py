@@ -10,8 +10,8 @@ import pytest
 from browser import MISSING, Browser, is_missing
 from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics
 
+from lightrl.commands.inspect import export
 from lightrl.inspect.answers import Answers
-from lightrl.inspect.export import export
 from lightrl.inspect.run_folder import find_runs
 from lightrl.inspect.server import PageServer
 

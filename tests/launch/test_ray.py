@@ -19,7 +19,7 @@ from ray_numbers import numbers_in
 from test_local import NOTES, WAITS, notes, state, wait_for
 
 from benchmarks.recovery import LaunchedRun, _runs, settings
-from lightrl.checks.status_files import host_names
+from lightrl.checks.files import host_names
 from lightrl.commands.launch import free_ports
 from lightrl.commands.status import status_text
 from lightrl.launch.launcher import make_folder, placed, write_files

@@ -7,10 +7,9 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec, TrainerV1alpha1TrainJob
 
-from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.plan import Plan, RunFacts, make_plan
+from lightrl.launch.scripts import KubernetesLauncher, TorchrunLauncher
 from lightrl.launch.settings import Launch
-from lightrl.launch.torchrun import TorchrunLauncher
 
 
 def plan_of(facts: RunFacts | None = None, **launch) -> Plan:
@@ -44,7 +43,7 @@ def test_torchrun_gets_a_script_for_each_host_and_the_servers_one_of_their_own()
     assert "--servers 2 --tp 2 --host node3 --port 29501" in checked(files["servers-node3.sh"])
 
 
-# Of a LeaderWorkerSet, from its source (see kubernetes.py); Kubeflow's package has the types of a TrainJob and a pod.
+# Of a LeaderWorkerSet, from its source (see scripts.py); Kubeflow's package has the types of a TrainJob and a pod.
 SERVERS = {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"}
 GROUP = {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"}
 

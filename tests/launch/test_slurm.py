@@ -12,7 +12,7 @@ import yaml
 from launched import engine
 from slurm_box import Slurm, why_not
 
-from lightrl.checks.status_files import host_names
+from lightrl.checks.files import host_names
 from lightrl.commands.status import status_text
 from lightrl.launch.launcher import make_folder, write_files
 from lightrl.launch.plan import Plan, RunFacts, make_plan

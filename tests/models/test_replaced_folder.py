@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_model, tiny_spec
 
-from lightrl.checks import publish
+from lightrl.checks import files
 from lightrl.models import LoRA, ModelSpec, model_folder
 from lightrl.models.lora import adapter_config, is_adapter, save_adapter
 from lightrl.models.model_folder import replaced_folder
@@ -17,7 +17,7 @@ from lightrl.models.model_spec import check_files
 from lightrl.strategies.empty_model import parameter_reader
 
 # Each step of an export, as (module, function): it is killed before the step.
-STEPS = [("model_folder", "sync_files"), ("model_folder", "publish"), ("publish", "_swap"), ("publish", "remove_path")]
+STEPS = [("model_folder", "sync_files"), ("model_folder", "publish"), ("files", "_swap"), ("files", "remove_path")]
 
 
 def export(place: Path, text: str) -> None:
@@ -32,7 +32,7 @@ def killed_export(place: Path, module: str, function: str) -> None:
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         return
     try:
-        home = {"publish": publish, "model_folder": model_folder}[module]
+        home = {"files": files, "model_folder": model_folder}[module]
         vars(home)[function] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         export(place, "new")
     finally:
@@ -95,5 +95,5 @@ def test_without_exchanging_renames_the_next_export_gives_the_old_folder_its_nam
     place = tmp_path / "export"
     export(place, "old")
     place.rename(place.with_name("export.replaced"))  # killed between two renames
-    publish.restore(place)
+    files.restore(place)
     assert (place / "config.json").read_text() == "old"

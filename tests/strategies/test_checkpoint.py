@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_flatten
 
-from lightrl.checks.publish import publish
+from lightrl.checks.files import publish
 from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO, checkpoint
 from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile
@@ -150,7 +150,7 @@ def test_a_write_that_takes_long_but_continues_is_no_hang(tmp_path: Path) -> Non
 @pytest.mark.parametrize("old", ["folder", "file", "link", "nothing"])
 def test_a_folder_takes_the_place_of_what_was_there(old, can_swap, tmp_path, monkeypatch):
     if not can_swap:
-        monkeypatch.setattr("lightrl.checks.publish._swap", lambda left, right: False)
+        monkeypatch.setattr("lightrl.checks.files._swap", lambda left, right: False)
     part, place = tmp_path / "last.ckpt.part", tmp_path / "last.ckpt"
     (tmp_path / "elsewhere").mkdir()
     part.mkdir()

@@ -25,7 +25,7 @@ from lightrl.trace import (
     span,
 )
 from lightrl.trace.areas import common, summary_text, union, without
-from lightrl.trace.memory import host_bytes
+from lightrl.trace.spans import host_bytes
 
 S = 10**9  # a second, in ns
 

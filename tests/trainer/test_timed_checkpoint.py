@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import Digits, TinyGRPO, make_trainer
 
 import lightrl
-from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
+from lightrl.callbacks.run_files import TimedCheckpoint
 
 
 def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_continues_from_it(tmp_path: Path) -> None:

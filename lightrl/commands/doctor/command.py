@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 
 from lightrl.commands.cli import LightRLCLI
@@ -20,7 +21,7 @@ from lightrl.data import ChatRenderer, prompt_batches
 from lightrl.engines import Completion
 from lightrl.module import RLModule
 from lightrl.rewards import replay
-from lightrl.trajectory import Prompt, Trajectory, chat_as_text
+from lightrl.trajectory import JsonObject, Prompt, Trajectory, chat_as_text
 from lightrl.workflows import SingleTurn
 
 
@@ -35,7 +36,7 @@ def run(args: Sequence[str]) -> int:
     return reported(lambda callbacks: _run(options, rest, callbacks))
 
 
-def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[Any]) -> int:
+def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
     if options.command == "replay" and not Path(options.file).is_file():
         raise UsageError(f"{options.file} does not exist. Pass the failed_rewards.jsonl of a run's folder.")
     if options.command == "replay" and options.reward is not None:
@@ -85,7 +86,7 @@ def _count(text: str) -> int:
 class _DoctorCLI(LightRLCLI):
     """`lightrl predict` that reads the data, or computes some rewards several times, instead."""
 
-    def __init__(self, options: argparse.Namespace, args: Sequence[str], callbacks: Sequence[Any]) -> None:
+    def __init__(self, options: argparse.Namespace, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.options = options
         super().__init__(["predict", *args], callbacks=callbacks)
 
@@ -115,7 +116,7 @@ class _DoctorCLI(LightRLCLI):
         reward_source, module.reward_source = module.reward_source, f"{__name__}.no_reward"
         module.validation_sampling, module.validation_group_size = module.sampling, 1
         try:
-            batches: Any = trainer.predict(module, dataloaders=prompt_batches(prompts, len(prompts)), **kwargs)
+            batches = trainer.predict(module, dataloaders=prompt_batches(prompts, len(prompts)), **kwargs)
         finally:
             module.reward_source = reward_source
         trajectories = [item for groups in batches or [] for group in groups for item in group.trajectories]
@@ -124,7 +125,7 @@ class _DoctorCLI(LightRLCLI):
         return trajectories
 
 
-def no_reward(trajectory: Trajectory) -> dict[str, Any]:
+def no_reward(trajectory: Trajectory) -> JsonObject:
     """Stands in for the reward while the policy generates; keeps the rewards of an environment."""
     return {"reward": 0.0} if trajectory.rewards is None else {"rewards": trajectory.rewards}
 

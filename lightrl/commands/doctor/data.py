@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import lightning as L
 from tqdm import tqdm
 
 from lightrl.checks.printable import count_text, escape_unprintable
@@ -33,7 +34,7 @@ class SplitReport:
     is_cut: bool = False  # there are more rows than were read
     times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's tokens → times
 
-    def add(self, made: Sequence[Any], rows: Sequence[int | ValueError | None]) -> None:
+    def add(self, made: Sequence[object], rows: Sequence[int | ValueError | None]) -> None:
         """Counts some rows: of each the prompt and its tokens, None for a dropped row, ValueError for a bad one."""
         self.problems += [str(item) for item in rows if isinstance(item, ValueError)]
         self.num_dropped += sum(item is None for item in rows)
@@ -56,7 +57,7 @@ def repeats(train: SplitReport, validation: SplitReport) -> list[str]:
     return [*lines, text] if shared else lines
 
 
-def attach(module: Any, datamodule: Any) -> None:
+def attach(module: L.LightningModule, datamodule: L.LightningDataModule | None) -> None:
     """Raises UsageError if the config has no data."""
     if datamodule is None:
         raise UsageError("lightrl doctor needs prompts. Add a `data:` section to the config.")
@@ -66,7 +67,7 @@ def attach(module: Any, datamodule: Any) -> None:
     datamodule.prepare_data()
 
 
-def first_prompts(module: RLModule, datamodule: Any, num: int) -> list[Prompt]:
+def first_prompts(module: RLModule, datamodule: L.LightningDataModule, num: int) -> list[Prompt]:
     """The first prompts that a run trains on, `num` or as many as there are."""
     attach(module, datamodule)
     datamodule.setup("fit")
@@ -105,7 +106,7 @@ def read_split(
     return report
 
 
-def check_data(module: Any, datamodule: Any) -> int:
+def check_data(module: L.LightningModule, datamodule: L.LightningDataModule) -> int:
     """Prints what every train and validation row gives, and every bad one; returns 1 if there is one."""
     attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:

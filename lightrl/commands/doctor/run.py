@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -36,7 +36,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.callbacks.probe import Rounding, mismatch_bound_nats, rounding
-from lightrl.checks.disk_errors import nearest_folder
+from lightrl.checks.files import nearest_folder
 from lightrl.checks.printable import count_text, duration_text, escape_unprintable, one_period
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
@@ -50,9 +50,10 @@ from lightrl.errors import LightRLError, OtherRankFailed
 from lightrl.launch.memory import UnknownMemory, bytes_text, memory_line, misfits
 from lightrl.models import context_tokens
 from lightrl.module import RLModule
-from lightrl.trace.memory import child_bytes, host_bytes
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.trace.spans import child_bytes, host_bytes
 from lightrl.trainer import Trainer
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Group, Trajectory
 
 _MAX_ROWS = 20_000  # a minute reads as many of a split
 _LEAST_FREE = 0.1  # with less of the host's memory, the run's start may already fail
@@ -71,7 +72,7 @@ _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 _KEPT = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
 
 # Trainer overrides for the trial: one validation batch, no output. Trial ends it.
-_SHORTENED: dict[str, Any] = {
+_SHORTENED: dict[str, object] = {
     **dict.fromkeys(("max_time", "min_steps", "min_epochs", "profiler")),
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     "fast_dev_run": False,
@@ -80,7 +81,7 @@ _SHORTENED: dict[str, Any] = {
 }
 
 
-def check_run(args: Sequence[str], callbacks: Sequence[Any]) -> int:
+def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
     """Prints a line for each check as soon as it is done; returns 1 if one fails."""
     logging.getLogger("lightrl").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-doctor-"), ignore_cleanup_errors=True) as folder:
@@ -90,7 +91,7 @@ def check_run(args: Sequence[str], callbacks: Sequence[Any]) -> int:
 class _RunCheck(LightRLCLI):
     """`lightrl fit` for two iterations, without what it would write, between checks."""
 
-    def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[Any]) -> None:
+    def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.folder = folder
         self.num_by_status: Counter[str] = Counter()
         self.start_s = time.monotonic()
@@ -157,7 +158,7 @@ class _RunCheck(LightRLCLI):
         self._after(measured, module, datamodule)
 
     @rank_zero_only
-    def _before(self, module: RLModule, datamodule: Any) -> None:
+    def _before(self, module: RLModule, datamodule: L.LightningDataModule) -> None:
         self._note(device_findings(self.trainer))
         self._note([disk_finding(self.root)])
         self._note(memory_on_paper(module, self.trainer, datamodule))
@@ -167,7 +168,7 @@ class _RunCheck(LightRLCLI):
             self._note([Finding("trial", f"Left out of the two iterations: {', '.join(self.left_out)}.")])
 
     @rank_zero_only
-    def _after(self, measured: Trial, module: RLModule, datamodule: Any) -> None:
+    def _after(self, measured: Trial, module: RLModule, datamodule: L.LightningDataModule) -> None:
         if measured.trajectories or measured.dropped:
             self._note(_findings(measured, module))
         if measured.iterations_s:
@@ -187,7 +188,7 @@ class _RunCheck(LightRLCLI):
             sys.stdout.flush()
 
 
-def _is_kept(callback: Any) -> bool:
+def _is_kept(callback: object) -> bool:
     """Also a callback that changes how the run samples."""
     hook = "configure_rollout"
     return isinstance(callback, _KEPT) or getattr(type(callback), hook, None) not in (None, getattr(RLCallback, hook))
@@ -217,38 +218,39 @@ class Trial(RLCallback):
     rounding: Rounding | None = None  # the trainer's and the engine's
     since_s: float = 0.0  # when the iteration or the validation began
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.length = run_length(trainer, self.checkpoints)
         trainer.check_val_every_n_epoch, trainer.val_check_batch = None, _NUM_ITERATIONS
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_: object) -> None:
         self.since_s = time.monotonic()
 
-    def on_rewards_ready(self, trainer: Any, module: Any, groups: Any) -> None:
+    def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         self.trajectories += [item for group in groups for item in group.trajectories]
 
-    def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
+    def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
         self.dropped.setdefault(reason, []).append(message)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         self.iterations_s.append(time.monotonic() - self.since_s)
         self.phases_s = dict(getattr(trainer, "phase_seconds", {}))
         self.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         trainer.should_stop = len(self.iterations_s) == _NUM_ITERATIONS
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.since_s = time.monotonic()
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.validation_batch_s = time.monotonic() - self.since_s
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.host_bytes = host_bytes("VmHWM") + sum(child_bytes().values())
-        self.rounding = rounding(trainer, pl_module)  # type: ignore[arg-type]
-        self.checkpoint_bytes = _state_bytes(pl_module, trainer.optimizers)
+        module = cast(RLModule, pl_module)
+        self.rounding = rounding(cast(RLTrainer, trainer), module)
+        self.checkpoint_bytes = _state_bytes(module, trainer.optimizers)
 
 
-def _state_bytes(module: RLModule, optimizers: list[Any]) -> int:
+def _state_bytes(module: RLModule, optimizers: list[torch.optim.Optimizer]) -> int:
     """Bytes of a checkpoint: weights of the roles that it saves, and the optimizer's state, over all ranks."""
     models = (getattr(module, name, None) for name in module.saved_roles())
     trained = [model for model in models if isinstance(model, torch.nn.Module)]
@@ -308,7 +310,7 @@ def _completions(measured: Trial, module: RLModule) -> Iterator[Finding]:
 def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
     for reason, messages in measured.dropped.items():
         text = f"Trajectories that were dropped ({reason}): {len(messages)}. {messages[0]}"
-        status: Any = "fails" if reason.startswith("reward") else "warning"
+        status: Status = "fails" if reason.startswith("reward") else "warning"
         yield Finding("reward", text, status, "lightrl doctor reward shows more.")
     rewards = [item.reward for item in measured.trajectories if item.reward is not None]
     if not rewards:
@@ -328,7 +330,7 @@ def _rewards(measured: Trial, module: RLModule) -> Iterator[Finding]:
     yield check("reward", text, "warning", fix, is_wrong=num_differing > 0)
 
 
-def run_length(trainer: Any, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
+def run_length(trainer: L.Trainer, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
     """Iterations of the whole run, infinite if nothing ends it; its validations; checkpoints on the disk at its end."""
     iterations, epoch = float(trainer.estimated_stepping_batches), trainer.num_training_batches
     interval = (trainer.val_check_batch or math.inf) * (trainer.check_val_every_n_epoch or 1)
@@ -405,7 +407,7 @@ def device_findings(trainer: L.Trainer) -> Iterator[Finding]:
         yield check("memory", text, "warning", fix, is_wrong=free < least * total)
 
 
-def memory_on_paper(module: RLModule, trainer: Any, data: Any) -> Iterator[Finding]:
+def memory_on_paper(module: RLModule, trainer: L.Trainer, data: object) -> Iterator[Finding]:
     """Compares the ranks' memory, as `lightrl plan` estimates it, with the GPU's."""
     try:
         run = planned(module, trainer, data)
@@ -440,7 +442,7 @@ def disk_finding(root: str, needed_bytes: float = 0) -> Finding:
     free = shutil.disk_usage(folder).free
     needs = f"; the run writes about {bytes_text(needed_bytes)}" if needed_bytes else ""
     fix = "Free disk space, set trainer.default_root_dir to another disk, or keep fewer checkpoints (save_top_k)."
-    status: Any = "fails" if free < needed_bytes else "warning"
+    status: Status = "fails" if free < needed_bytes else "warning"
     is_wrong = free < max(needed_bytes, _LEAST_DISK_BYTES)
     return check("disk", f"{folder} has {bytes_text(free)} free{needs}.", status, fix, is_wrong=is_wrong)
 
@@ -460,7 +462,7 @@ def model_findings(module: RLModule) -> Iterator[Finding]:
     yield check("tokenizer", sizes, "fails", fix, is_wrong=len(tokenizer) > text.vocab_size)
 
 
-def data_findings(module: RLModule, datamodule: Any) -> Iterator[Finding]:
+def data_findings(module: RLModule, datamodule: L.LightningDataModule) -> Iterator[Finding]:
     """How the first prompt ends, where the policy begins to write; rows, lengths, what train and validation share."""
     for prompt in first_prompts(module, datamodule, 1):
         end = str(module.tokenizer.decode(prompt.token_ids or []))[-_SHOWN_CHARS:]

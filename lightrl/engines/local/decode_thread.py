@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightrl.concurrency.wake_up import WakeUps
+from lightrl.concurrency.loop_thread import WakeUps
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, EngineTimeout

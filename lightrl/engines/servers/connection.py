@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import aiohttp
 
-from lightrl.concurrency.line_buffer import body_of
+from lightrl.concurrency.streams import body_of
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable

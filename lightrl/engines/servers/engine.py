@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.checks.disk_errors import check_local
+from lightrl.checks.files import check_local
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.abilities import ContinuesCompletions, HasReplicas, NamesDtypes, ScoresTokens, Verification

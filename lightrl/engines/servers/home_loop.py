@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.concurrency.loop_thread import WAIT_S, LoopThread, Work, deaths
-from lightrl.concurrency.wake_up import wake_up
+from lightrl.concurrency.loop_thread import WAIT_S, LoopThread, Work, deaths, wake_up
 from lightrl.errors import EngineError, EngineTimeout
 
 log = logging.getLogger(__name__)

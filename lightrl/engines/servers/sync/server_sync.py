@@ -26,8 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.concurrency.loop_thread import deaths
-from lightrl.concurrency.wake_up import wake_up
+from lightrl.concurrency.loop_thread import deaths, wake_up
 from lightrl.engines.abilities import Verification
 from lightrl.engines.servers.connection import ServerRefused
 from lightrl.engines.servers.home_loop import HomeLoop

@@ -1,4 +1,4 @@
-"""Channel: messages, pickled ones or bytes, between the event loops of this process and one that it started."""
+"""Streams in bounded memory: lines, the body of an HTTP answer, and messages between event loops of two processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import asyncio
 import pickle
 import socket
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import aiohttp
+
 
 _HEADER = struct.Struct("<?q")  # whether the message is pickled, its length in bytes
 _NUMBERS = struct.Struct("<qq")
@@ -28,7 +32,7 @@ class Channel:
         """Owns one end of a `socket.socketpair`, and closes it."""
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER_BYTES))
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: object) -> None:
         """Sends a tuple as a pickle: the other process trusts this one."""
         self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), is_pickled=True)
 
@@ -51,3 +55,35 @@ class Channel:
 
     def close(self) -> None:
         self._writer.close()
+
+
+_MAX_LINE_BYTES = 1 << 16
+
+
+class LineBuffer:
+    """Keeps the start of a line whose end has not come; from 64 KiB on it is a line of its own."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """The lines that end in this next piece of the stream; b"" is its end, and ends the last line."""
+        if b"\n" not in data and 0 < len(data) < _MAX_LINE_BYTES - len(self._rest):
+            self._rest += data
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._rest and (not data or len(self._rest) >= _MAX_LINE_BYTES):
+            lines.append(self._rest)
+            self._rest = b""
+        return lines
+
+
+async def body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
+    """The whole body; None if it is larger, as soon as that is known. The request has the deadline."""
+    if response.content_length is not None and response.content_length <= max_bytes:
+        return await response.read()
+    parts, num_bytes = [], response.content_length or 0
+    while num_bytes <= max_bytes and (part := await response.content.readany()):
+        parts.append(part)
+        num_bytes += len(part)
+    return b"".join(parts) if num_bytes <= max_bytes else None

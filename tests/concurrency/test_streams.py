@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.concurrency.line_buffer import LineBuffer
+from lightrl.concurrency.streams import LineBuffer
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

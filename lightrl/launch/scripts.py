@@ -1,6 +1,10 @@
-"""KubernetesLauncher: manifests of a run: a TrainJob (Kubeflow Trainer 2.2) for ranks, a LeaderWorkerSet for servers.
+"""TorchrunLauncher and KubernetesLauncher: files for another program; they start nothing.
 
-The launch's folder is on a volume that all pods have at the same path: the claim `options.claim`, mounted at the run's
+TorchrunLauncher writes a script per host for whatever can start a command there: torchrun starts the host's ranks, and
+servers are scripts of their own, a second job.
+
+KubernetesLauncher writes manifests: a TrainJob (Kubeflow Trainer 2.2) for ranks, a LeaderWorkerSet for servers. The
+launch's folder is on a volume that all pods have at the same path: the claim `options.claim`, mounted at the run's
 root. Each server is a pod of its own, which announces its address in the launch's folder. Sources:
 https://github.com/kubeflow/trainer/blob/master/pkg/apis/trainer/v1alpha1/trainjob_types.go,
 https://github.com/kubernetes-sigs/lws/blob/main/docs/examples/sglang/lws.yaml. It was not run on a cluster.
@@ -12,12 +16,61 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from lightrl.concurrency import parent_guard
 from lightrl.launch.launcher import Launcher, LaunchState, inside, script_head
-from lightrl.launch.plan import CONFIG, LAYOUT, REGISTRY, SERVER_OFFSET, Plan
+from lightrl.launch.plan import CONFIG, LAYOUT, REGISTRY, SERVER_OFFSET, Plan, Process
+from lightrl.trajectory import JsonMapping, JsonObject
+
+
+class TorchrunLauncher(Launcher):
+    """Writes a plan's scripts; `write` gets what to start where."""
+
+    def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stdout.write) -> None:
+        self.plan = plan
+        self._write = write
+
+    def files(self) -> Mapping[str, str]:
+        """`trainer-HOST.sh` and `servers-HOST.sh`; further arguments of the former are those of `lightrl fit`."""
+        return {name: self._script(process) for name, process in self._scripts().items()}
+
+    def start(self) -> None:
+        """Prints what to start where."""
+        LaunchState(self.plan).set({}, state="written")
+        lines = [
+            f"  on {self.plan.hosts[process.host]}:  bash {shlex.quote(f'{self.plan.folder}/{name}')}"
+            for name, process in self._scripts().items()
+        ]
+        text = "\n".join(lines)
+        self._write(f"\nStart these, all at once; each writes its log below {self.plan.folder}:\n{text}\n")
+        self._write("After a failure start all again, the trainer's with `--ckpt_path last`.\n")
+
+    def _scripts(self) -> dict[str, Process]:
+        """One for each host and role; the first rank of a host stands for all of them."""
+        scripts: dict[str, Process] = {}
+        for process in self.plan.processes:
+            scripts.setdefault(f"{process.role}-{self.plan.hosts[process.host]}.sh", process)
+        return scripts
+
+    def _script(self, process: Process) -> str:
+        plan = self.plan
+        folder = shlex.quote(f"{plan.folder}/{plan.hosts[process.host]}")
+        name = process.role if process.role == "trainer" else process.name
+        before = [f"mkdir -p {folder}", f"exec > >(tee -a {folder}/{name}.log) 2>&1"]
+        environment = {key: value for key, value in process.environment.items() if not key.startswith("MASTER_")}
+        command = list(process.command)
+        if process.role == "trainer":
+            main = {"nnodes": plan.trainer_hosts, "nproc-per-node": plan.ranks_per_host, "node-rank": process.host}
+            words = [f"--{key}={value}" for key, value in main.items()]
+            words += [f"--master-addr={plan.hosts[0]}", f"--master-port={plan.port}"]
+            # A rank must not outlive its torchrun, not even one that is killed.
+            guard = ["-m", parent_guard.__name__, "0", str(plan.launch.warning_s), f"{plan.log_file(process)}.none"]
+            command = [command[0], "-m", "torch.distributed.run", *words, "--no-python", command[0], *guard, *command]
+        end = ' "$@" < /dev/null' if process.role == "trainer" else ""
+        return "\n".join([*script_head(plan, environment, before=before), f"exec {inside(plan, command)}{end}"]) + "\n"
+
 
 _OPTIONS = ("claim", "namespace", "name", "runtime")
 _TRAINER = "node"  # the replicated job, and its container, of Kubeflow's runtime torch-distributed
@@ -53,10 +106,10 @@ class KubernetesLauncher(Launcher):
         self._write("When the TrainJob is complete, delete the servers:\n")
         self._write(f"  kubectl delete {names}\n")
 
-    def train_job(self) -> dict[str, Any]:
+    def train_job(self) -> JsonObject:
         """The trainer: as many nodes as it has hosts."""
         plan = self.plan
-        trainer: dict[str, Any] = {
+        trainer: JsonObject = {
             "image": plan.launch.container,
             "command": ["bash", f"{plan.folder}/trainer.sh"],
             "numNodes": plan.trainer_hosts,
@@ -74,10 +127,10 @@ class KubernetesLauncher(Launcher):
         spec = {"runtimeRef": runtime, "trainer": trainer, "runtimePatches": [patch]}
         return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", self.name, spec)
 
-    def leader_worker_set(self) -> dict[str, Any]:
+    def leader_worker_set(self) -> JsonObject:
         """The servers: one pod each, which Kubernetes replaces when it ends."""
         plan = self.plan
-        container: dict[str, Any] = {
+        container: JsonObject = {
             "name": "server",
             "image": plan.launch.container,
             "command": ["bash", f"{plan.folder}/servers.sh"],
@@ -128,22 +181,22 @@ class KubernetesLauncher(Launcher):
         folder = f"{shlex.quote(self.plan.folder)}/$HOSTNAME"
         return [f"mkdir -p {folder}", f"exec > >(tee -a {folder}/{name}.log) 2>&1"]
 
-    def _object(self, version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    def _object(self, version: str, kind: str, name: str, spec: JsonMapping) -> JsonObject:
         metadata = {"name": name}
         if namespace := self.plan.launch.options.get("namespace"):
             metadata["namespace"] = namespace
         return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
 
-    def _volume(self) -> dict[str, Any]:
+    def _volume(self) -> JsonObject:
         return {"name": "runs", "persistentVolumeClaim": {"claimName": self.plan.launch.options["claim"]}}
 
     def _mount(self) -> dict[str, str]:
         return {"name": "runs", "mountPath": str(Path(self.plan.folder).parent)}
 
 
-def _gpus(number: int) -> dict[str, Any]:
+def _gpus(number: int) -> JsonObject:
     return {"limits": {"nvidia.com/gpu": number}}
 
 
-def _dump(manifest: Mapping[str, Any]) -> str:
+def _dump(manifest: JsonMapping) -> str:
     return str(yaml.safe_dump(dict(manifest), sort_keys=False))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 
-from lightrl.checks.disk_errors import cause_to_show, is_disk_full, write_problem
+from lightrl.checks.files import cause_to_show, is_disk_full, write_problem
 
 FULL = "/dev/full"  # accepts nothing
 
