@@ -15,7 +15,7 @@ from test_lightning_names import is_private, own_names
 import lightrl
 
 PACKAGE = Path(lightrl.__file__).parent
-MAX_PACKAGE_LINES = 54678
+MAX_PACKAGE_LINES = 54939
 MAX_BROAD_EXCEPTS_PER_1000_LINES = 0.5
 MAX_PRIVATE_NAMES_IN_TESTS = 52
 LAYERS = [
@@ -98,7 +98,7 @@ def test_imports_go_downward_only():
 
 def test_what_engines_of_servers_share_knows_no_kind_of_server():
     kinds = [path.name for path in (PACKAGE / "engines").iterdir() if path.is_dir() and path.name != "servers"]
-    files = [file for file in modules_of("engines") if "servers" in file.parts]
+    files = sorted((PACKAGE / "engines" / "servers").rglob("*.py"))
     assert len(files) > 20
     assert not [file for file in files for kind in kinds if f"lightrl.engines.{kind}" in file.read_text()]
 

@@ -46,7 +46,7 @@ _UNCOUNTED_FORMAT = "{desc}{postfix}"
 _LINE_CHARS = 100
 _SILENT_S = 10.0  # without a line; an iteration that takes longer has one of its own
 _SILENT_PHASE_S = 60.0  # without a line where there is no bar; a phase that takes longer has lines of its own
-_REFRESH_S = 0.1  # within a phase
+_REPAINT_S = 0.1  # within a phase
 _DIM, _BOLD, _PLAIN = "\033[2m", "\033[1m", "\033[0m"
 
 
@@ -88,7 +88,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self._phase = ""
         self._num_trajectories: int | None = None  # in an iteration, after the first
         self._speed = ""  # the last iteration's, for the second line
-        self._refreshed_s = -math.inf  # monotonic clock
+        self._painted_s = -math.inf  # monotonic clock
         self._printed_s = 0.0  # monotonic clock, of the last line that stays
         self._begun: tuple[float, int] = 0.0, 0  # monotonic clock and iterations that were done
 
@@ -107,7 +107,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.train_progress_bar.total = num_batches_of_run(trainer)
         # `initial` keeps the batches before a resume out of the rate.
         self.train_progress_bar.initial = self.train_progress_bar.n = _num_batches_done(trainer)
-        self._refresh()
+        self._repaint()
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: object) -> None:
         self.train_progress_bar.total = num_batches_of_run(trainer)
@@ -127,12 +127,12 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             of_total = f"/{total}{self._time_left(done, total)}" if total is not None else ""
             self._print_line(f"iteration {done}{of_total}", _telling(self.get_metrics(trainer, pl_module)))
         if not self.is_disabled and (done == total or (done % self.refresh_rate == 0 and self._is_due())):
-            self._refresh()
+            self._repaint()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.is_disabled:
             self._show_metrics(trainer, pl_module)
-            self._refresh()
+            self._repaint()
 
     def on_train_end(self, *_: object) -> None:
         self._close_bars()
@@ -182,7 +182,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             return
         if not self.is_disabled:
             self._show_metrics(trainer, pl_module)
-            self._refresh()
+            self._repaint()
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         if self.is_enabled and values:
             first = ("val/accuracy_fraction", "val/reward")
@@ -261,13 +261,13 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if total is not None or is_new_phase:
             self._phase_bar.total = total
         if is_new_phase or self._is_due():
-            self._refresh()
+            self._repaint()
 
     def _is_due(self) -> bool:
-        return time.monotonic() - self._refreshed_s >= _REFRESH_S
+        return time.monotonic() - self._painted_s >= _REPAINT_S
 
-    def _refresh(self) -> None:
-        self._refreshed_s = time.monotonic()
+    def _repaint(self) -> None:
+        self._painted_s = time.monotonic()
         self.train_progress_bar.refresh()
         if self._phase_bar is not None:
             self._phase_bar.refresh()

@@ -5,8 +5,9 @@ Reading order:
     multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
       turn_log.py     what was answered, for a resumed run; a journal of it on the disk
       tools.py        an environment of functions that the policy calls
-    agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI
-      agent_session.py, chat_protocol.py  its requests as tokens; the requests and answers themselves
+    agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI or Anthropic
+      agent_session.py   its requests as tokens; completion_parser.py: completions as thinking, text and calls
+      agent_protocol.py  a request and its answer: chat_protocol.py, messages_protocol.py, responses_protocol.py
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
 """

@@ -10,26 +10,33 @@ agent has rewritten history, holds two conversations, or sent the same request t
 
 The branch in which the policy generated most tokens (the latest of equals) is trained on; the metric `dropped_branches`
 counts the others.
+
+A malformed call never reaches the agent: the policy reads what is wrong and continues, in turns that the agent does not
+see. After three such turns in a row the agent gets the text as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from lightrl.checks.user_code import user_code
 from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import LightRLError, RolloutError
-from lightrl.trajectory import JsonObject, Prompt, Trajectory
-from lightrl.workflows.chat_protocol import Answer, ChatRequest, MessageKey, RequestRefused, find_calls
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
+from lightrl.workflows.agent_protocol import AgentRequest, Answer, MessageKey, RequestRefused, message_key, tool_call
+from lightrl.workflows.completion_parser import CompletionParser, parse_text
 from lightrl.workflows.conversation import Conversation, TurnRenderer
-from lightrl.workflows.tools import ToolParser, parse_hermes
 from lightrl.workflows.workflow import Generate
 
+_MAX_CORRECTIONS = 3
 _LONG_CHARS = 1 << 15  # in a request's messages: some 30 ms of a tokenizer
 _T = TypeVar("_T")
 
@@ -41,7 +48,19 @@ class _Answered:
     conversation: Conversation
     keys: list[MessageKey]  # all messages', the answer's last
     tools: list[JsonObject]
+    call_ids: tuple[object, ...]  # of the answer, with its text
     is_leaf: bool = True
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request as tokens."""
+
+    request: AgentRequest
+    conversation: Conversation  # ends with the request's last message
+    parent: _Answered | None  # that it continues
+    keys: list[MessageKey]  # the messages'
+    num_prompt_tokens: int
 
 
 class AgentSession:
@@ -52,7 +71,7 @@ class AgentSession:
         generate: awaits the policy.
         renderer: shared by all sessions; has a chat template.
         max_tokens: of one branch, at most the model's context; None for no limit.
-        tool_parser: finds the calls in a completion if the request has tools.
+        parser: finds thinking, text and calls in a completion.
     """
 
     def __init__(
@@ -61,34 +80,49 @@ class AgentSession:
         generate: Generate,
         renderer: TurnRenderer,
         *,
+        parser: CompletionParser,
         max_tokens: int | None = None,
-        tool_parser: ToolParser = parse_hermes,
     ) -> None:
         self.prompt = prompt
         self.renderer = renderer
         self.max_tokens = sys.maxsize if max_tokens is None else max_tokens
-        self.tool_parser = tool_parser
+        self.parser = parser
         self.exceeds_max_tokens = False  # max_tokens left no space for a request
         # Fails the trajectory, whatever the agent does; set once.
         self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
         self._generate = generate
         self._answered: list[_Answered] = []
+        # Text and call ids of an answer → its key: an agent may complete the arguments of a call with defaults.
+        self._keys: dict[tuple[object, ...], MessageKey] = {}
         self._pending: set[asyncio.Task[Completion]] = set()
         self._is_closed = False
 
-    async def complete(self, request: ChatRequest) -> Answer:
+    async def prepare(self, request: AgentRequest) -> Prepared:
+        """Encodes a request.
+
+        Raises:
+            RequestRefused: if the session is over, or the chat template fails, which sets `failure`.
+        """
+        with self._failing():
+            keys = [self._keys.get(_call_ids(message), message_key(message)) for message in request.messages]
+            parent = self._find_parent(keys, request)
+            if parent is None:
+                prompt = replace(self.prompt, messages=request.messages, token_ids=None)
+                conversation = await self._encoded(request, Conversation, self.renderer, prompt, (), request.tools)
+            else:
+                conversation = parent.conversation.copy()
+                new = request.messages[len(parent.keys) :]
+                conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
+            return Prepared(request, conversation, parent, keys, len(conversation.token_ids))
+
+    async def answer(self, prepared: Prepared) -> Answer:
         """The policy's answer; waits for the engine. On cancellation the engine drops the completion.
 
         Raises:
             RequestRefused: if it is too long, the session is over, or generation failed, which sets `failure`.
         """
-        if self._is_closed:
-            raise _over()
-        try:
-            return await self._complete(request)
-        except LightRLError as error:
-            self.fail(error)
-            raise RequestRefused(str(error), status=500, code="rollout_failed") from error
+        with self._failing():
+            return await self._answer(prepared)
 
     def fail(self, error: LightRLError) -> None:
         """Fails the trajectory with this error, unless it has already failed."""
@@ -128,28 +162,55 @@ class AgentSession:
             trajectory.rewards = None
         return trajectory
 
-    async def _complete(self, request: ChatRequest) -> Answer:
-        parent = self._find_parent(request)
-        if parent is None:
-            prompt = replace(self.prompt, messages=request.messages, token_ids=None)
-            conversation = await self._encoded(request, Conversation, self.renderer, prompt, (), request.tools)
-        else:
-            conversation = parent.conversation.copy()
-            new = request.messages[len(parent.keys) :]
-            conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
-        num_prompt_tokens = len(conversation.token_ids)
-        completion = await self._request_completion(conversation.token_ids, request.max_new_tokens)
-        text = conversation.add_completion(completion)
-        calls = find_calls(text, completion, request.tools, self.tool_parser)
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        def failed(error: BaseException) -> RolloutError:
+            return RolloutError(
+                f"A request of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the messages, the "
+                "chat template or the tool parser."
+            )
+
+        if self._is_closed:
+            raise _over()
+        try:
+            with user_code(failed, RequestRefused, LightRLError):
+                yield
+        except LightRLError as error:
+            self.fail(error)
+            raise RequestRefused(str(error), status=500, code="rollout_failed") from error
+
+    async def _answer(self, prepared: Prepared) -> Answer:
+        request, conversation = prepared.request, prepared.conversation
+        for num_corrections in range(_MAX_CORRECTIONS + 1):
+            prompt_ids = conversation.token_ids
+            completion = await self._request_completion(prompt_ids, request.max_new_tokens)
+            text = conversation.add_completion(completion)
+            parsed = self.parser(prompt_ids, completion.token_ids, text, request.tools)
+            if parsed.calls and not (request.tools and completion.finish_reason == "stop"):
+                parsed = parse_text(text)
+            errors = [call.error for call in parsed.calls if call.error is not None]
+            if not errors:
+                break
+            parsed = parse_text(text)
+            corrected = conversation.copy()
+            observation = [{"role": "tool", "content": f"Error: {error}; no call was run"} for error in errors]
+            corrected.add_observation(corrected.encode_observation(observation))
+            if num_corrections == _MAX_CORRECTIONS or len(corrected.token_ids) >= self.max_tokens:
+                break
+            conversation = corrected
         shown = completion.token_ids if request.wants_logprobs else []
         token_texts = [self.renderer.decode([token_id]) for token_id in shown]
-        answer = Answer(completion, text, calls, num_prompt_tokens, token_texts)
-        self._answered.append(_Answered(conversation, [*request.keys, answer.key()], request.tools))
-        if parent is not None:
-            parent.is_leaf = False
+        calls = [tool_call(f"call_{uuid.uuid4().hex[:24]}", call.name, dict(call.arguments)) for call in parsed.calls]
+        answer = Answer(completion, parsed.content, parsed.reasoning, calls, prepared.num_prompt_tokens, token_texts)
+        key, call_ids = message_key(answer.message), _call_ids(answer.message)
+        if calls:
+            self._keys[call_ids] = key
+        self._answered.append(_Answered(conversation, [*prepared.keys, key], request.tools, call_ids))
+        if prepared.parent is not None:
+            prepared.parent.is_leaf = False
         return answer
 
-    async def _encoded(self, request: ChatRequest, encode: Callable[..., _T], *args: object) -> _T:
+    async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
         """The result of `encode`; of long messages from a thread, so that the other sessions continue meanwhile."""
         if sum(len(message["content"]) for message in request.messages) < _LONG_CHARS:
             return encode(*args)
@@ -158,16 +219,17 @@ class AgentSession:
             raise _over()
         return encoded
 
-    def _find_parent(self, request: ChatRequest) -> _Answered | None:
-        """The longest conversation that this request continues; the latest of equals."""
+    def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Answered | None:
+        """The longest conversation that a request continues; of equals the one with its call ids, or the latest."""
+        ids = [_call_ids(message) for message in request.messages]
         earlier = [
             answered
             for answered in reversed(self._answered)
             if answered.tools == request.tools
-            and len(answered.keys) < len(request.keys)
-            and answered.keys == request.keys[: len(answered.keys)]
+            and len(answered.keys) < len(keys)
+            and answered.keys == keys[: len(answered.keys)]
         ]
-        return max(earlier, key=lambda answered: len(answered.keys), default=None)
+        return max(earlier, key=lambda each: (len(each.keys), each.call_ids == ids[len(each.keys) - 1]), default=None)
 
     async def _request_completion(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
         longest = self.max_tokens - len(token_ids)
@@ -194,6 +256,10 @@ class AgentSession:
         if not completion.token_ids:
             raise RolloutError(f"The policy generated no token for prompt {self.prompt.id!r}.")
         return completion
+
+
+def _call_ids(message: JsonMapping) -> tuple[object, ...]:
+    return str(message["content"]).strip(), *(call.get("id") for call in message.get("tool_calls", []))
 
 
 def _over() -> RequestRefused:

@@ -1,4 +1,4 @@
-"""AgentWorkflow: trains any agent that calls its model through OpenAI's API, by giving it another base_url.
+"""AgentWorkflow: trains any agent that calls its model through OpenAI's or Anthropic's API, by giving it a base_url.
 
 client = AsyncOpenAI(api_key="set by run")  # for all trajectories
 
@@ -23,9 +23,10 @@ from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.agent_session import AgentSession
+from lightrl.workflows.completion_parser import completion_parser
 from lightrl.workflows.conversation import TurnRenderer
 from lightrl.workflows.openai_endpoint import OpenAIEndpoint
-from lightrl.workflows.tools import ToolParser, parse_hermes
+from lightrl.workflows.tools import ToolParser
 from lightrl.workflows.workflow import Generate, Workflow
 
 if TYPE_CHECKING:
@@ -54,11 +55,14 @@ class AgentWorkflow(Workflow):
         max_tokens: of one conversation, at most the model's context, which is the default. A request beyond it is
             refused (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: the reward if the agent raises because of such a refusal.
-        tool_parser: finds the calls in a completion; a function or its dotted path.
+        tool_parser: finds the calls in a completion's text; a function or its dotted path. None for the tokenizer's
+            response template, or else for Hermes' format (Qwen 2.5 and 3).
+        renderer: parses completions instead: a model's format in the package `renderers`, such as `qwen3.5`, or `auto`
+            to choose it by the tokenizer's name. Needs `pip install 'lightrl[renderers]'`.
 
     Raises:
-        ValueError: if a limit is out of range, a dotted path leads nowhere, or no chat template works for several
-            turns.
+        ValueError: if a limit is out of range, a dotted path leads nowhere, there is no such renderer, or no chat
+            template works for several turns.
     """
 
     own_timeout_s = None  # agent_timeout_s bounds the whole call
@@ -72,7 +76,8 @@ class AgentWorkflow(Workflow):
         max_agents: int = 64,
         max_tokens: int | None = None,
         truncated_reward: float = 0.0,
-        tool_parser: str | ToolParser = parse_hermes,
+        tool_parser: str | ToolParser | None = None,
+        renderer: str | None = None,
     ) -> None:
         self.check_settings(agent_timeout_s=agent_timeout_s, max_agents=max_agents, max_tokens=max_tokens)
         self.agent = function_of(agent, "agent")
@@ -80,7 +85,8 @@ class AgentWorkflow(Workflow):
         self.agent_timeout_s = agent_timeout_s
         self.max_tokens = max_tokens
         self.truncated_reward = truncated_reward
-        self.tool_parser: ToolParser = function_of(tool_parser, "tool_parser")
+        found = None if tool_parser is None else function_of(tool_parser, "tool_parser")
+        self.parser = completion_parser(tokenizer, found, renderer)
         self.template: TurnRenderer = TurnRenderer(tokenizer)
         if self.template.chat_template is None:
             raise ValueError(
@@ -102,17 +108,15 @@ class AgentWorkflow(Workflow):
         On cancellation the agent is cancelled (a thread is abandoned), and so are its pending completions.
         """
         await self.endpoint.start()
-        session = AgentSession(
-            prompt, generate, self.template, max_tokens=self.max_tokens, tool_parser=self.tool_parser
-        )
-        async with self.endpoint.serving(session) as base_url:
-            reward = await self._run_agent(session, base_url)
+        session = AgentSession(prompt, generate, self.template, parser=self.parser, max_tokens=self.max_tokens)
+        async with self.endpoint.serving(session) as (base_url, api_key):
+            reward = await self._run_agent(session, base_url, api_key)
         return session.trajectory(reward)
 
-    async def _run_agent(self, session: AgentSession, base_url: str) -> float | None:
+    async def _run_agent(self, session: AgentSession, base_url: str, api_key: str) -> float | None:
         name = f"The agent {self.agent_name}"
         # A copy of its own: `prompt.messages.append(...)` must not reach the other trajectories of the group.
-        arguments = (copy.deepcopy(session.prompt), base_url, self.endpoint.api_key)
+        arguments = (copy.deepcopy(session.prompt), base_url, api_key)
         running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=self.agent_timeout_s, name=name))
         await wait_or_abandon(running, session.failure)
         if session.failure.done():

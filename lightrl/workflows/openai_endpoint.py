@@ -1,41 +1,47 @@
-"""OpenAIEndpoint: the policy behind OpenAI's chat-completions API on a local port, one base_url for each session.
+"""OpenAIEndpoint: the policy behind OpenAI's and Anthropic's APIs on a local port, one base_url for each session.
 
-    GET  /v1/models                              POST /sessions/<id>/v1/chat/completions
-    GET  /sessions/<id>/v1/models
+    POST <base_url>/chat/completions    chat_protocol.py          GET <base_url>/models
+    POST <base_url>/responses           responses_protocol.py
+    POST <base_url>/messages            messages_protocol.py; so too messages/count_tokens
 
-It binds to a free port of 127.0.0.1, and every route requires the random key of this run as a Bearer token. OpenAI's
-`responses` API is not served.
+A base_url is http://127.0.0.1:<port>/sessions/<id>/v1; Anthropic's clients want it without the `/v1`. Every route
+requires the session's random key, as a Bearer token or in the header x-api-key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
 import secrets
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from lightrl.checks.user_code import user_code
+from lightrl.concurrency.abandon import abandon
 from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonObject
+from lightrl.workflows.agent_protocol import Answer, Exchange, RequestRefused, render_models
 from lightrl.workflows.agent_session import AgentSession
-from lightrl.workflows.chat_protocol import (
-    ChatRequest,
-    RequestRefused,
-    render_chunks,
-    render_completion,
-    render_models,
-)
+from lightrl.workflows.chat_protocol import ChatExchange
+from lightrl.workflows.messages_protocol import MessagesExchange
+from lightrl.workflows.responses_protocol import ResponsesExchange
 
 log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
-_MAX_BODY_BYTES = 64 * 2**20
+_PROTOCOLS: dict[str, type[Exchange]] = {
+    "chat/completions": ChatExchange,
+    "messages": MessagesExchange,
+    "messages/count_tokens": MessagesExchange,
+    "responses": ResponsesExchange,
+}
+MAX_BODY_BYTES = 100 * 10**6
+WAITING_S = 15.0  # between signs of life in a stream that has no answer yet
 _SHUTDOWN_TIMEOUT_S = 1.0
 _KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one could write to a connection that is closing
 _BACKLOG = 1024  # connections that many agents open at once
@@ -54,7 +60,7 @@ class OpenAIEndpoint:
 
     def __init__(self, *, max_sessions: int = 64) -> None:
         self.max_sessions = max_sessions
-        self.api_key = secrets.token_hex(32)  # never starts with "-", so it can be a command's argument
+        self._secret = secrets.token_bytes(32)  # makes the keys of the sessions
         self._sessions: dict[str, AgentSession] = {}
         self._has_warned: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,8 +93,8 @@ class OpenAIEndpoint:
             await asyncio.wait({self._serving})
 
     @asynccontextmanager
-    async def serving(self, session: AgentSession) -> AsyncIterator[str]:
-        """The base_url of this session, which is open until the end of the block.
+    async def serving(self, session: AgentSession) -> AsyncIterator[tuple[str, str]]:
+        """The base_url and the key of this session, which is open until the end of the block.
 
         Waits until one of `max_sessions` places is free.
         """
@@ -98,17 +104,17 @@ class OpenAIEndpoint:
             name = secrets.token_hex(16)
             self._sessions[name] = session
             try:
-                yield f"http://{_HOST}:{self._port.result()}/sessions/{name}/v1"
+                yield f"http://{_HOST}:{self._port.result()}/sessions/{name}/v1", self._key_of(name)
             finally:
                 del self._sessions[name]
                 session.close()
 
     async def _serve(self, port: asyncio.Future[int]) -> None:
         """Serves until it is cancelled."""
-        app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
-        app.router.add_get("/v1/models", self._models)
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
-        app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat_completions)
+        for path in _PROTOCOLS:
+            app.router.add_post(f"/sessions/{{session}}/v1/{{protocol:{path}}}", self._exchange)
         # Cancelled with its connection, a request leaves the engine when the agent's client abandons it.
         runner = web.AppRunner(
             app,
@@ -132,14 +138,13 @@ class OpenAIEndpoint:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Checks the key, and gives every error the form that OpenAI's clients read."""
+        """Checks the key, and gives every error the form that the clients read."""
         try:
-            expected = f"Bearer {self.api_key}".encode()
-            if not hmac.compare_digest(
-                request.headers.get("Authorization", "").encode(errors="surrogateescape"), expected
-            ):
+            key = self._key_of(request.path.partition("/sessions/")[2].partition("/")[0])
+            sent = request.headers.get("Authorization", f"Bearer {request.headers.get('x-api-key')}")
+            if not hmac.compare_digest(sent.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
                 raise RequestRefused(
-                    "The API key is wrong. Use the api_key that the agent's function gets.",
+                    "The API key is wrong, or another session's. Use the api_key that comes with the base_url.",
                     status=401,
                     code="invalid_api_key",
                 )
@@ -147,38 +152,40 @@ class OpenAIEndpoint:
         except RequestRefused as error:
             return _refusal(error)
         except web.HTTPRequestEntityTooLarge:
-            text = f"The request has more than {_MAX_BODY_BYTES >> 20} MiB. Send shorter messages."
+            text = f"The request has more than {MAX_BODY_BYTES // 10**6} MB. Send shorter messages."
             return _refusal(RequestRefused(text, status=413, code="request_too_large"))
         except web.HTTPException as error:
             return _refusal(
                 RequestRefused(
-                    f"{request.method} {request.path} is not served ({error.reason}). Use chat/completions or models "
-                    "below the base_url that the agent's function gets.",
+                    f"{request.method} {request.path} is not served ({error.reason}). Use "
+                    f"{', '.join(_PROTOCOLS)} or models below the session's base_url.",
                     status=error.status,
                     code="not_served",
                 )
             )
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        if "session" in request.match_info:
-            self._session(request)
+        self._session(request)
         return web.json_response(render_models())
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        chat = ChatRequest.of_json(await request.read())
-        self._warn_of_ignored(chat.ignored)
+    async def _exchange(self, request: web.Request) -> web.StreamResponse:
+        session, path = self._session(request), request.match_info["protocol"]
+        exchange = _PROTOCOLS[path].of_json(await request.read())
+        self._warn_of_ignored(exchange.ignored)
+        prepared = await session.prepare(exchange.request)
+        if path.endswith("count_tokens"):
+            return web.json_response({"input_tokens": prepared.num_prompt_tokens})
+        answering = asyncio.ensure_future(session.answer(prepared))
+        try:
+            if exchange.is_streamed:
+                return await _stream(request, exchange, prepared.num_prompt_tokens, answering)
+            return web.json_response(exchange.whole(await answering))
+        finally:
+            abandon([answering])
 
-        def failed(error: BaseException) -> RequestRefused:
-            message = f"A request of prompt {session.prompt.id!r} raised {type(error).__name__}: {error}."
-            session.fail(RolloutError(f"{message} Fix the messages, the chat template or the tool parser."))
-            return RequestRefused(message, status=500, code="rollout_failed")
-
-        with user_code(failed, RequestRefused):  # a chat template and a tool parser
-            answer = await session.complete(chat)
-        if not chat.is_streamed:
-            return web.json_response(render_completion(answer, chat))
-        return await _stream(request, render_chunks(answer, chat))
+    def _key_of(self, name: str) -> str:
+        """The key of a session; it never starts with "-", so it can be a command's argument."""
+        return hmac.new(self._secret, name.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
     def _session(self, request: web.Request) -> AgentSession:
         session = self._sessions.get(request.match_info["session"])
@@ -191,18 +198,17 @@ class OpenAIEndpoint:
             )
         return session
 
-    def _warn_of_ignored(self, names: tuple[str, ...]) -> None:
+    def _warn_of_ignored(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._has_warned:
                 self._has_warned.add(name)
                 log.warning(
-                    "Ignoring %s of an agent's request: the run's sampling applies to all requests. Set it there.",
-                    name,
+                    "Ignoring %s of an agent's request: the run's sampling and the agent's own tools apply.", name
                 )
 
 
 def _warn_of_proxy() -> None:
-    """OpenAI's clients use the environment's proxy, which would resolve 127.0.0.1 to its own machine."""
+    """The clients use the environment's proxy, which would resolve 127.0.0.1 to its own machine."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get("http") or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(_HOST):
@@ -215,16 +221,34 @@ def _warn_of_proxy() -> None:
         )
 
 
-async def _stream(request: web.Request, chunks: Iterator[JsonObject]) -> web.StreamResponse:
+async def _stream(
+    request: web.Request, exchange: Exchange, num_prompt_tokens: int, answering: asyncio.Future[Answer]
+) -> web.StreamResponse:
+    """Streams the answer; an error that comes soon still has its status, a later one is an event."""
+    await asyncio.wait({answering}, timeout=WAITING_S)
+    if answering.done():
+        answering.result()
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for chunk in chunks:
-        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
+
+    async def send(*events: JsonObject | None) -> None:
+        for event in events:
+            name = f"event: {event['type']}\n" if event and "type" in event else ""
+            await response.write(f"{name}data: {json.dumps(event)}\n\n".encode() if event else b": waiting\n\n")
+
+    await send(*exchange.start_events(num_prompt_tokens))
+    while not answering.done():
+        await send(exchange.waiting_event())
+        await asyncio.wait({answering}, timeout=WAITING_S)
+    try:
+        await send(*exchange.events(answering.result()))
+    except RequestRefused as error:
+        await send(exchange.error_event(error))
+    await response.write(exchange.last_line.encode())
     await response.write_eof()
     return response
 
 
 def _refusal(error: RequestRefused) -> web.Response:
-    # The same request would fail again; OpenAI's clients retry 5xx unless this header says no.
+    # The same request would fail again; the clients retry 5xx unless this header says no.
     return web.json_response(error.to_json(), status=error.status, headers={"x-should-retry": "false"})

@@ -65,6 +65,20 @@ def without_thinking(completion: str) -> str:
     return _THOUGHT.sub(lambda part: part[1] or " " * len(part[0]), completion)
 
 
+def split_thinking(completion: str) -> tuple[str, str]:
+    """The thinking of a completion, without its tags, and the rest; what a call quotes is the rest's."""
+    thoughts: list[str] = []
+
+    def take(part: re.Match[str]) -> str:
+        if part[1]:
+            return part[1]
+        thoughts.append(part[0].removeprefix("<think>").removesuffix("</think>").strip())
+        return ""
+
+    rest = _THOUGHT.sub(take, completion)
+    return "\n".join(thoughts), rest.strip() if thoughts else completion
+
+
 def parse_hermes(completion: str) -> list[ToolCall]:
     """The calls in a completion, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` each, in order.
 

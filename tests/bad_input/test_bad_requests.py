@@ -7,7 +7,10 @@ from bad_input_rows import each, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrl.workflows.chat_protocol import ChatRequest, RequestRefused
+from lightrl.workflows.agent_protocol import RequestRefused
+from lightrl.workflows.chat_protocol import ChatExchange
+from lightrl.workflows.messages_protocol import MessagesExchange
+from lightrl.workflows.responses_protocol import ResponsesExchange
 
 pytestmark = pytest.mark.bad_input
 
@@ -55,7 +58,7 @@ REQUESTS = [
 @each(REQUESTS)
 def test_a_request_is_refused(case):
     with pytest.raises(RequestRefused) as caught:
-        ChatRequest.of_json(case.given)
+        ChatExchange.of_json(case.given)
     case.check(str(caught.value))
     assert caught.value.status == 400
 
@@ -72,20 +75,43 @@ NAMES = [
     "n",
     "max_tokens",
     "text",
+    "input",
+    "type",
+    "thinking",
+    "namespace",
+    "call_id",
+    "output",
+    "system",
+]
+KINDS = [
+    "user",
+    "assistant",
+    "tool_use",
+    "tool_result",
+    "reasoning",
+    "function_call",
+    "namespace",
+    "custom",
+    "function",
 ]
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["user", "assistant", "[", "\ud800", ""]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from([*KINDS, "[", "\ud800", ""]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
-    max_leaves=12,
+    max_leaves=6,
 )
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
-@given(st.one_of(st.binary(max_size=40), JSON.map(lambda value: json.dumps(value).encode())))
-def test_whatever_is_sent_is_served_or_refused(data):
+ITEMS = st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4), max_size=2)
+BODIES = st.dictionaries(st.sampled_from(["messages", "input", "tools"]), ITEMS, max_size=2)
+
+
+@pytest.mark.parametrize("protocol", [ChatExchange, MessagesExchange, ResponsesExchange])
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@given(st.one_of(st.binary(max_size=40), (JSON | BODIES).map(lambda value: json.dumps(value).encode())))
+def test_whatever_is_sent_is_served_or_refused(protocol, data):
     problem = "", 400
     try:
-        ChatRequest.of_json(data)
+        protocol.of_json(data)
     except RequestRefused as error:
         problem = str(error), error.status
     assert problem[1] == 400

@@ -40,7 +40,7 @@ def fit(bar: RolloutProgressBar, *, num_batches: int = 4, validate: bool = False
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    monkeypatch.setattr("lightrl.callbacks.progress._REFRESH_S", 0.0)
+    monkeypatch.setattr("lightrl.callbacks.progress._REPAINT_S", 0.0)
     return Terminal()
 
 

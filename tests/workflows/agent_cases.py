@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+from anthropic import AsyncAnthropic
+from anthropic import DefaultAsyncHttpxClient as AnthropicHttpxClient
 from chat_texts import CHATML, END, chat_tokenizer, started
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
@@ -38,14 +40,21 @@ def client_of(base_url: str, api_key: str, **settings: Any) -> AsyncOpenAI:
     )
 
 
+def anthropic_client_of(base_url: str, api_key: str, **settings: Any) -> AsyncAnthropic:
+    root_url = base_url.removesuffix("/v1")
+    return AsyncAnthropic(
+        base_url=root_url, api_key=api_key, http_client=AnthropicHttpxClient(verify=False), **settings
+    )
+
+
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def scripted(*texts: str, **settings: Any) -> FakeEngine:
+def scripted(*texts: str, context: int = 4096) -> FakeEngine:
     """A policy that says these, request by request, each with its end token."""
     said = iter(texts)
-    return started(FakeEngine(script=lambda prompt, sampling, sample: [*encode(next(said)), END], **settings))
+    return started(FakeEngine(script=lambda prompt, sampling, sample: [*encode(next(said)), END]), context=context)
 
 
 def generate_with(engine: RolloutEngine, sampling: Sampling = SAMPLING) -> Generate:
@@ -60,9 +69,11 @@ def workflow_of(agent: Any, template: str = TEMPLATE, **settings: Any) -> AgentW
     return AgentWorkflow(chat_tokenizer(template), agent, **{"agent_timeout_s": 30.0, "max_tokens": 400, **settings})
 
 
-def play(agent: Any, engine: RolloutEngine, prompt: Prompt = PROMPT, **settings: Any) -> Trajectory:
+def play(
+    agent: Any, engine: RolloutEngine, prompt: Prompt = PROMPT, sampling: Sampling = SAMPLING, **settings: Any
+) -> Trajectory:
     """One trajectory of an agent `run(prompt, base_url, api_key)`."""
-    return asyncio.run(workflow_of(agent, **settings).run(prompt, generate_with(engine)))
+    return asyncio.run(workflow_of(agent, **settings).run(prompt, generate_with(engine, sampling)))
 
 
 def with_client(talk: Callable[[AsyncOpenAI], Coroutine[Any, Any, Any]]) -> Callable[..., Any]:

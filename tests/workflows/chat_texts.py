@@ -95,8 +95,8 @@ def writes(*turns: Sequence[int]) -> FakeEngine:
     return started(engine)
 
 
-def started(engine: FakeEngine, weight_version: int = 0) -> FakeEngine:
-    engine.start(CONFIG)
+def started(engine: FakeEngine, weight_version: int = 0, context: int = 4096) -> FakeEngine:
+    engine.start(Qwen3Config(**{**CONFIG.to_dict(), "max_position_embeddings": context}))
     engine.load_weights(bucketed([("weight", torch.zeros(1))], 8), weight_version=weight_version)
     return engine
 

@@ -193,7 +193,6 @@ def test_tools_make_the_round_from_the_policy_to_the_agent_and_back(is_streamed:
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        pytest.param("<tool_call>{oh</tool_call>", {"tools": [ADD]}, id="malformed"),
         pytest.param('<tool_call>{"name": "add", "arguments": {}}</tool_call>', {}, id="no tools in the request"),
         pytest.param(
             '<tool_call>{"name": "add", "arguments": {}}</tool_call>',

@@ -137,7 +137,7 @@ def test_a_wrong_key_is_refused_on_every_route() -> None:
                 await ask(client, [user("hi")])
         root = base_url.partition("/sessions")[0]
         for path in ("/v1/models", "/", "/sessions/1/v1/models", "/sessions/1/v1/chat/completions"):
-            for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": api_key}):
+            for headers in ({}, {"Authorization": "Bearer "}, {"x-api-key": "wrong"}, {"Authorization": api_key}):
                 async with aiohttp.ClientSession() as http, http.get(root + path, headers=headers) as response:
                     assert response.status == 401
         await talk_after(base_url, api_key)
@@ -151,24 +151,26 @@ def test_a_wrong_key_is_refused_on_every_route() -> None:
     assert len(engine.requests) == 1
 
 
-def test_an_unknown_session_an_ended_one_and_an_unknown_route_are_not_found() -> None:
+def test_an_ended_session_and_an_unknown_route_are_not_found_and_an_unknown_session_has_no_key() -> None:
     async def talk(prompt: Prompt, base_url: str, api_key: str) -> None:
         async with client_of(base_url, api_key) as client:
             await ask(client, [user("hi")])
-            with pytest.raises(openai.NotFoundError, match=r"/v1/responses is not served .Not Found.. Use chat"):
-                await client.responses.create(model="policy", input="hi")
-        seen.append(base_url)
+            with pytest.raises(openai.NotFoundError, match=r"/v1/embeddings is not served .Not Found.. Use chat"):
+                await client.embeddings.create(model="policy", input="hi")
+        seen.append((base_url, api_key))
 
     async def scenario() -> None:
         workflow = workflow_of(talk)
         await workflow.run(PROMPT, generate_with(scripted("one")))
-        unknown = seen[0].replace("/sessions/", "/sessions/0")
-        for base_url in (seen[0], unknown):
-            async with client_of(base_url, workflow.endpoint.api_key) as client:
-                with pytest.raises(openai.NotFoundError, match="no such session"):
-                    await ask(client, [user("hi")])
+        ((base_url, api_key),) = seen
+        async with client_of(base_url, api_key) as client:
+            with pytest.raises(openai.NotFoundError, match="no such session"):
+                await ask(client, [user("hi")])
+        async with client_of(base_url.replace("/sessions/", "/sessions/0"), api_key) as client:
+            with pytest.raises(openai.AuthenticationError, match="or another session's"):
+                await ask(client, [user("hi")])
 
-    seen: list[str] = []
+    seen: list[tuple[str, str]] = []
     asyncio.run(scenario())
 
 

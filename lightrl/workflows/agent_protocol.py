@@ -1,0 +1,254 @@
+"""One request of an agent and its answer, whatever protocol the agent speaks: the core behind three of them.
+
+    body ─► Exchange.read ─► AgentRequest: messages, tools ─► AgentSession ─► Answer ─► Exchange.whole, or .events
+
+chat_protocol.py, messages_protocol.py and responses_protocol.py each subclass `Exchange`. Everything here is a pure
+function of the request and the answer; agent_session.py has the state, openai_endpoint.py the HTTP server.
+
+Fields of a request are of three kinds: served; refused, because the agent would not get what it requests; and ignored,
+above all `temperature`, `top_p` and `seed`: the run's `sampling` decides, or the behavior logprobs would be wrong.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from lightrl.engines.engine import Completion
+from lightrl.trajectory import JsonMapping, JsonObject
+from lightrl.workflows.tools import split_thinking
+
+MODEL = "policy"
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "server_error"}
+
+# A field that is refused → its values that request nothing, and what to do instead.
+Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
+# Role, text and tool calls: two messages are the same if these are.
+MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
+
+
+class RequestRefused(Exception):
+    """A request that gets an error as its answer; the agent's client raises it.
+
+    Args:
+        message: what is wrong and how to fix it.
+        status: of HTTP; the official clients retry 408, 409, 429 and 5xx unless told not to.
+        code: one word for programs.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    def to_json(self) -> JsonObject:
+        """The error in one form that the clients of all protocols read."""
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class AgentRequest:
+    """A request that can be served."""
+
+    messages: list[JsonObject]  # for chat templates: contents are text, arguments of calls are objects
+    tools: list[JsonObject] = field(default_factory=list)  # that may be called: functions with JSON schemas
+    max_new_tokens: int | None = None
+    wants_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The policy's completion, as the agent sees it."""
+
+    completion: Completion
+    content: str
+    reasoning: str
+    calls: list[JsonObject]  # each with an id of its own
+    num_prompt_tokens: int
+    token_texts: list[str]  # one for each token; empty unless logprobs are requested
+
+    @property
+    def message(self) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": self.content}
+        message |= {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return message | ({"tool_calls": self.calls} if self.calls else {})
+
+
+class Exchange(ABC):
+    """One request and what is sent back; subclasses are the protocols.
+
+    Raises:
+        RequestRefused: if the request is malformed, or requests something that cannot be served.
+    """
+
+    served: ClassVar[str]  # names of fields that are served, refused for some values, or harmless
+    refused: ClassVar[Refusals]
+    last_line: ClassVar[str] = ""  # of a stream
+
+    def __init__(self, body: object) -> None:
+        if not isinstance(body, Mapping):
+            raise RequestRefused(f"The request must be a JSON object, got {body!r:.80}.")
+        self.fields = {str(name): value for name, value in body.items() if value is not None}
+        model = self.fields.get("model", MODEL)
+        if model != MODEL:
+            raise RequestRefused(
+                f"There is no model {model!r:.80}. The policy's name is {MODEL!r}: set it as the agent's model.",
+                status=404,
+                code="model_not_found",
+            )
+        for name, (allowed, alternative) in self.refused.items():
+            if name in self.fields and self.fields[name] not in allowed:
+                raise RequestRefused(f"{name}={self.fields[name]!r:.80} is not supported. {alternative}")
+        self.id = uuid.uuid4().hex
+        self.created = int(time.time())
+        self.is_streamed = bool(self.fields.get("stream", False))
+        # Fields that have no effect.
+        self.ignored = sorted(self.fields.keys() - {"model", "stream"} - set(self.served.split()) - self.refused.keys())
+        self.request = self.read()
+
+    @classmethod
+    def of_json(cls, data: bytes) -> Self:
+        """Reads the body of a request, which must be JSON in UTF-8."""
+        try:
+            body = json.loads(data.decode())
+            if b"\\u" in data:
+                json.dumps(body, ensure_ascii=False).encode()  # a lone surrogate, which no tokenizer takes
+        except (ValueError, RecursionError) as error:
+            problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise RequestRefused(f"The request must be a JSON object in UTF-8: {problem}.") from error
+        return cls(body)
+
+    @abstractmethod
+    def read(self) -> AgentRequest:
+        """What `fields` ask of the policy."""
+
+    @abstractmethod
+    def whole(self, answer: Answer) -> JsonObject:
+        """The body of an answer that is not streamed."""
+
+    @abstractmethod
+    def start_events(self, num_prompt_tokens: int) -> list[JsonObject]:
+        """The events that begin a stream; they need no answer."""
+
+    @abstractmethod
+    def events(self, answer: Answer) -> Iterator[JsonObject]:
+        """The other events of a stream. The text comes in one piece, because the engine returns whole completions."""
+
+    def waiting_event(self) -> JsonObject | None:
+        """An event that shows a waiting client that the stream is alive; None for a comment."""
+        return None
+
+    def error_event(self, error: RequestRefused) -> JsonObject:
+        """The event that ends a stream without an answer."""
+        return error.to_json()
+
+    def limit_of(self, *names: str) -> int | None:
+        """The smallest limit of new tokens in these fields."""
+        limits = [self.fields[name] for name in names if name in self.fields]
+        if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in limits):
+            raise RequestRefused(f"{names[0]} must be an integer >= 1, got {limits[0]!r:.80}.")
+        return min(limits, default=None)
+
+    def may_call(self) -> bool:
+        """Whether `tool_choice` lets the policy call tools; a call that is forced is refused."""
+        choice = self.fields.get("tool_choice", "auto")
+        choice = choice.get("type") if isinstance(choice, Mapping) else choice
+        if choice not in ("auto", "none"):
+            raise RequestRefused(f"tool_choice must be auto or none, got {self.fields['tool_choice']!r:.80}.")
+        return bool(choice == "auto")
+
+
+def message_key(message: JsonMapping) -> MessageKey:
+    """Equal for equivalent messages: call ids, thinking, and white space around the policy's text do not count."""
+    calls = tuple(
+        (str(call["function"]["name"]), json.dumps(call["function"]["arguments"], sort_keys=True))
+        for call in message.get("tool_calls", [])
+    )
+    content = str(message["content"])
+    if message["role"] == "assistant":
+        content = split_thinking(content)[1].strip()
+    return str(message["role"]), content, calls
+
+
+def tool_call(call_id: object, name: str, arguments: object) -> JsonObject:
+    """A call as messages have it; arguments that are text become an object if they are JSON."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # otherwise it is the agent's own text, shown as it is
+            arguments = json.loads(arguments)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_of(name: object, description: object, schema: object) -> JsonObject:
+    """A tool as chat templates read it; refused without a name and a JSON schema."""
+    if not isinstance(name, str) or not name:
+        raise RequestRefused(f"A tool must have a name, got {name!r:.80}.")
+    problem = _schema_problem(json.dumps(schema)) if schema is not None else None
+    if problem is not None:
+        raise RequestRefused(f"The arguments of the tool {name!r:.80} must have a JSON schema: {problem}.")
+    parameters = {"type": "object", "properties": {}} if schema is None else schema
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
+
+
+@functools.lru_cache(maxsize=1024)
+def _schema_problem(text: str) -> str | None:
+    import jsonschema
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(json.loads(text))
+    except (jsonschema.SchemaError, RecursionError) as error:
+        return f"{getattr(error, 'message', error)}"[:200]
+    return None
+
+
+def objects_of(value: object, name: str, what: str = "objects") -> list[Any]:
+    """The value itself if it is a list of objects; anything else is refused."""
+    if isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+        return value
+    raise RequestRefused(f"{name} must be a list of {what}, got {value!r:.80}.")
+
+
+def text_of(content: object) -> str:
+    """The text of a message's content, itself or in parts; anything else is refused."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        raise RequestRefused(f"The content of a message must be text, got {content!r:.120}.")
+    return "".join(part["text"] for part in parts)
+
+
+def with_one_system_message(messages: Sequence[JsonObject]) -> list[JsonObject]:
+    """The messages for strict chat templates: one of the system, at the start; its later ones become the user's."""
+    start = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    first = [{"role": "system", "content": "\n\n".join(each["content"] for each in messages[:start])}]
+    later = [{**each, "role": "user"} if each["role"] == "system" else each for each in messages[start:]]
+    return [*first, *later] if start else later
+
+
+def sealed(reasoning: str) -> str:
+    """Thinking in the form that clients only hand back: the signature of a block, or its encrypted content."""
+    return base64.b64encode(reasoning.encode()).decode()
+
+
+def unsealed(text: object) -> str:
+    """The thinking in such a form; empty if it is another model's."""
+    try:
+        return base64.b64decode(str(text), validate=True).decode()
+    except ValueError:
+        return ""
+
+
+def render_models() -> JsonObject:
+    """The list of models: the policy."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "lightrl"}]}

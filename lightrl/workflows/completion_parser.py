@@ -1,0 +1,104 @@
+"""CompletionParser: what a completion says, its thinking, text and calls apart, by the library that knows its format.
+
+    a `tool_parser`      the user's, on the text without its thinking; `parse_hermes` if nothing else applies
+    a `renderer`         of the package `renderers`, by name, or `auto` by the tokenizer's name
+    a response template  of the tokenizer: `tokenizer.parse_response` of transformers
+
+A malformed call is a `ToolCall` with an error, whichever of them parses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lightrl.trajectory import JsonMapping
+from lightrl.workflows.tools import ToolCall, ToolParser, parse_hermes, split_thinking, without_thinking
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ParsedCompletion:
+    content: str  # the text; with calls, the part before the first one
+    reasoning: str = ""
+    calls: Sequence[ToolCall] = ()
+
+
+# Gets the prompt's tokens, the completion's, its text with the thinking that the prompt opened, and the tools.
+CompletionParser = Callable[[Sequence[int], Sequence[int], str, Sequence[JsonMapping]], ParsedCompletion]
+
+
+def completion_parser(
+    tokenizer: PreTrainedTokenizerBase, tool_parser: ToolParser | None, renderer: str | None
+) -> CompletionParser:
+    """The parser that these settings choose; raises ValueError if there is no such renderer, or both are set."""
+    if tool_parser is not None and renderer is not None:
+        raise ValueError(f"renderer={renderer!r} finds the calls itself. Leave tool_parser out, or renderer.")
+    if renderer is not None:
+        return functools.partial(_parse_with_renderer, _renderer(tokenizer, renderer))
+    if tool_parser is None and getattr(tokenizer, "response_template", None) is not None:
+        return functools.partial(_parse_with_template, tokenizer)
+    return lambda prompt_ids, token_ids, text, tools: parse_text(text, tool_parser or parse_hermes)
+
+
+def parse_text(text: str, tool_parser: ToolParser | None = None) -> ParsedCompletion:
+    """The thinking and the rest of a text; without a parser of calls, they stay in the text."""
+    reasoning, content = split_thinking(text)
+    calls = tool_parser(without_thinking(text)) if tool_parser is not None else []
+    return ParsedCompletion(content.partition("<tool_call>")[0].strip() if calls else content, reasoning, calls)
+
+
+def _parse_with_template(
+    tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str, tools: Sequence[JsonMapping]
+) -> ParsedCompletion:
+    try:
+        message = tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids), tools=list(tools))
+    except ValueError as error:  # of the template's content parsers
+        return replace(parse_text(text), calls=[ToolCall(error=f"the call cannot be read: {error}")])
+    reasoning = message.get("reasoning_content") or message.get("thinking") or ""
+    functions = [call.get("function", call) for call in message.get("tool_calls") or []]
+    calls = [_call_of(each.get("name"), each.get("arguments", {})) for each in functions]
+    return ParsedCompletion(message.get("content") or "", reasoning, calls)
+
+
+def _parse_with_renderer(
+    renderer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str, tools: Sequence[JsonMapping]
+) -> ParsedCompletion:
+    parsed = renderer.parse_response(list(token_ids), tools=list(tools), prompt_ids=list(prompt_ids))
+    calls = [
+        _call_of(call.name, call.arguments)
+        if call.status in ("ok", "unknown_tool")  # the agent says which tools there are
+        else ToolCall(error=f"the call is malformed ({call.status}): {call.raw:.200}")
+        for call in parsed.tool_calls
+    ]
+    return ParsedCompletion(parsed.content, parsed.reasoning_content or "", calls)
+
+
+def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
+    try:
+        import renderers
+    except ImportError as error:
+        raise ValueError(
+            f"renderer={name!r} needs the package renderers. Run `pip install 'lightrl[renderers]'` with Python 3.11 "
+            "or later."
+        ) from error
+    try:
+        renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
+    except Exception as error:  # whatever its model's tokenizer lacks
+        raise ValueError(f"renderer={name!r} does not fit the tokenizer: {error}") from error
+    if isinstance(renderer, renderers.DefaultRenderer):
+        raise ValueError(
+            f"renderer={name!r} does not know the tokenizer {tokenizer.name_or_path!r}. Set renderer to the name of "
+            "its model's format, such as qwen3."
+        )
+    return renderer
+
+
+def _call_of(name: object, arguments: object) -> ToolCall:
+    if isinstance(name, str) and isinstance(arguments, Mapping):
+        return ToolCall(name, arguments)
+    return ToolCall(error=f"the call needs a name and an object of arguments, got {name!r:.80}, {arguments!r:.80}")
