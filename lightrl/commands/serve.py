@@ -77,19 +77,20 @@ def serve(
 
     Args:
         model: with a path, serves its weights; with a config, random ones until a run loads its own.
-        servers: how many.
-        tp: GPUs of each.
+        servers: number of servers.
+        tp: GPUs of each server.
         devices: GPUs to use, such as `0,1,2,3`; `tp` for each server in turn.
         host: address to listen on; the default only lets this machine connect.
-        port: of the first server, the next ones count up, then the weight receiver; free ones if not set.
+        port: port of the first server; the next ones count up, the weight receiver is last. Free ones if not set.
         token: that requests must carry; LIGHTRL_SERVER_TOKEN if not set, else a random one, printed.
         sglang_python: the python of an environment with SGLang.
         server_args: SGLang's arguments by their own names, one by one as `--server_args.NAME VALUE`.
-        seed: of the servers' random numbers.
-        startup_timeout_s: for a server to get ready.
-        log_folder: of the servers' logs; a temporary one, printed, if not set.
+        seed: seed of the servers' random numbers.
+        startup_timeout_s: deadline for a server to get ready.
+        log_folder: folder of the servers' logs; a temporary one, printed, if not set.
         register: a folder in which the servers announce themselves; a run whose only server address is `file://FOLDER`
-            finds them there, and has `leave_s` to move its requests elsewhere before they end.
+            finds them there.
+        leave_s: time for such a run to move its requests elsewhere, before the servers end.
         until: ends the servers; None leaves that to Ctrl-C and SIGTERM.
         write: gets what is printed.
 
@@ -231,7 +232,9 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     parser = ArgumentParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
     parser.add_argument("--config", help="a run's YAML, for its policy and its SGLangEngine; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
-    parser.add_argument("--token_file", type=Path, help="holds the token; else LIGHTRL_SERVER_TOKEN, or a random one")
+    parser.add_argument(
+        "--token_file", type=Path | None, help="file with the token; else LIGHTRL_SERVER_TOKEN, or a random one"
+    )
     parser.add_function_arguments(serve, skip={"model", "until", "write", "token"})
     token = None
     parser.set_defaults(settings)

@@ -59,7 +59,7 @@ def test_every_row_of_the_data_is_read(settings, config, capsys):
     lines = [json.dumps({"question": str(n), "answer": "1"}) for n in range(4)]
     assert main(["doctor", "data", "--config", config(data_settings(settings, lines))]) == 0
     train, validation = capsys.readouterr().out.splitlines()
-    assert train == "train: 4 prompts of 1 to 1 tokens (median 1), 0 rows dropped, 0 bad"
+    assert train == "train: 4 prompts of 1 token, 0 rows dropped, 0 bad"
     assert validation == "validation: 0 prompts, 0 rows dropped, 0 bad"
 
 
@@ -91,12 +91,12 @@ def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
     streamed = data_settings(settings, rows, train={"source": "rows.jsonl", "streaming": True})
     assert main(["doctor", "data", "--config", config(streamed)]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("train: 4 prompts of 1 to 1 tokens (median 1), 0 rows dropped, 1 bad")
+    assert said.startswith("train: 4 prompts of 1 token, 0 rows dropped, 1 bad")
     assert "Row 5 of 'rows.jsonl' has an empty column 'answer'" in said
     model = {"class_path": "SFT", "init_args": {"policy": settings["model"]["init_args"]["policy"]}}
     chats = {"class_path": "SFTDataModule", "init_args": streamed["data"]["init_args"]}
     assert main(["doctor", "data", "--config", config({**settings, "model": model, "data": chats})]) == 1
-    assert capsys.readouterr().out.startswith("train: 4 prompts of 3 to 3 tokens (median 3), 0 rows dropped, 1 bad")
+    assert capsys.readouterr().out.startswith("train: 4 prompts of 3 tokens, 0 rows dropped, 1 bad")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_an_engine_with_other_logprobs_than_the_trainer_fails(settings, config, 
     assert main(["doctor", "run", "--config", config(settings)]) == 1
     text = capsys.readouterr().out
     assert statuses(text)["logprobs"] == {"fails"}
-    assert re.search(r"differ by 0.5\d* on what the engine sampled", " ".join(text.split()))
+    assert re.search(r"differ by 0.5\d* nats per token on what the engine sampled", " ".join(text.split()))
 
 
 def with_rows(settings: dict, train: list[str], validation: list[str], **more) -> dict:

@@ -278,7 +278,7 @@ def _findings(measured: Trial, module: RLModule) -> Iterator[Finding]:
 
 def _logprobs(measured: Trial) -> Finding:
     values = measured.metrics
-    names = {_PROBE: "nats per token on the probe", _MISMATCH: "on what the engine sampled"}
+    names = {_PROBE: "nats per token on the probe", _MISMATCH: "nats per token on what the engine sampled"}
     texts = [f"{values[name]:.2g} {what}" for name, what in names.items() if name in values]
     if not texts or measured.rounding is None:
         fix = (
@@ -286,14 +286,17 @@ def _logprobs(measured: Trial) -> Finding:
         )
         return Finding("logprobs", "Engine and trainer could not be compared.", "warning", fix)
     bound = mismatch_bound_nats(measured.rounding, values.get("policy/entropy_nats", 0.0))
-    explained = f"{' and '.join(measured.rounding.dtypes)} explain up to {bound:.2g}"
+    explained = f"rounding in {' and '.join(measured.rounding.dtypes)} explains up to {bound:.2g}"
     text = f"Engine and trainer differ by {' and '.join(texts)}; {explained}."
     fix = "The engine has other weights, another precision or other sampling settings: look at its log and arguments."
     return check("logprobs", text, "fails", fix, is_wrong=not values.get(_MISMATCH, 0.0) <= bound)
 
 
 def _completions(measured: Trial, module: RLModule) -> Iterator[Finding]:
-    stops = "; ".join(f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())
+    sources: dict[str, list[str]] = {}  # stop tokens → where they are from
+    for name, ids in module.stop_token_ids().items():
+        sources.setdefault(f"{module.tokenizer.decode(ids)} {ids}", []).append(name)
+    stops = "; ".join(f"{tokens} ({', '.join(names)})" for tokens, names in sources.items())
     trajectories = measured.trajectories
     if not trajectories:
         yield Finding("completions", "No trajectory was finished.", "fails", "See the dropped ones and the log above.")
