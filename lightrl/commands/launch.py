@@ -31,7 +31,7 @@ _HELP = """\
 usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
 
 Starts a run on one machine or many, as its section `launch:` says: trainer ranks, SGLang servers, or both. Takes the
-settings of lightrl fit; lightrl fit --launch.help shows those of the launch, --launch.nodes, --launch.servers and so on.
+settings of lightrl fit; lightrl fit --launch.help shows those of the launch, such as --launch.nodes.
 
   --dry-run   print the plan as a drawing of the hosts and a table, and the files that would be submitted
   --wait      with Slurm: stay until the job ends, show the output of rank 0, and end the job on Ctrl-C
