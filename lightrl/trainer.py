@@ -38,6 +38,7 @@ from lightrl.callbacks import (
 from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.rollout_metrics import warn_of_monitors
 from lightrl.callbacks.run_files import TimedCheckpoint
+from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.files import check_local, nearest_folder
 from lightrl.engines import RolloutEngine, ServerEngine
 from lightrl.errors import OtherRankFailed
@@ -396,16 +397,11 @@ class Trainer(RLTrainer):
                 )
 
     def _check_engine(self, *, is_fit: bool) -> None:
-        is_colocated = False
-        if isinstance(self.engine, ServerEngine):
-            self.engine.check()
-            is_colocated = self.engine.placement == "colocated"
-        control = next(item for item in self.callbacks if isinstance(item, StalenessControl))
-        if is_fit and is_colocated and control.max_staleness > 0:
-            raise ValueError(
-                f"max_staleness must be 0 with a colocated engine, got {control.max_staleness}: the engine has no "
-                "memory to roll out during an update. Use StalenessControl(0), or placement: separate."
-            )
+        if not isinstance(self.engine, ServerEngine):
+            return
+        self.engine.check()
+        if is_fit and self.engine.placement == "colocated":
+            check_no_overlap(next(item for item in self.callbacks if isinstance(item, StalenessControl)).max_staleness)
 
     def _check_callbacks(self) -> None:
         required = (WeightSync, StalenessControl, RolloutMetrics)

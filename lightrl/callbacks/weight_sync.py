@@ -47,14 +47,9 @@ def colocated_engine(trainer: RLTrainer) -> ServerEngine | None:
     return engine
 
 
-def check_colocation(trainer: RLTrainer) -> None:
-    """Refuses settings under which an engine would be used while it has no memory.
-
-    Raises:
-        ValueError: if rollouts continue during an update.
-    """
-    max_staleness = trainer.rollout.settings.max_staleness
-    if colocated_engine(trainer) is not None and max_staleness > 0:
+def check_no_overlap(max_staleness: int) -> None:
+    """Raises ValueError if rollouts would continue during an update, in which a colocated engine has no memory."""
+    if max_staleness > 0:
         raise ValueError(
             f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory to roll "
             "out during an update. Use StalenessControl(0), or placement: separate."
@@ -139,8 +134,8 @@ class WeightSync(RLCallback):
             engine.should_verify = self.verify
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if isinstance(pl_module, RLModule):
-            check_colocation(cast("RLTrainer", trainer))
+        if isinstance(pl_module, RLModule) and colocated_engine(rl_trainer := cast("RLTrainer", trainer)) is not None:
+            check_no_overlap(rl_trainer.rollout.settings.max_staleness)
         self._ensure(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
