@@ -115,7 +115,7 @@ if TYPE_CHECKING:
     )
     from lightrl.data import PreferenceDataModule, PromptDataModule, SFTDataModule, TrajectoryDataModule
     from lightrl.dataflow import ModelCall
-    from lightrl.engines import FakeEngine, LocalEngine, RolloutEngine, SGLangEngine
+    from lightrl.engines import FakeEngine, LocalEngine, RolloutEngine, SGLangEngine, VLLMEngine
     from lightrl.experience import Experience
     from lightrl.functional import ImportanceWeights, RewardShaping
     from lightrl.models import LoRA, ModelSpec, Outputs, Role, RoleMesh
@@ -150,7 +150,7 @@ _NAMES = {
     "trajectory": ["Prompt", "Sampling", "Trajectory", "Group"],
     "workflows": ["Workflow", "SingleTurn", "MultiTurn", "Environment", "RetryWithFeedback", "ToolEnvironment",
         "AgentWorkflow"],
-    "engines": ["RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine"],
+    "engines": ["RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "VLLMEngine"],
     "callbacks": ["RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
         "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport"],
 }  # fmt: skip
@@ -164,7 +164,7 @@ __all__ = [
     "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "Role", "RoleMesh", "LoRA", "Outputs", "ModelCall",
     "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",
     "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine",
-    "SGLangEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
+    "SGLangEngine", "VLLMEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
     "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport",
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import StalenessControl
 from lightrl.commands.cli import LightRLCLI
 from lightrl.data import PairBatch, TrajectoryDataModule
-from lightrl.engines import LocalEngine, RolloutEngine, SGLangEngine
+from lightrl.engines import LocalEngine, RolloutEngine, ServerEngine, SGLangEngine
 from lightrl.engines.local.local_engine import SMALL_MODEL_PARAMETERS
 from lightrl.engines.placing import choose_devices
 from lightrl.launch import memory
@@ -247,9 +247,9 @@ def _planned_role(
 
 def _planned_engine(trainer: Any, policy: PlannedRole) -> PlannedEngine | None:
     engine: RolloutEngine = trainer.engine or LocalEngine()
-    if isinstance(engine, SGLangEngine):
+    if isinstance(engine, ServerEngine):
         servers = engine.num_servers or len(engine.urls or ()) or 1
-        return PlannedEngine("SGLangEngine", place="servers", servers=servers, tp=engine.tp, width=SERVED_BYTES)
+        return PlannedEngine(type(engine).__name__, place="servers", servers=servers, tp=engine.tp, width=SERVED_BYTES)
     if not isinstance(engine, LocalEngine):
         return None
     root = trainer.strategy.root_device

@@ -1,4 +1,4 @@
-"""lightrl serve: SGLang servers in the foreground, for runs that start elsewhere or one after the other."""
+"""lightrl serve: servers in the foreground, for runs that start elsewhere or one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import threading
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -32,21 +32,26 @@ from lightrl.engines.servers.processes.process import ServerProcess, make_server
 from lightrl.engines.servers.registry import Announcement, ServerEntry
 from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.sglang.command import SGLangProcess
+from lightrl.engines.vllm.command import VLLMProcess
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 
 log = logging.getLogger(__name__)
 
-_FROM_ENGINE = ("servers", "tp", "sglang_python", "server_args")
+Kind = Literal["sglang", "vllm"]
+_PROCESSES: dict[Kind, Callable[..., ServerProcess]] = {"sglang": SGLangProcess, "vllm": VLLMProcess}
+_ENGINES: dict[str, Kind] = {"SGLangEngine": "sglang", "VLLMEngine": "vllm"}
+_FROM_ENGINE = ("servers", "tp", "sglang_python", "vllm_python", "server_args")
 _SERVER_ARG = "--server_args."
 _LOOPBACK, _ANY = ("127.0.0.1", "localhost", "::1"), ("", "0.0.0.0", "::")
 _EPILOG = """\
 examples:
   lightrl serve --config run.yaml --servers 2 --tp 2
   lightrl serve --model Qwen/Qwen3-0.6B --port 30000 --server_args.mem_fraction_static 0.7
+  lightrl serve --model Qwen/Qwen3-0.6B --engine vllm
 
-Then, where the run starts: LIGHTRL_SERVER_ADDRS and LIGHTRL_SERVER_TOKEN as printed, and
-`--trainer.engine SGLangEngine`. The run loads its weights into the servers before its first request.
+Then, where the run starts: LIGHTRL_SERVER_ADDRS, LIGHTRL_SERVER_TOKEN and `--trainer.engine` as printed. The run loads
+its weights into the servers before its first request.
 """
 
 
@@ -57,6 +62,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter)
 def serve(
     model: ModelSpec,
     *,
+    engine: Kind = "sglang",
     servers: int = 1,
     tp: int = 1,
     devices: list[int] | str = "",
@@ -64,6 +70,7 @@ def serve(
     port: int | None = None,
     token: str | None = None,
     sglang_python: str | None = None,
+    vllm_python: str | None = None,
     server_args: dict[str, Any] | None = None,
     seed: int = 0,
     startup_timeout_s: float = 900.0,
@@ -73,10 +80,11 @@ def serve(
     until: threading.Event | None = None,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
-    """Starts SGLang servers and their weight receiver, prints their addresses, restarts and, on Ctrl-C, ends them.
+    """Starts servers and their weight receiver, prints their addresses, restarts and, on Ctrl-C, ends them.
 
     Args:
         model: with a path, serves its weights; with a config, random ones until a run loads its own.
+        engine: the kind of servers, `sglang` or `vllm`.
         servers: number of servers.
         tp: GPUs of each server.
         devices: GPUs to use, such as `0,1,2,3`; `tp` for each server in turn.
@@ -84,7 +92,8 @@ def serve(
         port: port of the first server; the next ones count up, the weight receiver is last. Free ones if not set.
         token: that requests must carry; LIGHTRL_SERVER_TOKEN if not set, else a random one, printed.
         sglang_python: the python of an environment with SGLang.
-        server_args: SGLang's arguments by their own names, one by one as `--server_args.NAME VALUE`.
+        vllm_python: the python of an environment with vLLM.
+        server_args: the server's own arguments by their names, one by one as `--server_args.NAME VALUE`.
         seed: seed of the servers' random numbers.
         startup_timeout_s: deadline for a server to get ready.
         log_folder: folder of the servers' logs; a temporary one, printed, if not set.
@@ -95,7 +104,7 @@ def serve(
         write: gets what is printed.
 
     Raises:
-        ValueError: if there is no SGLang, no such model, or fewer devices than needed.
+        ValueError: if there is no such program, no such model, or fewer devices than needed.
         EngineError: if a server does not get ready, or is given up later.
     """
     token = usable_token(token or os.environ.get(TOKEN_VARIABLE))
@@ -103,9 +112,10 @@ def serve(
     with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-serve-"), ignore_cleanup_errors=True) as scratch:
         logs = log_folder or Path(tempfile.mkdtemp(prefix=own_prefix("lightrl-logs-", kept_s=LOGS_KEPT_S)))
         processes = make_servers(
-            SGLangProcess, served_folder(model, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None,
+            _PROCESSES[engine], served_folder(model, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None,
             seed=seed, port=port or 0, args={**({} if model.path else {"load_format": "dummy"}), **(server_args or {})},
-            log_folder=logs, host=host, python=sglang_python, token=token, startup_timeout_s=startup_timeout_s,
+            log_folder=logs, host=host, python=vllm_python if engine == "vllm" else sglang_python, token=token,
+            startup_timeout_s=startup_timeout_s,
         )  # fmt: skip
         log.info("Starting %s; logs in %s.", count_text(servers, "server"), logs)
         try:
@@ -114,7 +124,7 @@ def serve(
             start_all(processes)
             if announcement is not None:
                 announcement.start(entries(processes, receivers, host))
-            write(usage(processes, receivers, token, host, register))
+            write(usage(processes, receivers, token, host, register, engine))
             try:
                 asyncio.run(_keep_all(processes, receiver, until or threading.Event()))
             finally:
@@ -145,7 +155,7 @@ def _reachable_name(host: str) -> str:
 
 
 def usage(
-    servers: Sequence[ServerProcess], receivers: Receivers, token: str, host: str, register: Path | None = None
+    servers: Sequence[ServerProcess], receivers: Receivers, token: str, host: str, register: Path | None, kind: Kind
 ) -> str:
     """Lists the servers' addresses, and what to type to use them."""
     name = _reachable_name(host)
@@ -153,14 +163,17 @@ def usage(
     if register is not None:
         addresses = f"file://{register.absolute()}"
     (receiver,) = (f"{name}:{urlsplit(url).port}" for url in receivers.urls)
+    engine = next(name for name, one in _ENGINES.items() if one == kind)
     lines = [
         *("Ready:", *(f"  http://{name}:{server.port}  log {server.log_file}" for server in servers)),
         *("For runs on these servers:", f"  export LIGHTRL_SERVER_ADDRS={addresses}"),
         f"  export {RECEIVER_VARIABLE}={receiver}  # for transport: delta",
-        *(f"  export LIGHTRL_SERVER_TOKEN={token}", "  lightrl fit --config run.yaml --trainer.engine SGLangEngine"),
+        *(f"  export LIGHTRL_SERVER_TOKEN={token}", f"  lightrl fit --config run.yaml --trainer.engine {engine}"),
     ]
     if host not in _LOOPBACK:
         lines.append("They listen beyond this machine, without TLS: let only the run's machines reach these ports.")
+        if kind == "vllm":
+            lines.append("vLLM's routes that load weights ask for no token.")
     return "\n".join([*lines, "Ctrl-C ends them.\n"])
 
 
@@ -194,10 +207,13 @@ def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         policy = content.section("model.init_args").get("policy", policy)
         engine = content.section("trainer").get("engine")
         if isinstance(engine, dict):
-            if str(engine.get("class_path", "")).rpartition(".")[2] != "SGLangEngine":
+            kind = _ENGINES.get(str(engine.get("class_path", "")).rpartition(".")[2])
+            if kind is None:
                 raise ValueError(
-                    f"The engine must be SGLangEngine, but {config} has {engine.get('class_path')}. Omit that file."
+                    f"The engine must be {' or '.join(_ENGINES)}, but {config} has {engine.get('class_path')}. Omit "
+                    "that file."
                 )
+            settings["engine"] = kind
             args = engine.get("init_args") or {}
             server_args = {**settings.get("server_args", {}), **(args.get("server_args") or {})}
             settings |= {name: args[name] for name in _FROM_ENGINE if args.get(name) is not None}
@@ -230,7 +246,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     policy, settings = settings_of(options.config)
 
     parser = ArgumentParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
-    parser.add_argument("--config", help="a run's YAML, for its policy and its SGLangEngine; may be repeated")
+    parser.add_argument("--config", help="a run's YAML, for its policy and its engine of servers; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
     parser.add_argument(
         "--token_file", type=Path | None, help="file with the token; else LIGHTRL_SERVER_TOKEN, or a random one"
@@ -246,7 +262,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     try:
         values = parser.parse_args(rest).as_dict()
     except ArgumentError as error:
-        hint = f" SGLang's own arguments start with {_SERVER_ARG}" if "unrecognized" in error.message else ""
+        hint = f" The server's own arguments start with {_SERVER_ARG}" if "unrecognized" in error.message else ""
         raise UsageError(explain(error, parser, UserSettings.read(rest)) + hint) from error
     del values["config"]
     policy = values.pop("model") or policy

@@ -8,6 +8,7 @@ Reading order:
     local/          LocalEngine, for a laptop: decodes in this process
     servers/        the shared part of engines of servers: fleet, requests, weight syncs
     sglang/         SGLangEngine: SGLang servers
+    vllm/           VLLMEngine: vLLM servers
 
 May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Knows no workflow. To add
 an engine: implement RolloutEngine and those abilities that it has (docs/serve-with-sglang.md lists them), and run
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lightrl.engines.servers.engine import ServerEngine
     from lightrl.engines.servers.timeouts import Timeouts
     from lightrl.engines.sglang.engine import SGLangEngine
+    from lightrl.engines.vllm.engine import VLLMEngine
 
 # Loaded on first use: a server for tests that answers by rule starts without torch.
 _HOMES = {
@@ -36,10 +38,11 @@ _HOMES = {
     "SGLangEngine": "sglang.engine",
     "ServerEngine": "servers.engine",
     "Timeouts": "servers.timeouts",
+    "VLLMEngine": "vllm.engine",
     "choose_devices": "placing",
 }
 
 __all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "ServerEngine", "Timeouts"]
-__all__ += ["choose_devices"]
+__all__ += ["VLLMEngine", "choose_devices"]
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

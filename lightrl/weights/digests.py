@@ -100,7 +100,13 @@ class ServerLayout:
 
     dtype: torch.dtype = torch.float32
     num_ranks: int = 1  # tensor-parallel
-    is_cpu: bool = True  # sha256 and a padded intermediate size; else the hash of a GPU
+    is_cpu: bool = True
+    is_vllm: bool = False  # else SGLang, which pads sizes on a CPU and has a hash of its own on a GPU
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the intermediate size and the heads are padded."""
+        return self.is_cpu and not self.is_vllm
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} on {self.num_ranks} {'CPU' if self.is_cpu else 'GPU'} ranks"
@@ -111,7 +117,7 @@ def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None
     if config.model_type not in FAMILIES:
         return f"the layout of model_type={config.model_type!r} in SGLang is unknown here"
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
-    if layout.is_cpu and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
+    if layout.is_padded and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
         return f"SGLang pads {heads} heads and {key_value_heads} key-value heads on {layout.num_ranks} CPU ranks"
     return None
 
@@ -223,7 +229,7 @@ class Digests:
             return _cut(part, 0, part.shape[0], num, rank)
         if module in ("gate_up_proj", "down_proj") and not (module == "down_proj" and kind == "bias"):
             dim = 0 if module == "gate_up_proj" else 1
-            size = _padded(part.shape[dim], _CPU_PADDING * num) if layout.is_cpu else part.shape[dim]
+            size = _padded(part.shape[dim], _CPU_PADDING * num) if layout.is_padded else part.shape[dim]
             return _cut(part, dim, size, num, rank)
         if module == "o_proj" and kind == "weight":
             return _cut(part, 1, part.shape[1], num, rank)
@@ -259,7 +265,7 @@ def _cut(tensor: Tensor, dim: int, size: int, num: int, index: int) -> Tensor:
 
 def _digest(parts: list[Tensor], layout: ServerLayout) -> str:
     """SGLang's `tensor_hash` of the parts one after the other, as it is printed."""
-    if not layout.is_cpu:
+    if not layout.is_cpu and not layout.is_vllm:
         return f"{tile_hash(torch.cat([part.reshape(-1) for part in parts])):016x}"
     digest = hashlib.sha256()  # it releases the GIL
     for part in parts:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SGLANG = "sglang==0.5.23"
-READY = "lightrl-sglang-cpu.json"  # lightrl/engines/sglang/command.py looks for it too
+READY = "lightrl-sglang-cpu.json"  # lightrl/engines/servers looks for it too
 
 
 def cache_folder() -> Path:

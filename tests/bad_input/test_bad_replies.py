@@ -53,8 +53,8 @@ REPLIES = [
 
 
 def added(data: bytes) -> CompletionDraft:
-    draft = CompletionDraft([1], Sampling(max_new_tokens=4))
-    draft.add(read_answer(data), "http://there", VOCABULARY)
+    draft = CompletionDraft([1], Sampling(max_new_tokens=4), vocab_size=VOCABULARY)
+    draft.add(read_answer(data), "http://there")
     return draft
 
 

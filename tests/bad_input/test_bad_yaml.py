@@ -123,7 +123,7 @@ SERVED = [
     row("serve: a model by name alone", "model: GRPO\n", "needs a model", "--model PATH", "model.init_args.policy"),
     row("serve: a list for the model's settings", "model:\n  init_args: [1]\n", "model.init_args must be settings", "(run.yaml:2)"),
     row("serve: a number for the trainer", "trainer: 3\n", "trainer must be settings as `key: value`, got 3 (run.yaml:1)"),
-    row("serve: another engine", "trainer: {engine: {class_path: LocalEngine}}\n", "must be SGLangEngine", "run.yaml"),
+    row("serve: another engine", "trainer: {engine: {class_path: LocalEngine}}\n", "must be SGLangEngine or VLLMEngine", "run.yaml"),
     row("serve: an unknown setting of the policy", "model: {init_args: {policy: {pth: a}}}\n", "model.init_args.policy has no setting 'pth'", "It has path"),
 ]  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_no_model_and_a_missing_file_are_refused(tmp_path):
 
 
 def test_an_unknown_flag_and_a_wrong_value_are_named():
-    with pytest.raises(UsageError, match=r"(?s)mem_fraction_static.*SGLang's own arguments start with --server_args\."):
+    with pytest.raises(UsageError, match=r"(?s)mem_fraction_static.*own arguments start with --server_args\."):
         parse(["--model", "m/m", "--mem_fraction_static", "0.5"])
     with pytest.raises(UsageError, match="servers"):
         parse(["--model", "m/m", "--servers", "many"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import BUCKET_BYTES
-from real_sglang import tiny_config, tiny_models
+from real_servers import tiny_config, tiny_models
 from sync_cases import fed
 
 from lightrl.engines.servers.connection import Connection

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, run
-from real_sglang import tiny_config, tiny_models
+from real_servers import tiny_config, tiny_models
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from real_sglang import tiny_config
+from real_servers import tiny_config
 from torch.utils.data import DataLoader
 
 import lightrl

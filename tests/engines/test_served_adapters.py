@@ -13,13 +13,13 @@ from engine_contract import EngineCase, run
 from engine_contract import recomputed_logprobs as recomputed
 from fake_sglang import python_of_fakes
 from fake_sglang.process import FakeServerProcess
-from real_sglang import sglang_python, tiny_config
+from real_servers import built_python, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import until
 
 from lightrl.engines import Timeouts
 from lightrl.engines.servers.processes.command import flags
-from lightrl.engines.sglang import command
+from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import WeightSyncError
 from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge
@@ -254,17 +254,17 @@ def test_colocated_servers_cannot_serve_adapters():
 @pytest.mark.real_sglang
 def test_the_real_sglang_serves_each_version_within_rounding(serving, monkeypatch):
     """SGLang 0.5.23 pins memory for adapters, which a CPU build of torch cannot: sglang_without_pinned_memory.py."""
-    sglang_python()
+    built_python()
     launcher = str(Path(__file__).with_name("sglang_without_pinned_memory.py"))
 
-    command_line = command.command_line
+    command_line = SGLangProcess.command_line
 
-    def with_launcher(*args: Any, **settings: Any) -> list[str]:
-        words = command_line(*args, **settings)
+    def with_launcher(process: SGLangProcess, secrets_file: str) -> list[str]:
+        words = command_line(process, secrets_file)
         place = words.index("-m")
         return [*words[:place], launcher, *words[place + 2 :]]
 
-    monkeypatch.setattr(command, "command_line", with_launcher)
+    monkeypatch.setattr(SGLangProcess, "command_line", with_launcher)
     case = serving(servers=1, timeouts=Timeouts(startup_s=170))
     for version in range(3):
         case.load(version)

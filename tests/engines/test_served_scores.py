@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_sglang.process import FakeServerProcess
-from real_sglang import sglang_python
+from real_servers import built_python
 from tiny import random_experience, tiny_spec
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -127,7 +127,7 @@ def test_a_head_of_several_numbers_is_no_reward_model(tmp_path: Path) -> None:
 @contextmanager
 def real_server(folder: str | Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Iterator[ServerProcess]:
     given = {"skip_tokenizer_init": True, "max_total_tokens": 2048, **args}
-    server = SGLangProcess(Path(folder), python=sglang_python(), args=given, startup_timeout_s=170)
+    server = SGLangProcess(Path(folder), python=built_python(), args=given, startup_timeout_s=170)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
     server.start()
     try:

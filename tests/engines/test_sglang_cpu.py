@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import torch
-from real_sglang import BUILD, build_script
+from real_servers import build_file, build_script
 
 
 def test_a_half_built_environment_does_not_count(tmp_path, monkeypatch):
@@ -40,7 +39,7 @@ def slow_murmur3(data: bytes) -> int:
 
 
 def test_the_hash_behind_seeds_is_murmur3_of_seed_position_and_column():
-    path = Path(BUILD).parent / "lightrl_sglang_cpu/seeded_sampling.py"
+    path = build_file("sglang").parent / "lightrl_sglang_cpu/seeded_sampling.py"
     spec = importlib.util.spec_from_file_location("seeded_sampling", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -28,7 +28,7 @@ from lightrl.concurrency.owner import own_mark
 from lightrl.engines.servers.processes.command import devices_of_servers, flags
 from lightrl.engines.servers.processes.keeper import end_all, keep, restart, start_all
 from lightrl.engines.servers.processes.process import HeldPort, RestartPolicy, ServerProcess, write_model_folder
-from lightrl.engines.sglang.command import SGLangProcess, SGLangPython, command_line, context_args, find_python
+from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.errors import EngineError, EngineTimeout
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems hold no port for somebody else")
@@ -338,29 +338,46 @@ def test_arguments_keep_sglangs_names():
     ]
 
 
-def words(python: SGLangPython, folder: str = "m", **args: Any) -> list[str]:
-    return command_line(python, folder, host="127.0.0.1", port=7, secrets_file="s.yaml", args=args)
+Served = Callable[..., SGLangProcess]
 
 
-def test_no_shell_reads_an_argument():
-    line = words(SGLangPython("p"), "a folder; touch x", served_model_name="$(touch y)")
-    assert line[line.index("--model-path") + 1] == "a folder; touch x"
+@pytest.fixture
+def served(tmp_path: Path) -> Served:
+    """Makes a server, which is not started, of a model without a context length."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.symlink_to(sys.executable)
+
+    def make(folder: str = "m", *, is_cpu: bool = False, **args: Any) -> SGLangProcess:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        if is_cpu:
+            (tmp_path / "lightrl-sglang-cpu.json").touch()
+        return SGLangProcess(tmp_path / folder, python=str(python), port=7, args=args)
+
+    return make
+
+
+def test_no_shell_reads_an_argument(served, tmp_path):
+    line = served("a folder; touch x", served_model_name="$(touch y)").command_line("s.yaml")
+    assert line[line.index("--model-path") + 1] == str(tmp_path / "a folder; touch x")
     assert line[line.index("--served-model-name") + 1] == "$(touch y)"
 
 
-def test_given_arguments_win_over_lightrls_defaults():
-    line = " ".join(words(SGLangPython("p", is_plain_cpu=True), dtype="bfloat16", **{"sampling-defaults": "model"}))
-    assert "-m lightrl_sglang_cpu.launch --model-path m --host 127.0.0.1 --port 7 --config s.yaml" in line
+def test_given_arguments_win_over_lightrls_defaults(served, tmp_path):
+    assert "--device" not in served("plain").command_line("s.yaml")
+    line = " ".join(served(is_cpu=True, dtype="bfloat16", **{"sampling-defaults": "model"}).command_line("s.yaml"))
+    assert f"-m lightrl_sglang_cpu.launch --model-path {tmp_path / 'm'} --host 127.0.0.1 --port 7" in line
+    assert "--config s.yaml" in line
     assert "--dtype bfloat16" in line
     assert "float32" not in line
     assert line.count("--sampling-defaults") == 1
-    assert "--device" not in words(SGLangPython("p"))
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin-api-key", "--port", "host", "model_path", "config"])
-def test_what_lightrl_sets_is_refused_among_the_arguments(name):
+def test_what_lightrl_sets_is_refused_among_the_arguments(name, served):
     with pytest.raises(ValueError, match=r"which lightrl sets\. Remove it"):
-        words(SGLangPython("p"), **{name: "x"})
+        served(**{name: "x"})
 
 
 def test_each_server_gets_its_own_devices():
@@ -370,21 +387,22 @@ def test_each_server_gets_its_own_devices():
         devices_of_servers(3, 2, [0, 1])
 
 
-def test_a_server_sees_its_devices_and_variables_but_not_the_trainers_packages(small_server, monkeypatch):
+def test_a_server_sees_its_devices_and_variables_but_not_the_trainers_packages(small_server, served, monkeypatch):
     monkeypatch.setenv("SGLANG_ANYTHING", "1")
     server = ready(small_server(devices=[4, 5]))
     found = ask(server)["environment"]
     assert (found["CUDA_VISIBLE_DEVICES"], found["SGLANG_ANYTHING"]) == ("4,5", "1")
     monkeypatch.setenv("PYTHONPATH", "/trainers/own")
-    assert "PYTHONPATH" not in SGLangPython("/other/python").environment()
-    assert SGLangPython("/other/python").environment()["SGLANG_FORCE_STREAM_INTERVAL"] == "1"
+    environment = served().environment()
+    assert "PYTHONPATH" not in environment
+    assert environment["SGLANG_FORCE_STREAM_INTERVAL"] == "1"
 
 
-def test_a_server_does_not_get_the_trainers_secrets_nor_send_codes_to_a_terminal(tmp_path, monkeypatch):
+def test_a_server_does_not_get_the_trainers_secrets_nor_send_codes_to_a_terminal(served, tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "LIGHTRL_SERVER_TOKEN"):
         monkeypatch.setenv(name, "s3cret")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    environment = SGLangPython("/other/python").environment()
+    environment = served().environment()
     assert "s3cret" not in environment.values()
     assert environment["TOKENIZERS_PARALLELISM"] == "false"
     server = ServerProcess(["true"], log_file=tmp_path / "log")
@@ -396,17 +414,17 @@ def test_a_python_is_found_in_the_order_argument_variable_cpu_environment(tmp_pa
     monkeypatch.setenv("LIGHTRL_SGLANG_CACHE", str(tmp_path))
     monkeypatch.delenv("LIGHTRL_SGLANG_PYTHON", raising=False)
     with pytest.raises(ValueError, match=r"pip install sglang.*scripts/sglang_cpu/build.py"):
-        find_python()
+        SGLangProcess.find_python()
     (tmp_path / "sglang-cpu/bin").mkdir(parents=True)
     (tmp_path / "sglang-cpu/bin/python").symlink_to(sys.executable)
     with pytest.raises(ValueError, match="No Python with SGLang"):  # half built
-        find_python()
+        SGLangProcess.find_python()
     (tmp_path / "sglang-cpu/lightrl-sglang-cpu.json").touch()
-    assert find_python() == SGLangPython(str(tmp_path / "sglang-cpu/bin/python"), is_plain_cpu=True)
+    assert SGLangProcess.find_python() == (str(tmp_path / "sglang-cpu/bin/python"), True)
     monkeypatch.setenv("LIGHTRL_SGLANG_PYTHON", sys.executable)
-    assert find_python() == SGLangPython(sys.executable)
+    assert SGLangProcess.find_python() == (sys.executable, False)
     with pytest.raises(ValueError, match="sglang_python=/nowhere/python is not a program"):
-        find_python("/nowhere/python")
+        SGLangProcess.find_python("/nowhere/python")
 
 
 def test_a_folder_without_a_model_is_refused_before_anything_starts(tmp_path):
@@ -425,7 +443,7 @@ def test_a_model_folder_has_architecture_and_tokenizer_but_no_end_token(config, 
 
 def test_the_context_includes_what_sglang_reserves(tmp_path):
     folder = write_model_folder(Qwen3Config(max_position_embeddings=256), tmp_path)
-    assert context_args(folder) == {"context_length": 264}
+    assert SGLangProcess(folder, python=sys.executable).args["context_length"] == 264
     given = SGLangProcess(folder, python=sys.executable, args={"context-length": 100})
     assert given.args["context_length"] == 100
 

@@ -94,7 +94,7 @@ class FakeServer:
             **self._lora.routes(),
         }
         for path, route in routes.items():
-            app.router.add_post(path, _json_handler(route))
+            app.router.add_post(path, json_handler(route))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/server_info", self._server_info)
@@ -103,13 +103,17 @@ class FakeServer:
         app.router.add_get("/fake/stats", self._stats)
         return app
 
+    def is_open(self, path: str) -> bool:
+        """Whether this route asks for no token."""
+        return path.startswith(("/health", "/ready", "/metrics", "/fake"))
+
     @web.middleware
     async def _around(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
         path = request.path
         self.counts[path] += 1
         key = self.arguments.get("api_key")
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key and given != key and not path.startswith(("/health", "/ready", "/metrics", "/fake")):
+        if key and given != key and not self.is_open(path):
             return web.json_response({"error": "Unauthorized"}, status=401)
         if path.startswith("/fake"):
             return await handler(request)
@@ -353,7 +357,7 @@ def _answer(run: Run, finish: str, wants_logprobs: bool, version: str) -> dict[s
     return {"output_ids": run.token_ids, "meta_info": meta}
 
 
-def _json_handler(route: Route) -> Callable[[web.Request], Awaitable[web.Response]]:
+def json_handler(route: Route) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(request: web.Request) -> web.Response:
         try:
             body = json.loads(await request.read())
@@ -393,6 +397,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-lora-rank", type=int)
     parser.add_argument("--lora-target-modules", nargs="*", action="extend")
+    parser.add_argument("--vllm", action="store_true", help="speak vLLM's interface instead")
+    parser.add_argument("--vllm-without", action="append", help="a flag that vLLM was started without, see vllm.py")
     parser.add_argument("--piece-tokens", type=int, default=16, help="of the model, between two checks for aborts")
     return parser
 
@@ -432,7 +438,10 @@ async def _serve(options: argparse.Namespace) -> None:
                 draft=DraftModel() if options.speculative_algorithm else None,
             )
         )
-    await serve(FakeServer(model, arguments=vars(options)), options.host, options.port)
+    kind = FakeServer
+    if options.vllm:
+        from fake_sglang.vllm import FakeVLLMServer as kind
+    await serve(kind(model, arguments=vars(options)), options.host, options.port)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

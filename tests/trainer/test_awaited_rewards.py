@@ -195,8 +195,9 @@ def test_a_checkpoint_keeps_groups_whose_rewards_are_awaited(is_later, tmp_path,
     whole = Saving(decoupled=True, num_minibatches=2)
     played(whole, tmp_path)
     loops = torch.load(path)["loops"]["fit_loop"]
-    groups = loops["epoch_loop.automatic_optimization.state_dict"]["rollout"]["finished"]
-    unrewarded = [[item["sample"] for item in group["trajectories"] if item["reward"] is None] for group in groups]
+    states = loops["epoch_loop.automatic_optimization.state_dict"]["rollout"]["finished"]
+    groups = [Group.from_state(state).trajectories for state in states]
+    unrewarded = [[trajectory.sample for trajectory in group if trajectory.reward is None] for group in groups]
     assert all(1 in samples for samples in unrewarded)
     assert len(unrewarded) == BATCH_SIZE
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightrl.engines.servers.connection import Connection
+from lightrl.engines.servers.connection import Connection, ServerRefused
 from lightrl.engines.servers.request import Answer, CompletionDraft
 from lightrl.engines.servers.server_info import ServerInfo
 from lightrl.errors import EngineError
@@ -43,7 +43,7 @@ class ServerClient(Connection, ABC):
     """One server; see `Connection` for the arguments.
 
     A kind overrides the abstract methods. It overrides the others, which raise NotImplementedError, if it offers the
-    transports or the served adapters that need them.
+    transports, the placement or the served adapters that need them.
     """
 
     @staticmethod
@@ -65,6 +65,14 @@ class ServerClient(Connection, ABC):
         """
         path = self.generate_path
         return await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries, read=read)
+
+    async def has_route(self, path: str, timeout_s: float) -> bool:
+        """Whether it answers a GET of this path, which tells the kinds of servers apart."""
+        try:
+            await self.request("GET", path, timeout_s=timeout_s, num_retries=0, read=None)
+        except EngineError:
+            return False
+        return True
 
     @abstractmethod
     async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
@@ -101,14 +109,6 @@ class ServerClient(Connection, ABC):
         """
 
     @abstractmethod
-    async def release_memory(self, tags: Sequence[MemoryPart]) -> None:
-        """Releases these parts of the memory; a server that is not idle dies."""
-
-    @abstractmethod
-    async def resume_memory(self, tags: Sequence[MemoryPart]) -> None:
-        """Takes the memory again; a part that was not released kills the server."""
-
-    @abstractmethod
     async def begin_weight_update(self) -> bool:
         """Opens the bracket around updates by tensors or a group; False if this server has none."""
 
@@ -126,6 +126,14 @@ class ServerClient(Connection, ABC):
     @abstractmethod
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
         """Digests of the weights that it holds; None if it cannot compute them."""
+
+    async def release_memory(self, tags: Sequence[MemoryPart]) -> None:
+        """Releases these parts of the memory; a server that is not idle dies."""
+        raise NotImplementedError
+
+    async def resume_memory(self, tags: Sequence[MemoryPart]) -> None:
+        """Takes the memory again; a part that was not released kills the server."""
+        raise NotImplementedError
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
         """Joins a process group with the trainer, which joins as rank 0 at the same time."""
@@ -163,6 +171,14 @@ class ServerClient(Connection, ABC):
     def is_unknown_adapter(self, error: EngineError) -> bool:
         """Whether it refused a request because it does not have the adapter: somebody restarted it."""
         raise NotImplementedError
+
+    async def _update(
+        self, path: str, body: dict[str, Any], timeout_s: float = 0.0, *, num_retries: int | None = 0
+    ) -> dict[str, Any]:
+        answer = await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries)
+        if not isinstance(answer, dict) or answer.get("success") is False:
+            raise ServerRefused(f"{self.url} failed {path}: {str(answer)[:300]}. Check the server's log.", status=200)
+        return answer
 
 
 async def abort_at(clients: Iterable[ServerClient], rid: str = "", *, abort_all: bool = False) -> None:

@@ -44,7 +44,8 @@ from lightrl.engines.servers.leader import Leader, Traffic
 from lightrl.engines.servers.members import Members
 from lightrl.engines.servers.processes.command import gpus_of_servers, visible
 from lightrl.engines.servers.processes.keeper import end_all, keep, start_all
-from lightrl.engines.servers.processes.process import ServerProcess, usable_token, write_model_folder
+from lightrl.engines.servers.processes.model_process import ModelProcess
+from lightrl.engines.servers.processes.process import ServerProcess, make_servers, usable_token, write_model_folder
 from lightrl.engines.servers.registry import registry_at
 from lightrl.engines.servers.request_loop import RequestLimits, RequestLoop
 from lightrl.engines.servers.server import Server
@@ -55,7 +56,7 @@ from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.servers.sync.report import SyncReport
 from lightrl.engines.servers.sync.served_adapters import AdapterLoader
 from lightrl.engines.servers.sync.server_sync import ServerSync
-from lightrl.engines.servers.sync.transports import TransportName, make_transport
+from lightrl.engines.servers.sync.transports import BroadcastTransport, TransportName, make_transport
 from lightrl.engines.servers.sync.verification import WeightVerifier
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.engines.servers.watch import Watch
@@ -119,6 +120,9 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     probe_every_n_loads = 1
     client_type: type[ServerClient]  # set by each kind
+    process_type: type[ModelProcess]
+    broadcast_type: type[BroadcastTransport] = BroadcastTransport
+    gpu_transports: tuple[TransportName, ...] = ("cuda_ipc",)
 
     def __init__(
         self,
@@ -156,6 +160,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self.urls = list(urls) if urls is not None else None
         self.num_servers = servers
         self.tp = tp
+        self.python: str | None = None  # of the environment that has the servers; set by each kind
         self.server_args = dict(server_args or {})
         self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.should_verify = True  # set before `start`; see `WeightSync.verify`
@@ -221,26 +226,25 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         """Raises ValueError if servers cannot be started or reached with these settings on this machine."""
         urls = self._given_urls()
         if urls is None:
-            self.check_start()
+            self.process_type.find_python(self.python)
+            self.process_type.named(self.server_args)
             usable_token(self.token or os.environ.get(TOKEN_VARIABLE))
         if registry_at(urls) is None:
             self._check_routes(urls or ())
-        if self.transport == "cuda_ipc" and not torch.cuda.is_available():
-            raise ValueError("transport='cuda_ipc' needs a GPU, and torch sees none here. Set tensor or disk.")
+        if self.transport in self.gpu_transports and not torch.cuda.is_available():
+            raise ValueError(
+                f"transport={self.transport!r} needs a GPU, and torch sees none here. Set disk or another."
+            )
         if self.router == "smg":
             check_smg()
 
-    def check_start(self) -> None:
-        """Raises ValueError if servers of this kind cannot be started on this machine."""
-        raise NotImplementedError
-
-    def make_processes(self, model_folder: Path, num_servers: int, **settings: Any) -> list[ServerProcess]:
-        """Makes servers of this kind, without weights, by `make_servers` with these settings of it."""
-        raise NotImplementedError
+    def start_args(self) -> dict[str, Any]:
+        """Arguments of started servers that follow from this engine's settings."""
+        return {}
 
     def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:
         """The dtype that these servers take for a model of this config if their dtype is `auto`."""
-        raise NotImplementedError
+        return getattr(config, "dtype", None) or torch.float32
 
     def _given_urls(self) -> list[str] | None:
         """None if the engine starts its servers."""
@@ -417,9 +421,12 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         assert self.num_servers is not None
         self._token = usable_token(self._token)
         gpus = self.gpus()
-        processes = self.make_processes(
+        processes = make_servers(
+            self.process_type,
             write_model_folder(config, model_folder),
             self.num_servers,
+            args={"load_format": "dummy", **self.start_args(), **self.server_args},
+            python=self.python,
             tp=self.tp,
             devices=None if gpus is None else visible(gpus),
             token=self._token,
@@ -463,6 +470,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             connect=lambda url: Connection(url, token=self._token, timeouts=timeouts),
             receiver_of=self._receivers.of,
             request_s=timeouts.request_s,
+            broadcast=self.broadcast_type,
         )
         canary = CacheCanary(
             fleet, vocab_size=limits.vocab_size, max_context=limits.max_context, timeout_s=timeouts.generate_s

@@ -137,7 +137,7 @@ class ServerFleet:
 
     def cache_key(self, weight_version: int) -> str:
         """The key under which requests share key-values in a server: a weight version of this run."""
-        return f"{self.salt}/{weight_version}"
+        return f"{self.salt}-{weight_version}"  # vLLM takes no slash
 
     def has_hope(self) -> bool:
         """Whether a server is routable or may become routable by itself."""

@@ -92,7 +92,7 @@ class RequestLoop:
         request_images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
         with self.home.counted():
             if n == 1:
-                draft = CompletionDraft(token_ids, sampling, images=request_images)
+                draft = CompletionDraft(token_ids, sampling, images=request_images, vocab_size=limits.vocab_size)
                 if started is not None:
                     draft.token_ids = token_array("token_ids", started.token_ids)
                     draft.logprobs = token_array("behavior_logprobs", started.logprobs)
@@ -103,7 +103,10 @@ class RequestLoop:
                     return [await self._generate(draft, session)]
                 finally:
                     self._drafts.pop(sampling.seed, None)
-            drafts = [CompletionDraft(token_ids, sampling, sample, images=request_images) for sample in range(n)]
+            drafts = [
+                CompletionDraft(token_ids, sampling, sample, images=request_images, vocab_size=limits.vocab_size)
+                for sample in range(n)
+            ]
             tasks = [asyncio.ensure_future(self._generate(draft, session)) for draft in drafts]
             try:
                 return list(await asyncio.gather(*tasks))
@@ -285,7 +288,7 @@ class RequestLoop:
             traffic.num_running -= 1
             if not has_gateway:
                 fleet.end_request(server, draft.max_tokens)
-        draft.add(answer, url, self.limits.vocab_size)
+        draft.add(answer, url)
 
     async def _send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
         """Returns the answer and the address of the server that gave it: a gateway chooses one."""

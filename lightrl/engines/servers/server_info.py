@@ -35,6 +35,7 @@ class ServerInfo:
         is_auto: its dtype follows from the config that it was started with.
         computes_in: torch's name of the coarsest dtype that it computes in, or `auto`.
         world_size: its ranks, of tensor and pipeline parallelism together.
+        is_vllm: whether it holds weights as vLLM does; see ServerLayout.
     """
 
     identity: str | None = None
@@ -48,11 +49,12 @@ class ServerInfo:
     is_auto: bool = False
     computes_in: str = "auto"
     world_size: int = 1
+    is_vllm: bool = False
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
         """Layouts that it may have; `dtype` if that is known from an earlier load."""
         dtypes = [self.dtype or dtype] if self.dtype or dtype else list(DTYPES)
-        return [ServerLayout(one, self.num_ranks, self.is_cpu) for one in dtypes if one is not None]
+        return [ServerLayout(one, self.num_ranks, self.is_cpu, self.is_vllm) for one in dtypes if one is not None]
 
 
 def other_model(

@@ -70,7 +70,13 @@ class SGLangClient(ServerClient):
 
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
         """`model_path`, the live `weight_version` and more; also the cheapest sign of life."""
-        return await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)  # type: ignore[no-any-return]
+        try:
+            return await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)  # type: ignore[no-any-return]
+        except ServerRefused as error:
+            if error.status != _NOT_FOUND or not await self.has_route("/version", timeout_s):
+                raise
+            problem = f"{self.name} is a vLLM server. Set the engine to VLLMEngine, or urls to SGLang servers."
+            raise ServerRefused(problem, status=_NOT_FOUND) from error
 
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo:
         return read_server_info(await self.request("GET", "/server_info", timeout_s=timeout_s))
@@ -166,14 +172,6 @@ class SGLangClient(ServerClient):
 
     def is_unknown_adapter(self, error: EngineError) -> bool:
         return isinstance(error, ServerRefused) and "LoRA adapter" in str(error)
-
-    async def _update(
-        self, path: str, body: dict[str, Any], timeout_s: float = 0.0, *, num_retries: int | None = 0
-    ) -> dict[str, Any]:
-        answer = await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries)
-        if not isinstance(answer, dict) or answer.get("success") is False:
-            raise ServerRefused(f"{self.url} failed {path}: {str(answer)[:300]}. Check the server's log.", status=200)
-        return answer
 
 
 def _version(weight_version: str | None) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightrl.engines.servers.engine import ServerEngine
-from lightrl.engines.servers.processes.process import ServerProcess, make_servers
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.command import SGLangProcess, check_server_args, dtype_of_auto, find_python
+from lightrl.engines.sglang.command import SGLangProcess, dtype_of_auto
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,24 +27,20 @@ class SGLangEngine(ServerEngine):
     """
 
     client_type = SGLangClient
+    process_type = SGLangProcess
 
     def __init__(self, *, sglang_python: str | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self.sglang_python = sglang_python
+        self.python = sglang_python
 
-    def check_start(self) -> None:
-        find_python(self.sglang_python)
-        check_server_args(self.server_args)
-
-    def make_processes(self, model_folder: Path, num_servers: int, **settings: Any) -> list[ServerProcess]:
-        args: dict[str, Any] = {"load_format": "dummy"}
+    def start_args(self) -> dict[str, Any]:
+        args: dict[str, Any] = {}
         if self.placement == "colocated" and torch.cuda.is_available():
             args["enable_memory_saver"] = True
         if self.adapters == "served" and self.expected_adapters is not None:
             shape, num_versions = self.expected_adapters
             args |= shape.server_args(num_versions)
-        settings |= {"args": args | self.server_args, "python": self.sglang_python}
-        return make_servers(SGLangProcess, model_folder, num_servers, **settings)
+        return args
 
     def dtype_of_auto(self, config: PretrainedConfig | None) -> torch.dtype:
         return dtype_of_auto(config)

@@ -108,6 +108,9 @@ class WeightVerifier:
         if (names := self._names_problem(ranks[0], next(expected[one][0] for one in results))) is not None:
             return names
         layout, differing = min(results.items(), key=lambda item: len(item[1]))
+        hidden = [name for name, digest in ranks[0].items() if not digest]
+        if not differing and hidden:
+            return "version", f"{len(hidden)} of its {len(ranks[0])} parameters have no digest, such as {hidden[0]}"
         if not differing:
             server.digest_dtype = layout.dtype
             return "digests", ""
@@ -120,12 +123,12 @@ class WeightVerifier:
         )
 
     def _differing(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
-        """Parameters with another digest, as (name, rank)."""
+        """Parameters with another digest, as (name, rank); not those that show none."""
         return [
             (name, rank)
             for rank, (theirs, ours) in enumerate(zip(ranks, expected, strict=True))
             for name, digest in theirs.items()
-            if name in ours and ours[name] != digest
+            if digest and name in ours and ours[name] != digest
         ]
 
     def _names_problem(

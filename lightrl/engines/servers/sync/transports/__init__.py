@@ -55,13 +55,14 @@ def make_transport(
     connect: Callable[[str], Connection],
     receiver_of: Callable[[str], str],
     request_s: float,
+    broadcast: type[BroadcastTransport] = BroadcastTransport,
 ) -> WeightTransport:
     """The transport of this name; it sends `dtype`, or the trainer's own if None. See their classes for the rest."""
     form = ServerForm.of(config, dtype)
     if name == "distributed":
         device = "cuda" if torch.cuda.is_available() else "cpu"
         timeout_s = min(TRANSFER_TIMEOUT_S, sync_s)
-        return BroadcastTransport(form, device=device, transfer_timeout_s=timeout_s, trainer_host=trainer_host)
+        return broadcast(form, device=device, transfer_timeout_s=timeout_s, trainer_host=trainer_host)
     if name == "cuda_ipc":
         return CudaIpcTransport(form)
     if name == "tensor":

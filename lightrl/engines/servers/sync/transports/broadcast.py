@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+import socket
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
@@ -77,25 +79,19 @@ class BroadcastTransport(Streaming):
             host = trainer_address([server.url for server in sizes], self.trainer_host)
         except (ValueError, EngineError) as error:  # the network has changed since the start
             raise WeightSyncError(str(error)) from error
-        name, listener = f"lightrl-{secrets.token_hex(16)}", listen(host)
-        port = listener.getsockname()[1]
-        backend = "gloo" if self.device == "cpu" else "nccl"
+        name, listener = self._new_name(), listen(host)
+        place = GroupPlace(host, listener.getsockname()[1], 0, world_size, "gloo" if self.device == "cpu" else "nccl")
         joining = asyncio.ensure_future(
             _within(
-                in_thread(
-                    lambda: BroadcastGroup(
-                        host, port, rank=0, world_size=world_size, name=name, backend=backend,
-                        timeout_s=self.transfer_timeout_s, listener=listener, interface=interface_of(host),
-                    )
-                ),
+                in_thread(self._make_group, name, place, listener),
                 2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store has one deadline, the group another
             )
-        )  # fmt: skip
+        )
         trying = SyncServers(servers.left, servers.timeout_s)  # one that does not join makes all others fail
         await trying.ask(
             lambda server: server.client.init_weights_group(
                 name,
-                GroupPlace(host, port, offsets[server], world_size, backend),
+                replace(place, rank_offset=offsets[server]),
                 timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
             )
         )
@@ -104,6 +100,18 @@ class BroadcastTransport(Streaming):
             await in_thread(group.close)
             raise WeightSyncError("; ".join(f"{url}: {what}" for url, what in trying.lost.items()))
         return group
+
+    def _new_name(self) -> str:
+        """A name for a group that nobody can guess."""
+        return f"lightrl-{secrets.token_hex(16)}"
+
+    def _make_group(self, name: str, place: GroupPlace, listener: socket.socket) -> BroadcastGroup:
+        """Forms the group, with this process as rank 0."""
+        return BroadcastGroup(
+            place.master_address, place.master_port, rank=0, world_size=place.world_size, name=name,
+            backend=place.backend, timeout_s=self.transfer_timeout_s, listener=listener,
+            interface=interface_of(place.master_address),
+        )  # fmt: skip
 
     async def _leave(self, servers: SyncServers) -> None:
         group, members = self._group, self._members

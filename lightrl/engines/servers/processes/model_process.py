@@ -1,0 +1,106 @@
+"""ModelProcess: a server of a model as a child process: which Python has it, and its arguments.
+
+A kind's program is at the given path, else at $LIGHTRL_…_PYTHON, else in this environment, else in the one that
+scripts/…_cpu/build.py has built for this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lightrl.engines.servers.processes.command import environment_for
+from lightrl.engines.servers.processes.process import ServerProcess
+
+
+class ModelProcess(ServerProcess):
+    """A server of one kind, which serves one model.
+
+    Args:
+        model_folder: with config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
+        python: of an environment with this kind; see `find_python` for None.
+        args: the server's own arguments by their own names, with `_` or `-`; see `flags`. They override the defaults.
+        tp: its GPUs.
+        seed: of its random numbers.
+        settings: of ServerProcess.
+    """
+
+    title: str  # such as SGLang; its package and its variables have this name too
+    ours: ClassVar[Mapping[str, str]]  # arguments that lightrl sets, and by which setting
+    defaults: ClassVar[Mapping[str, Any]]
+    cpu_defaults: ClassVar[Mapping[str, Any]]  # of the environment that was built for this machine's CPU
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        *,
+        python: str | None = None,
+        args: Mapping[str, Any] | None = None,
+        tp: int = 1,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.model_folder = Path(model_folder).absolute()
+        file = self.model_folder / "config.json"
+        if not file.is_file():
+            raise ValueError(
+                f"{model_folder} is not a model folder: it has no config.json. Fix the path, or create the folder with "
+                "write_model_folder."
+            )
+        self.python, self.is_cpu_build = self.find_python(python)
+        defaults = {**self.defaults, **(self.cpu_defaults if self.is_cpu_build else {})}
+        max_context = json.loads(file.read_text()).get("max_position_embeddings")
+        self.args = {**defaults, **self.args_for(max_context, tp, seed), **self.named(args or {})}
+        super().__init__((), **settings)
+
+    @classmethod
+    def find_python(cls, path: str | None = None) -> tuple[str, bool]:
+        """The Python with this kind of server, and whether it was built for this machine's CPU."""
+        kind = cls.title.lower()
+        setting, variable = f"{kind}_python", f"LIGHTRL_{kind.upper()}_PYTHON"
+        how = (
+            f"Set {setting} (or {variable}) to the python of an environment with `pip install {kind}`; for this "
+            f"machine's CPU, build one with `python scripts/{kind}_cpu/build.py`."
+        )
+
+        def is_built(python: str) -> bool:
+            return (Path(python).parent.parent / f"lightrl-{kind}-cpu.json").is_file()  # build.py writes it last
+
+        for name, value in ((setting, path), (variable, os.environ.get(variable))):
+            if value:
+                program = shutil.which(str(Path(value).expanduser()))
+                if program is None:
+                    raise ValueError(f"{name}={value} is not a program. {how}")
+                return program, is_built(program)
+        if importlib.util.find_spec(kind) is not None:
+            return sys.executable, is_built(sys.executable)
+        cache = os.environ.get(f"LIGHTRL_{kind.upper()}_CACHE") or "~/.cache/lightrl"
+        built = str(Path(cache).expanduser() / f"{kind}-cpu/bin/python")
+        if is_built(built):
+            return built, True
+        raise ValueError(
+            f"No Python with {cls.title} was found: {setting} is not set, and {built} does not exist. {how}"
+        )
+
+    @classmethod
+    def named(cls, args: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by the server's names; raises ValueError for one that lightrl sets."""
+        named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
+        for name in sorted(cls.ours.keys() & named.keys()):
+            raise ValueError(f"server_args has {name}, which lightrl sets. Remove it and use {cls.ours[name]}.")
+        return named
+
+    @abstractmethod
+    def args_for(self, max_context: int | None, tp: int, seed: int) -> dict[str, Any]:
+        """Arguments for a model with so many positions, on so many GPUs."""
+
+    def environment(self) -> dict[str, str]:
+        """See `environment_for`."""
+        return environment_for(self.python) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}

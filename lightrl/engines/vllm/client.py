@@ -1,0 +1,196 @@
+"""VLLMClient: the routes of one vLLM server that lightrl uses, as methods.
+
+    what                   vLLM 0.32
+    generate, logprobs     POST /inference/v1/generate                   needs --enable-scale-out
+    sign of life           GET  /weight_info                             needs VLLM_SERVER_DEV_MODE=1, as all below
+    arguments              GET  /server_info?config_format=json
+    pause, resume, abort   POST /pause?mode=keep, /resume, /abort_requests
+    load a folder          POST /collective_rpc with reload_weights
+    name the weights       POST /update_weight_version
+    forget key-values      POST /reset_prefix_cache?reset_running_requests=true
+    digests                POST /weight_checker
+    broadcast              POST /init_weight_transfer_engine, /start_weight_update, /update_weights,
+                                /finish_weight_update, /shutdown_weight_transfer_engine
+
+vLLM asks for its key on the first route alone: whoever reaches the port may load weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightrl.engines.servers.client import GroupPlace, ServerClient, TensorLayout
+from lightrl.engines.servers.connection import ServerRefused
+from lightrl.engines.servers.server_info import ServerInfo
+from lightrl.engines.vllm import generation
+from lightrl.errors import EngineError
+from lightrl.weights.digests import DTYPES, RankDigests
+
+LOGPROBS_MODE = "processed_logprobs"
+_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
+# Arguments that change who holds a parameter; see `layout_problem`.
+_OTHER_LAYOUTS = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+_HOW = "Restart it with that, or start one with `lightrl serve --engine vllm`."
+_OF_NOTHING = "e3b0c44298fc1c14"  # sha256 of an empty tensor: on a CPU the values are packed, and are somewhere else
+
+
+class VLLMClient(ServerClient):
+    """One vLLM server; see `ServerClient` for the methods and `Connection` for the arguments."""
+
+    generate_path = "/inference/v1/generate"
+    program = "a vLLM server"
+    request_of = staticmethod(generation.request_of)
+    read_answer = staticmethod(generation.read_answer)
+
+    async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
+        params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        answer = await self.generate({"token_ids": token_ids, "sampling_params": params}, num_retries=0)
+        self._num_cached_of(answer)  # in the first answer of a run: a server that cannot tell is refused
+        places = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        return [0.0, *(float(place[str(token)]["logprob"]) for token, place in places)]
+
+    async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
+        params = {"max_tokens": 1, "detokenize": False}
+        body = {"request_id": rid, "token_ids": token_ids, "sampling_params": params, "cache_salt": cache_key}
+        answer = await self.generate(body, num_retries=0, timeout_s=timeout_s)
+        return self._num_cached_of(answer)
+
+    async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
+        body = {} if abort_all else {"request_ids": [f"generate-tokens-{rid}"]}  # vLLM adds the prefix to ours
+        await self.request("POST", "/abort_requests", body, read=None)
+
+    async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
+        try:
+            return await self.request("GET", "/weight_info", timeout_s=timeout_s, num_retries=num_retries)  # type: ignore[no-any-return]
+        except ServerRefused as error:
+            if error.status != _NOT_FOUND:
+                raise
+            raise ServerRefused(await self._explain_absence(timeout_s), status=_NOT_FOUND) from error
+
+    async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo:
+        """Raises EngineError if the server was started without what rollouts need."""
+        config = (await self.request("GET", "/server_info?config_format=json", timeout_s=timeout_s))["vllm_config"]
+        missing = await self._missing_arguments(timeout_s)
+        if config["model_config"]["logprobs_mode"] != LOGPROBS_MODE:
+            missing.append(f"--logprobs-mode {LOGPROBS_MODE}")
+        if missing:
+            raise EngineError(_describe_missing(self.name, missing))
+        return read_server_info(config)
+
+    async def pause(self, *, timeout_s: float = 0.0) -> None:
+        await self.request("POST", "/pause?mode=keep", {}, timeout_s=timeout_s, read=None)
+
+    async def resume(self, *, timeout_s: float = 0.0) -> None:
+        await self.request("POST", "/resume", {}, timeout_s=timeout_s, read=None)
+
+    async def flush_cache(self, *, wait_s: float = 0.0) -> None:
+        """Running requests compute theirs again."""
+        await self._update("/reset_prefix_cache?reset_running_requests=true", {})
+
+    async def begin_weight_update(self) -> bool:
+        await self._update("/start_weight_update", {})
+        return True
+
+    async def end_weight_update(self) -> None:
+        await self._update("/finish_weight_update", {})
+
+    async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
+        """Loads a folder, also after a start with dummy weights; one that the server cannot read kills it."""
+        dummy_no_more = {"overrides": {"load_config": {"load_format": "auto"}}}
+        for method, arguments in (("update_config", dummy_no_more), ("reload_weights", {"weights_path": folder})):
+            await self._update("/collective_rpc", {"method": method, "kwargs": arguments}, timeout_s)
+        await self._take_version(weight_version)
+
+    async def set_weight_version(self, weight_version: str) -> None:
+        await self._update("/update_weight_version", {"new_version": weight_version}, num_retries=None)
+
+    async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
+        answer = await self._update("/weight_checker", {"action": "checksum"}, timeout_s, num_retries=None)
+        return rank_digests(answer["checksums"])
+
+    async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
+        """Joins rank 0 by NCCL's unique id, which is the group's name."""
+        ranks = {"rank_offset": place.rank_offset, "world_size": place.world_size, "packed": False}
+        body = {"init_info": {"nccl_unique_id_b64": name, **ranks}}
+        await self._update("/init_weight_transfer_engine", body, timeout_s)
+
+    async def update_weights_from_distributed(
+        self, layout: TensorLayout, group_name: str, weight_version: str | None, *, timeout_s: float
+    ) -> None:
+        body = {
+            "names": [name for name, _, _ in layout],
+            "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in layout],
+            "shapes": [list(shape) for _, _, shape in layout],
+        }
+        await self._update("/update_weights", {"update_info": body}, timeout_s)
+        await self._take_version(weight_version)
+
+    async def destroy_weights_group(self, name: str) -> None:
+        await self._update("/shutdown_weight_transfer_engine", {})
+
+    async def _take_version(self, weight_version: str | None) -> None:
+        if weight_version is not None:
+            await self.set_weight_version(weight_version)
+            await self.flush_cache()
+
+    def _num_cached_of(self, answer: dict[str, Any]) -> int:
+        details = answer["usage"]["prompt_tokens_details"]
+        if details is None:
+            raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
+        return int(details["cached_tokens"] or 0)
+
+    async def _missing_arguments(self, timeout_s: float) -> list[str]:
+        """Asks by a request that is refused in any case."""
+        try:
+            await self.request("POST", self.generate_path, {}, timeout_s=timeout_s, num_retries=0, read=None)
+        except ServerRefused as error:
+            if error.status == _UNAUTHORIZED:
+                raise
+            return ["--enable-scale-out"] if error.status == _FORBIDDEN else []
+        return []
+
+    async def _explain_absence(self, timeout_s: float) -> str:
+        """Says what answers at the address, if it has no /weight_info."""
+        if await self.has_route("/model_info", timeout_s):
+            return f"{self.name} is an SGLang server. Set the engine to SGLangEngine, or urls to vLLM servers."
+        if not await self.has_route("/version", timeout_s):
+            return f"{self.name} is not a vLLM server. Set urls to the addresses of vLLM servers."
+        missing = ["VLLM_SERVER_DEV_MODE=1 in its environment", *await self._missing_arguments(timeout_s)]
+        return _describe_missing(self.name, missing)
+
+
+def _describe_missing(name: str, arguments: Sequence[str]) -> str:
+    return f"The vLLM server at {name} was started without {' and '.join(arguments)}. {_HOW}"
+
+
+def read_server_info(config: dict[str, Any]) -> ServerInfo:
+    """Reads `vllm_config` of the answer of `/server_info`."""
+    model, parallel, cache = config["model_config"], config["parallel_config"], config["cache_config"]
+    dtype_name = str(model["dtype"]).removeprefix("torch.")
+    tp_size, pp_size = int(parallel["tensor_parallel_size"]), int(parallel["pipeline_parallel_size"])
+    settings = {"quantization": model["quantization"], **{name: parallel.get(name) for name in _OTHER_LAYOUTS}}
+    problems = [f"{name}={value}" for name, value in settings.items() if value not in (None, 1)]
+    is_coarse = model["quantization"] or str(cache["cache_dtype"]).startswith("fp8")
+    return ServerInfo(
+        identity=str(config["instance_id"]),
+        num_ranks=tp_size,
+        dtype=next((dtype for dtype in DTYPES if str(dtype) == str(model["dtype"])), None),
+        is_cpu=str(config["device_config"]["device"]) == "cpu",
+        is_vllm=True,
+        layout_problem=f"it was started with {', '.join(problems)}" if problems else None,
+        model_path=str(model["model"]),
+        page_tokens=int(cache["block_size"]),
+        computes_in="float8_e4m3fn" if is_coarse else dtype_name,
+        world_size=tp_size * pp_size,
+    )
+
+
+def rank_digests(checksums: dict[str, str]) -> RankDigests:
+    """Digests by rank, from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; empty where vLLM has none."""
+    ranks: dict[int, dict[str, str]] = {}
+    for key, checksum in checksums.items():
+        *_, rank, name = key.split(":")
+        digest = "" if checksum.startswith(_OF_NOTHING) else checksum[:16]
+        ranks.setdefault(int(rank.removeprefix("tp")), {})[name] = digest
+    return [held for _, held in sorted(ranks.items())]

@@ -1,0 +1,50 @@
+"""VLLMProcess: a vLLM server as a child process: its arguments, command line and environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lightrl.engines.servers.processes.command import flags
+from lightrl.engines.servers.processes.model_process import ModelProcess
+from lightrl.engines.vllm.client import LOGPROBS_MODE
+from lightrl.engines.vllm.generation import MAX_TIES
+from lightrl.trajectory import MAX_SUPPORT
+
+
+class VLLMProcess(ModelProcess):
+    """A vLLM server; see ModelProcess for the arguments. Only its route of completions asks for the token."""
+
+    title = "vLLM"
+    info_path = "/health"
+    ours: ClassVar[Mapping[str, str]] = {"model": "the model", "host": "host=", "port": "port=", "api_key": "token="}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "enable_scale_out": True,  # token ids in and out
+        "logprobs_mode": LOGPROBS_MODE,
+        "enable_prompt_tokens_details": True,  # the cached ones, which show that a load emptied the cache
+        "max_logprobs": MAX_SUPPORT + MAX_TIES,
+        "generation_config": "vllm",  # else the checkpoint's sets top-p and such on some routes
+        "disable_uvicorn_access_log": True,
+    }
+    cpu_defaults: ClassVar[Mapping[str, Any]] = {"dtype": "float32", "enforce_eager": True}
+
+    def args_for(self, max_context: int | None, tp: int, seed: int) -> dict[str, Any]:
+        # One position more than the model's: a request that only computes logprobs generates a token too.
+        context = {} if max_context is None else {"max_model_len": max_context + 1}
+        return {"seed": seed, "tensor_parallel_size": tp, **context}
+
+    def command_line(self, secrets_file: str) -> list[str]:
+        """The server's program and arguments; no shell sees them, and they contain no secret."""
+        program = [self.python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model_folder)]
+        return [*program, "--host", self.host, "--port", str(self.port), *flags(self.args)]
+
+    def environment(self) -> dict[str, str]:
+        variables = super().environment()
+        variables["VLLM_API_KEY"] = self.token  # every user of the machine can see a command line
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # routes that pause, load and check
+        variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # see `args_for`
+        variables["VLLM_NO_USAGE_STATS"] = "1"
+        if self.is_cpu_build:
+            variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        return variables

@@ -1,0 +1,59 @@
+"""A completion as vLLM's requests and answers. Pure.
+
+vLLM returns the tokens of a truncated distribution in one of its runners only, and then needs `top_k` in every request.
+So a request asks for its likeliest tokens instead: those outside the support have no finite logprob.
+
+Source: vLLM 0.32.0, entrypoints/scale_out/token_in_token_out/protocol.py and serving.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
+
+MAX_TIES = 8  # tokens of the support beyond `top_k`: they are as likely as the last one within
+_IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
+
+
+def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
+    """The next request to `/inference/v1/generate`, for the missing tokens; shares key-values under `cache_key`."""
+    if draft.images is not None:
+        raise ValueError("VLLMEngine sends no images yet. Use SGLangEngine for a policy that reads them.")
+    sampling, num_generated = draft.sampling, len(draft.token_ids)
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.max_support,
+        "max_tokens": sampling.max_new_tokens - num_generated,
+        "min_tokens": max(0, sampling.min_new_tokens - num_generated),
+        # vLLM counts random numbers from the start of a request: a later one must not repeat those of the first.
+        "seed": request_seed(request_seed(sampling.seed, draft.sample), num_generated),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "detokenize": False,
+        # vLLM dies of a request for more logprobs than the vocabulary has.
+        "logprobs": min(sampling.max_support + MAX_TIES, draft.vocab_size) if sampling.is_truncated else 0,
+    }
+    token_ids = [*draft.prompt, *draft.token_ids]
+    return {"request_id": rid, "token_ids": token_ids, "sampling_params": params, "cache_salt": cache_key}
+
+
+def read_answer(content: bytes) -> Answer:
+    """The answer of `/inference/v1/generate`; raises ValueError if it is not JSON."""
+    return parse_answer(content, _parse)
+
+
+def _parse(answer: Any) -> RawAnswer:
+    (choice,) = answer["choices"]
+    entries = choice["logprobs"]["content"] or []
+    likeliest = [entry["top_logprobs"] for entry in entries]
+    supports = [[one["token_id"] for one in tokens if one["logprob"] > _IMPOSSIBLE] for tokens in likeliest]
+    return RawAnswer(
+        choice["token_ids"],
+        [entry["logprob"] for entry in entries],
+        [entry["token_id"] for entry in entries],
+        choice["weight_versions"],
+        str(choice["finish_reason"]),
+        supports if any(len(tokens) > 1 for tokens in likeliest) else None,
+    )

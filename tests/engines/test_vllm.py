@@ -1,0 +1,237 @@
+"""VLLMEngine on a fake server with vLLM's interface: the contract, what it was started without, its command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_contract import CONTRACT, EngineCase
+from real_servers import build_script
+from sync_cases import LARGE, config_of, one_weight, running
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from waits import Deadlines
+
+from lightrl.engines.servers.request import CompletionDraft
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.vllm.client import rank_digests
+from lightrl.engines.vllm.command import VLLMProcess
+from lightrl.engines.vllm.engine import VLLMEngine
+from lightrl.engines.vllm.generation import read_answer, request_of
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket, Digests, ServerForm, ServerLayout
+
+CONFIG = config_of()
+
+
+@pytest.fixture(scope="module")
+def models() -> list[PreTrainedModel]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return [AutoModelForCausalLM.from_config(CONFIG) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def url(models: list[PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("model")
+    models[0].save_pretrained(folder)
+    with running(1, folder, vllm=True) as (server,):
+        yield server.url
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_the_engine_on_a_fake_vllm_keeps_the_contract(check, url, models):
+    engine = VLLMEngine(urls=[url])
+    engine.start(CONFIG)
+    try:
+        check(EngineCase(engine, models, is_exact=False))
+    finally:
+        engine.close()
+
+
+def test_a_load_that_changed_nothing_is_found_by_the_digests_that_there_are(models, start, tmp_path):
+    models[0].save_pretrained(tmp_path)
+    server = start(tmp_path, vllm=True)
+    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
+    engine.start(CONFIG)
+    case = EngineCase(engine, models)
+    try:
+        case.load(0)
+        assert engine.verified_by() == {server.url: "version"}  # the linear layers have none
+        server.fault("ignore_update", "/update_weights_from_disk")
+        with pytest.raises(WeightSyncError, match=r"2 of its 19 parameters are not the trainer's of version 1"):
+            case.load(1)
+    finally:
+        engine.close()
+
+
+def test_digests_of_vllm_on_a_gpu_are_of_the_bytes_without_padding():
+    gate, up, embedding = torch.randn(3, 4), torch.randn(3, 4), torch.randn(61, 4)
+    layout = ServerLayout(torch.float32, is_cpu=False, is_vllm=True)
+    digests = Digests(CONFIG, ServerForm(), [layout])
+    names = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight")
+    digests.add(Bucket(dict(zip(names, (gate, up, embedding), strict=True)), is_last=True))
+    (rank,) = digests.finish()[layout]
+    expected = {
+        "model.layers.0.mlp.gate_up_proj.weight": torch.cat([gate, up]),
+        "model.embed_tokens.weight": torch.cat([embedding, torch.zeros(3, 4)]),  # to a multiple of 64 rows
+    }
+    assert rank == {name: sha256(tensor.numpy().tobytes()).hexdigest()[:16] for name, tensor in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("without", "message"),
+    [
+        (["dev-mode"], r"started without VLLM_SERVER_DEV_MODE=1 in its environment\. Restart"),
+        (["dev-mode", "scale-out"], r"VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out\. Restart"),
+        (["scale-out", "mode"], "without --enable-scale-out and --logprobs-mode processed_logprobs"),
+    ],
+)
+def test_a_server_without_what_rollouts_need_is_refused_and_all_of_it_is_named(without, message, start):
+    server = start(vllm=True, vllm_without=without)
+    with pytest.raises(EngineError, match=message):
+        VLLMEngine(urls=[server.url], timeouts=Deadlines()).start(LARGE)
+
+
+def test_a_server_that_cannot_tell_what_was_cached_is_refused_by_the_probe(start):
+    server = start(vllm=True, vllm_without=["details"])
+    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
+    engine.start(LARGE)
+    try:
+        engine.load_weights(one_weight(0), weight_version=0)
+        with pytest.raises(EngineError, match="without --enable-prompt-tokens-details"):
+            engine.score([[1, 2]])
+    finally:
+        engine.close()
+
+
+def test_each_kind_of_engine_names_a_server_of_the_other_kind(start):
+    with pytest.raises(EngineError, match=r"is an SGLang server\. Set the engine to SGLangEngine"):
+        VLLMEngine(urls=[start().url], timeouts=Deadlines()).start(LARGE)
+    with pytest.raises(EngineError, match=r"is a vLLM server\. Set the engine to VLLMEngine"):
+        SGLangEngine(urls=[start(vllm=True).url], timeouts=Deadlines()).start(LARGE)
+
+
+def test_a_broadcast_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="transport='distributed' needs a GPU"):
+        VLLMEngine(urls=["http://127.0.0.1:9"], transport="distributed").check()
+
+
+def test_a_wrong_token_is_refused_at_the_start(start, monkeypatch):
+    server = start(vllm=True, api_key="right")
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "wrong")
+    with pytest.raises(EngineError, match=r"HTTP 401.*does not accept this token"):
+        VLLMEngine(urls=[server.url], timeouts=Deadlines()).start(LARGE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"router": "smg"}, "router must be None for VLLMEngine, got 'smg'"),
+        ({"transport": "tensor"}, "transport must be disk or delta or distributed for VLLMEngine, got 'tensor'"),
+        ({"placement": "colocated"}, "placement must be separate for VLLMEngine"),
+        ({"adapters": "served"}, "adapters must be merged for VLLMEngine"),
+    ],
+)
+def test_what_only_the_other_engine_does_is_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        VLLMEngine(servers=1, **settings)
+
+
+def test_a_request_that_continues_has_other_random_numbers_and_no_more_logprobs_than_the_vocabulary():
+    draft = CompletionDraft([1, 2], Sampling(max_new_tokens=9, top_p=0.5, seed=7, stop_token_ids=(4,)), vocab_size=61)
+    first = request_of(draft, "r", "run-3")
+    assert first["sampling_params"]["seed"] == 7
+    assert first["sampling_params"]["logprobs"] == 61
+    assert first["cache_salt"] == "run-3"
+    draft.token_ids = read_answer(reply()).token_ids
+    second = request_of(draft, "s", "run-3")
+    assert second["token_ids"] == [1, 2, 3, 4]
+    assert second["sampling_params"]["max_tokens"] == 7
+    assert second["sampling_params"]["seed"] != 7
+
+
+def reply(**changes: Any) -> bytes:
+    entries = [
+        {"token_id": token, "logprob": -0.5, "top_logprobs": [{"token_id": token, "logprob": -0.5}]} for token in (3, 4)
+    ]
+    choice = {"token_ids": [3, 4], "finish_reason": "length", "logprobs": {"content": entries},
+              "weight_versions": [{"version": "7", "start": 0, "end": 2}]}  # fmt: skip
+    return json.dumps({"choices": [{**choice, **changes}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"token_ids": [3, 9]}, "2 tokens, 2 logprobs, 2 versions and the finish reason 'length'"),
+        ({"finish_reason": "error"}, "the finish reason 'error'"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "a numbered weight version"),
+        ({"weight_versions": None}, "a numbered weight version"),
+        ({"logprobs": None}, "instead of tokens, logprobs"),
+    ],
+)
+def test_an_answer_with_an_error_is_unusable(changes, problem):
+    assert not read_answer(reply()).problem
+    assert problem in read_answer(reply(**changes)).problem
+
+
+def test_digests_are_sorted_by_rank_and_packed_parameters_have_none():
+    of_nothing = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    found = rank_digests({
+        "dp0:pp0:pcp0:tp1:model.norm.weight": "b" * 64,
+        "dp0:pp0:pcp0:tp0:model.norm.weight": "a" * 64,
+        "dp0:pp0:pcp0:tp0:model.layers.0.mlp.down_proj.weight": of_nothing,
+    })  # fmt: skip
+    assert found == [
+        {"model.norm.weight": "a" * 16, "model.layers.0.mlp.down_proj.weight": ""},
+        {"model.norm.weight": "b" * 16},
+    ]
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    CONFIG.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_command_has_what_rollouts_need_and_no_token(model_folder):
+    args = {"load_format": "dummy", "gpu-memory-utilization": 0.5}
+    server = VLLMProcess(model_folder, python=sys.executable, args=args, tp=2, seed=3, token="secret")
+    line = " ".join(server.command_line("secrets.yaml"))
+    assert f"-m vllm.entrypoints.cli.main serve {model_folder} --host 127.0.0.1" in line
+    for words in (
+        "--enable-scale-out", "--logprobs-mode processed_logprobs", "--enable-prompt-tokens-details",
+        "--max-model-len 257", "--seed 3", "--tensor-parallel-size 2", "--load-format dummy",
+        "--gpu-memory-utilization 0.5",
+    ):  # fmt: skip
+        assert words in line
+    assert "secret" not in line.replace("secrets.yaml", "")
+    variables = server.environment()
+    assert (variables["VLLM_API_KEY"], variables["VLLM_SERVER_DEV_MODE"]) == ("secret", "1")
+
+
+def test_an_argument_that_lightrl_sets_is_refused(model_folder):
+    with pytest.raises(ValueError, match="server_args has api_key, which lightrl sets"):
+        VLLMProcess(model_folder, python=sys.executable, args={"api-key": "k"})
+
+
+def test_the_built_environment_is_found_and_a_half_built_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTRL_VLLM_CACHE", str(tmp_path))
+    monkeypatch.delenv("LIGHTRL_VLLM_PYTHON", raising=False)
+    build = build_script("vllm")
+    folder = build.environment_folder()
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/python").symlink_to(sys.executable)
+    assert build.built_python() is None
+    with pytest.raises(ValueError, match=r"pip install vllm.*scripts/vllm_cpu/build.py"):
+        VLLMProcess.find_python()
+    (folder / build.READY).touch()
+    assert build.build() == folder / "bin/python"  # found, not built again
+    assert VLLMProcess.find_python() == (str(tmp_path / "vllm-cpu/bin/python"), True)
