@@ -86,7 +86,12 @@ def joined_supports(parts: Sequence[tuple[int, Sequence[int] | None]]) -> TokenA
 
 def num_coded_tokens(codes: Sequence[int]) -> int:
     """Counts the tokens that these bytes are the codes of."""
-    return int(_is_end(np.asarray(codes, np.uint8)).sum())
+    return len(support_ends(codes))
+
+
+def support_ends(codes: Sequence[int]) -> _Ints:
+    """Where the code of each token ends in these bytes, int64 [T]."""
+    return np.flatnonzero(_is_end(np.asarray(codes, np.uint8))) + 1
 
 
 def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:

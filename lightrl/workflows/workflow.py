@@ -302,7 +302,8 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
     name = f"{type(workflow).__name__}.run"
     if not isinstance(trajectory, Trajectory):
         raise RolloutError(f"{name} must return a Trajectory, got {trajectory!r:.200} for prompt {prompt.id!r}.")
-    lists = ("token_ids", "loss_mask", "behavior_logprobs", "weight_versions")
+    lists = ["token_ids", "loss_mask", "behavior_logprobs", "weight_versions"]
+    lists += [] if trajectory.gaps is None else ["gaps"]
     lengths = {field: len(getattr(trajectory, field)) for field in lists}
     if len(set(lengths.values())) > 1:
         raise RolloutError(
