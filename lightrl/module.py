@@ -277,7 +277,7 @@ class RLModule(L.LightningModule):
         raise NotImplementedError(f"{type(self).__name__} has a critic, so it must define value_loss.")
 
     def row_weights(self, row_tokens: Tensor, trees: Tensor) -> Tensor | None:
-        """The factors of the losses of a trajectory's conversations, where it has several, as with subagents.
+        """The factors of the losses of rows: the conversations of trajectories that have several, as with subagents.
 
         None, the default, is 1 for each: a trajectory counts once, however many rows it has, and each of its tokens as
         much as any other. A token that rows share belongs to the first of them. A loss per trajectory has no factors.
@@ -287,8 +287,7 @@ class RLModule(L.LightningModule):
             trees: int64 [R], the trajectory of each row, by its index in the microbatch; ascending.
 
         Returns:
-            [R], or None. Rows that count alike, for example, have T / (n · t): t = row_tokens, T the sum of those of
-            the row's trajectory, and n the number of its rows.
+            [R], or None.
         """
         return None
 

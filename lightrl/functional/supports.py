@@ -89,7 +89,7 @@ def num_coded_tokens(codes: Sequence[int]) -> int:
     return len(support_ends(codes))
 
 
-def support_ends(codes: Sequence[int]) -> _Ints:
+def support_ends(codes: Sequence[int] | _Ints) -> _Ints:
     """Where the code of each token ends in these bytes, int64 [T]."""
     return np.flatnonzero(_is_end(np.asarray(codes, np.uint8))) + 1
 

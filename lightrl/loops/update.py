@@ -159,7 +159,7 @@ class MinibatchLoss:
         loss = result["loss"]
         assert isinstance(loss, Tensor)
         if weights is not None and loss.dim() == 2:
-            loss = loss * weights
+            loss = loss * weights.to(loss.dtype)
         share = reduce_loss(
             loss,
             mask,

@@ -43,7 +43,7 @@ def _supports(experience: Experience) -> dict[str, Tensor]:
         return {}
     codes = []
     for gaps, of_tree in zip(on_host(experience.gaps), row_codes(experience), strict=True):
-        bounds = np.append(0, support_ends(of_tree))
+        bounds = np.append(0, support_ends(of_tree.numpy()))
         for spans in row_spans(gaps.numpy()[: len(bounds) - 1]):
             codes.append(torch.cat([of_tree[bounds[start] : bounds[end]] for start, end in spans]))
     return support_fields(codes)

@@ -1,7 +1,9 @@
 """Rollouts of several conversations: a session cut into rows trains as the uncut one, a subagent as worked by hand."""
 
 import itertools
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +61,8 @@ def cut_at(experience: Experience, turn: int) -> Experience:
             picked = value[torch.arange(len(index))[:, None], index]
             keep = is_token if name == "token_ids" else is_trained
             fill = -1 if name == "weight_versions" else 0
-            changed[name] = torch.where(keep[(...,) + (None,) * (value.dim() - 2)], picked, fill)
+            kept = keep[(...,) + (None,) * (value.dim() - 2)]
+            changed[name] = torch.where(kept, picked, picked.new_full((), fill))
     if experience.supports is not None:
         parts = []
         for codes, place, copy in zip(row_codes(experience), places, copied, strict=True):
@@ -143,7 +146,7 @@ def conversation(token_ids: list[int], trained: list[int]) -> Experience:
 @pytest.mark.parametrize("weights", [None, (0.5, 2.0)], ids=["each token alike", "rows with weights"])
 @pytest.mark.parametrize("reduction", ["token", "sequence", "fixed"])
 def test_a_session_with_a_subagent_has_the_loss_worked_by_hand(reduction: str, weights: Any) -> None:
-    module = make_module(loss_reduction=reduction, clip_low=0.9, clip_high=9.0)
+    module = make_module(loss_reduction=reduction, clip_low=1.0, clip_high=math.inf)
     if weights is not None:  # the subagent's row is the first
         module.row_weights = lambda row_tokens, trees: torch.where(  # type: ignore[method-assign]
             trees == 0, torch.tensor([*weights, 1.0]), 1.0
@@ -174,7 +177,7 @@ def test_a_session_with_a_subagent_has_the_loss_worked_by_hand(reduction: str, w
     }[reduction]
     total.backward()
     expected = {f"policy.{name}": value.grad for name, value in module.policy.named_parameters()}
-    assert metrics["loss"] == pytest.approx(float(total), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-5)
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
 
@@ -193,6 +196,14 @@ def test_row_weights_get_each_rows_tokens_that_train_and_must_fit_them() -> None
     assert seen == [([3, 3, 2], [0, 0, 1])]
     with pytest.raises(ValueError, match=r"GRPO.row_weights must return \[R\] = \(3,\), got \(1,\)"):
         minibatch_gradient(module, minibatch)
+
+
+def test_rows_that_count_alike_as_the_docs_show() -> None:
+    docs = (Path(__file__).parents[2] / "docs/train-an-agent.md").read_text()
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(docs[docs.index("def row_weights") :].partition("```")[0], namespace)
+    found = namespace["row_weights"](None, torch.tensor([6, 2, 1, 5]), torch.tensor([0, 0, 0, 1]))
+    assert found.tolist() == pytest.approx([9 / 18, 9 / 6, 9 / 3, 1])
 
 
 def test_a_microbatch_counts_the_tokens_that_the_model_reads() -> None:

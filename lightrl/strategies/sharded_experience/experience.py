@@ -177,8 +177,8 @@ class ShardedExperience:
 
     @property
     def forward_tokens(self) -> Tensor:
-        repeated = self.rows.get("_repeated_tokens")
-        return self.lengths if repeated is None else self.lengths + repeated
+        lengths = self.rows["lengths"]
+        return lengths + self.rows["_repeated_tokens"] if "_repeated_tokens" in self.rows else lengths
 
     @property
     def version_bounds(self) -> tuple[Tensor, Tensor]:
