@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_choice
-from lightrl.functional.branches import row_lengths
-from lightrl.functional.device_copy import on_host, to_device
+from lightrl.functional.branches import BranchRows
+from lightrl.functional.device_copy import to_device
 from lightrl.functional.packing import microbatch_bins
 from lightrl.functional.rows import (
     check_trajectories,
     every_token,
-    gaps_of,
     padded_rows,
     reward_fields,
     row_fields,
@@ -97,7 +96,7 @@ class Experience:
         if any(item.supports is not None for item in trajectories):
             others |= support_fields([support_codes(item) for item in trajectories])
         if any(item.gaps is not None for item in trajectories):
-            others["gaps"] = padded_rows([gaps_of(item) for item in trajectories], 0, np.int64)
+            others["gaps"] = padded_rows([item.gaps or [0] * len(item.token_ids) for item in trajectories], 0, np.int64)
         others["rewards"], token_rewards = reward_fields(trajectories)
         if token_rewards is not None:
             others["token_rewards"] = padded_rows(token_rewards, 0.0, np.float32)
@@ -132,8 +131,8 @@ class Experience:
         """Tokens that a model reads of each trajectory, int64 [B]: those that conversations share once for each."""
         if self.gaps is None:
             return self.lengths
-        rows = zip(on_host(self.gaps).numpy(), on_host(self.lengths).tolist(), strict=True)
-        return torch.tensor([sum(row_lengths(gaps[:length])) for gaps, length in rows])
+        rows = BranchRows.of(self.gaps, self.lengths)
+        return torch.zeros_like(self.lengths).index_add(0, rows.trees, rows.lengths)
 
     @property
     def version_bounds(self) -> tuple[Tensor, Tensor]:

@@ -423,7 +423,7 @@ class Trajectory:
 
     @property
     def first_branch(self) -> int:
-        """Where the first branch begins; T without any."""
+        """The token that begins the first branch; T if there is none."""
         return next((index for index, gap in enumerate(self.gaps or ()) if gap), len(self.token_ids))
 
     @property

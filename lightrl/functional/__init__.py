@@ -57,14 +57,7 @@ from lightrl.functional.losses import (
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.reduction import masked_mean, neutralize, reduce_loss
-from lightrl.functional.supports import (
-    EVERY_TOKEN,
-    Supports,
-    encode_supports,
-    joined_supports,
-    num_coded_tokens,
-    support_ends,
-)
+from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, support_ends
 from lightrl.functional.values import (
     RewardShaping,
     ValueNormalizer,
@@ -85,6 +78,6 @@ __all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "pre
 __all__ += ["is_clipped", "rectangles", "bins", "Packed", "pack", "unpack"]
 __all__ += ["neutralize", "masked_mean", "reduce_loss"]
 __all__ += ["gae", "RewardShaping", "on_last_loss_token", "on_loss_tokens"]
-__all__ += ["EVERY_TOKEN", "Supports", "encode_supports", "joined_supports", "num_coded_tokens"]
-__all__ += ["support_ends", "BranchRows", "row_lengths", "row_spans"]
+__all__ += ["EVERY_TOKEN", "Supports", "encode_supports", "joined_supports", "support_ends"]
+__all__ += ["BranchRows", "row_lengths", "row_spans"]
 __all__ += ["value_loss", "explained_variance", "ValueNormalizer"]

@@ -37,13 +37,7 @@ def row_lengths(gaps: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class BranchRows:
-    """Where the tokens of rows are in their trees, and the reverse.
-
-    Example (the tree above):
-        BranchRows(trees=[0, 0], lengths=[2, 4], columns=[[2, 3, 0, 0], [0, 1, 4, 5]],
-                   is_first=[[True, True, False, False], [True] * 4],
-                   tree_rows=[[1, 1, 0, 0, 1, 1]], tree_columns=[[0, 1, 0, 1, 2, 3]])
-    """
+    """Where the tokens of rows are in their trees, and the reverse."""
 
     trees: Tensor  # int64 [R], the trajectory of each row
     lengths: Tensor  # int64 [R]
@@ -89,7 +83,3 @@ class BranchRows:
         The padding gets what the first token of a row has: 0, since nothing predicts it.
         """
         return values[self.tree_rows, self.tree_columns]
-
-    def row_sums(self, values: Tensor) -> Tensor:
-        """Sums of the trees' values [B, T] over the tokens that train in each row, [R]."""
-        return torch.where(self.is_first, self.spread(values), values.new_zeros(())).sum(1)

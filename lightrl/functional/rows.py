@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.functional.supports import EVERY_TOKEN, num_coded_tokens
+from lightrl.functional.supports import EVERY_TOKEN, support_ends
 from lightrl.trajectory import Trajectory
 
 
@@ -44,10 +44,6 @@ def support_codes(trajectory: Trajectory) -> Tensor:
     if trajectory.supports is None:
         return every_token(len(trajectory.token_ids))
     return torch.from_numpy(np.array(trajectory.supports, np.uint8))
-
-
-def gaps_of(trajectory: Trajectory) -> Sequence[int]:
-    return [0] * len(trajectory.token_ids) if trajectory.gaps is None else trajectory.gaps
 
 
 def every_token(num: int) -> Tensor:
@@ -85,7 +81,7 @@ def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool 
 
 def _check_tokens(trajectory: Trajectory) -> None:
     num = len(trajectory.token_ids)
-    if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != num:
+    if trajectory.supports is not None and (coded := len(support_ends(trajectory.supports))) != num:
         raise ValueError(
             f"A trajectory of prompt {trajectory.prompt.id!r} has the supports of {coded} tokens and {num} token_ids. "
             "Join those of its completions with functional.joined_supports."

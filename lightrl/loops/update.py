@@ -177,7 +177,7 @@ class MinibatchLoss:
         if experience.gaps is None:
             return None
         rows = BranchRows.of(experience.gaps, experience.lengths)
-        weights = self.module.row_weights(rows.row_sums(experience.loss_mask.long()), rows.trees)
+        weights = self.module.row_weights((rows.spread(experience.loss_mask) & rows.is_first).sum(1), rows.trees)
         if weights is None:
             return None
         if not isinstance(weights, Tensor) or weights.shape != rows.trees.shape:

@@ -16,7 +16,7 @@ from lightrl.models import Outputs
 
 
 def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs], Outputs]]:
-    """What a model reads of trajectories, a row for each conversation, and how its outputs become the trajectories'.
+    """Make the rows that a model reads, one for each conversation, and a function that joins its outputs again.
 
     The loss mask is False in all rows but the first that has the token. Without trees nothing changes.
     """

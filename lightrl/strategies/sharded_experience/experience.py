@@ -26,14 +26,7 @@ from lightrl.experience import (
 )
 from lightrl.functional import EVERY_TOKEN, row_lengths, to_device
 from lightrl.functional.device_copy import remember
-from lightrl.functional.rows import (
-    check_trajectories,
-    gaps_of,
-    reward_fields,
-    row_fields,
-    support_codes,
-    support_fields,
-)
+from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, support_codes, support_fields
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.sharded_experience.token_rows import TokenRows, Values
 from lightrl.trajectory import Trajectory, token_array
@@ -112,7 +105,7 @@ class ShardedExperience:
             rows["_support_bytes"] = _row_sizes(tokens["supports"])
         made = cls({**rows, **_counts(tokens)}, tokens)
         if any(item.gaps is not None for item in trajectories):
-            gaps = [np.asarray(gaps_of(item), np.int32) for item in trajectories]
+            gaps = [np.asarray(item.gaps or [0] * len(item.token_ids), np.int32) for item in trajectories]
             made = made.with_tensors({"gaps": TokenRows(gaps, np.empty(0, np.int32))})
         return made.with_rewards(trajectories) if has_rewards else made
 
