@@ -37,7 +37,7 @@ def row_lengths(gaps: Sequence[int] | np.ndarray[Any, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class BranchRows:
-    """Where the tokens of rows are in their trees, and the reverse."""
+    """The place of each row's tokens in their tree, and the reverse."""
 
     trees: Tensor  # int64 [R], the trajectory of each row
     lengths: Tensor  # int64 [R]
@@ -55,20 +55,20 @@ class BranchRows:
             lengths: int64 [B], tokens of each tree.
         """
         device, sizes = gaps.device, on_host(lengths).tolist()
-        trees, places = [], []
+        trees, positions = [], []
         for tree, (values, size) in enumerate(zip(on_host(gaps).numpy(), sizes, strict=True)):
             for spans in row_spans(values[:size]):
                 trees.append(tree)
-                places.append(np.concatenate([np.arange(*span) for span in spans]))
-        columns = np.zeros((len(places), max(map(len, places), default=0)), np.int64)
+                positions.append(np.concatenate([np.arange(*span) for span in spans]))
+        columns = np.zeros((len(positions), max(map(len, positions), default=0)), np.int64)
         is_first = np.zeros(columns.shape, bool)
         tree_rows, tree_columns = np.full(gaps.shape, -1), np.zeros(gaps.shape, np.int64)
-        for row, (tree, place) in enumerate(zip(trees, places, strict=True)):
-            columns[row, : len(place)] = place
-            new = np.flatnonzero(tree_rows[tree, place] < 0)
+        for row, (tree, position) in enumerate(zip(trees, positions, strict=True)):
+            columns[row, : len(position)] = position
+            new = np.flatnonzero(tree_rows[tree, position] < 0)
             is_first[row, new] = True
-            tree_rows[tree, place[new]], tree_columns[tree, place[new]] = row, new
-        made = trees, [len(place) for place in places], columns, is_first, tree_rows.clip(min=0), tree_columns
+            tree_rows[tree, position[new]], tree_columns[tree, position[new]] = row, new
+        made = trees, [len(position) for position in positions], columns, is_first, tree_rows.clip(min=0), tree_columns
         return cls(*(to_device(torch.as_tensor(value), device) for value in made))
 
     def spread(self, values: Tensor, fill: float = 0) -> Tensor:

@@ -181,8 +181,8 @@ class MinibatchLoss:
         if weights is None:
             return None
         if not isinstance(weights, Tensor) or weights.shape != rows.trees.shape:
-            found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-            raise ValueError(f"{self._name('row_weights')} must return [R] = {tuple(rows.trees.shape)}, got {found}.")
+            got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(f"{self._name('row_weights')} must return [R] = {tuple(rows.trees.shape)}, got {got}.")
         return weights[rows.tree_rows]
 
     def reduce(self) -> None:

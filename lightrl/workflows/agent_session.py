@@ -266,17 +266,17 @@ def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
     """All conversations as one, in order, and the number of rows: each request continues the longest prefix of it."""
     joined = requests[0].conversation.copy()
     ids = np.asarray(joined.token_ids)
-    rows = [(ids, np.arange(len(ids)))]  # of each row its token ids, and their places in `joined`
+    rows = [(ids, np.arange(len(ids)))]  # by row: its token ids, and their positions in `joined`
     for request in requests[1:]:
         conversation, num = request.conversation, request.num_prompt_tokens
         ids = np.asarray(conversation.token_ids)
         shared = [_num_equal(ids[:num], row_ids) for row_ids, _ in rows]
         start = max(shared)
         row = len(rows) - 1 - shared[::-1].index(start)  # the latest of equals
-        old_ids, places = rows[row]
+        old_ids, positions = rows[row]
         added = np.arange(len(ids) - start) + len(joined.token_ids)
-        joined.add_branch(conversation, start, int(places[start - 1]) if start else -1)
-        longer = ids, np.concatenate([places[:start], added])
+        joined.add_branch(conversation, start, int(positions[start - 1]) if start else -1)
+        longer = ids, np.concatenate([positions[:start], added])
         rows[row : row + 1] = [longer] if start == len(old_ids) else [rows[row], longer]
     return joined, len(rows)
 

@@ -157,7 +157,7 @@ class Conversation:
         self.loss_mask: TokenArray[bool] = TokenArray((), "?")
         self.logprobs: TokenArray[float] = TokenArray((), "f")
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
-        self.gaps: TokenArray[int] | None = None  # of Trajectory, once there is a branch
+        self.gaps: TokenArray[int] | None = None  # Trajectory.gaps, once there is a branch
         self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a distribution was truncated
         self._add_read(token_ids)
 
