@@ -23,6 +23,7 @@ from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.lora import Part
+from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.packed_attention import make_packable
 from lightrl.strategies.planned_gather import PlannedGather
@@ -225,8 +226,8 @@ class Parallel3DModel:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Outputs of each microbatch on every rank, without gradient."""
-        microbatches = list(microbatches)
-        feeds = self._feeds(microbatches, [topk] * len(microbatches))
+        parts = [branch_rows(microbatch) for microbatch in microbatches]
+        feeds = self._feeds([rows for rows, _ in parts], [topk] * len(parts))
         results: dict[int, Tensor] = {}
 
         def forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
@@ -238,8 +239,8 @@ class Parallel3DModel:
         self.split.pipeline.run(len(feeds), forward, None, lambda index: self._activation(feeds[index]))
         self.split.reshard()
         return [
-            self._outputs(self._from_last(results.get(index), feed), feed, microbatch)
-            for index, (feed, microbatch) in enumerate(zip(feeds, microbatches, strict=True))
+            join(self._outputs(self._from_last(results.get(index), feed), feed, rows))
+            for index, (feed, (rows, join)) in enumerate(zip(feeds, parts, strict=True))
         ]
 
     @torch.enable_grad()
@@ -249,15 +250,20 @@ class Parallel3DModel:
         Gradients must be None or zero before; afterwards they are averaged over dp and complete on the other axes.
         """
         microbatches = list(microbatches)  # a pipeline returns to each
-        feeds = self._feeds(microbatches, [teacher_candidates(microbatch) for microbatch in microbatches])
+        parts = [branch_rows(microbatch) for microbatch in microbatches]
+        feeds = self._feeds([rows for rows, _ in parts], [teacher_candidates(rows) for rows, _ in parts])
         results: dict[int, Tensor] = {}
+
+        def loss_of(index: int, result: Tensor) -> Tensor:
+            rows, join = parts[index]
+            return loss_fn(microbatches[index], join(self._outputs(result, feeds[index], rows)))
 
         def run_forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
             output: Tensor = self.split.stages[stage](hidden, feeds[index], self.settings)
             if not self.split.stages[stage].is_last:
                 return output
             results[index] = output.detach()
-            return loss_fn(microbatches[index], self._outputs(output, feeds[index], microbatches[index]))
+            return loss_of(index, output)
 
         def run_backward(stage: int, index: int, output: Tensor, gradient: Tensor | None, is_last: bool) -> None:
             self.split.set_last_backward(stage, is_last)
@@ -271,10 +277,10 @@ class Parallel3DModel:
         self.split.finish_gradients()
         has_last = any(stage.is_last for stage in self.split.stages.values())
         with torch.no_grad():
-            for index, (feed, microbatch) in enumerate(zip(feeds, microbatches, strict=True)):
+            for index, feed in enumerate(feeds):
                 result = self._from_last(results.get(index), feed)
                 if not has_last:
-                    loss_fn(microbatch, self._outputs(result, feed, microbatch))
+                    loss_of(index, result)
 
     def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
         assert part == "merged", "check_sizes refuses adapters"
@@ -311,8 +317,8 @@ class Parallel3DModel:
             dist.broadcast(result, group=pipeline.group, group_src=pipeline.num_ranks - 1)
         return result
 
-    def _outputs(self, result: Tensor, feed: Feed, microbatch: Experience) -> Outputs:
-        shape = microbatch.token_ids.shape
+    def _outputs(self, result: Tensor, feed: Feed, rows: Experience) -> Outputs:
+        shape = rows.token_ids.shape
         logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.positions, shape) for index in range(3))
         outputs = Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)
         num = feed.num_candidates

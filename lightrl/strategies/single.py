@@ -45,6 +45,7 @@ from lightrl.models import (
 )
 from lightrl.models.images import input_embeddings
 from lightrl.models.lora import Part, exported_parameters, merge
+from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import TOLERANCE, NotPackable, PackedRows, arguments, make_packable
 from lightrl.strategies.shared_prefix import (
@@ -271,6 +272,10 @@ class SingleModel:
         self.model.to(device)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
+        rows, join = branch_rows(experience)
+        return join(self._row_outputs(rows, candidates if isinstance(candidates, int) else teacher_candidates(rows)))
+
+    def _row_outputs(self, experience: Experience, candidates: Candidates) -> Outputs:
         if self._max_row is not None and (longest := int(on_host(experience.lengths).max())) > self._max_row:
             raise ValueError(
                 f"A trajectory of {longest} tokens exceeds {CONTEXT}, {self._max_row} tokens. Leave it out."

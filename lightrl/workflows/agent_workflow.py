@@ -38,10 +38,10 @@ Agent = Callable[[Prompt, str, str], Any]  # a float, None, or an awaitable of o
 class AgentWorkflow(Workflow):
     """Runs a function once per trajectory, with a base_url of its own, and records the policy's tokens there.
 
-    The function's chat completions become one trajectory (see agent_session.py: which requests continue which, and
-    what happens to the others). The loss mask is True on the policy's tokens only. The function's return value goes
-    into `Trajectory.rewards`, on the last token: with `reward: lightrl.rewards.environment_reward` that is the
-    reward; any other reward function replaces it. None leaves `Trajectory.rewards` unset.
+    The function's chat completions become one trajectory, a tree if they are several conversations (agent_session.py).
+    The loss mask is True on the policy's tokens only. The function's return value goes into `Trajectory.rewards`, on
+    the last token: with `reward: lightrl.rewards.environment_reward` that is the reward; any other reward function
+    replaces it. None leaves `Trajectory.rewards` unset.
 
     A function that raises, hangs, returns no number or sends no request drops its trajectory, which is counted.
 
