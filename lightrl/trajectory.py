@@ -376,6 +376,8 @@ class Trajectory:
     gaps: Sequence[int] | None = None
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
+    workspace: str | None = None  # the folder that an agent left, for the reward; deleted after it
+    agent_output: str = ""  # the end of what the agent's program printed
     # Outputs of LLM judges and teachers, by key: a number, or a numpy array [T, ...].
     call_outputs: JsonObject = field(default_factory=dict)
 
