@@ -113,10 +113,10 @@ class AgentCommand:
             Path(program).resolve().parent,
         }
         homes |= {home.parent for home in homes if home.name in ("bin", ".bin")} - {Path("/"), Path.home()}  # libraries
-        request = {"command": [program, *map(fill, self.command[1:])], "environment": environment, "folder": folder}
+        request: dict[str, Any] = {"command": [program, *map(fill, self.command[1:])], "environment": environment}
         request |= {"template": template, "files": {"task.txt": task}, "stdin": "" if is_named else task}
         request |= {"port": urlsplit(base_url).port, "layers": ["namespaces", "private_user", "landlock"]}
-        request |= {"readable": [*_READABLE, *map(str, homes)], "unprotected": True}
+        request |= {"folder": folder, "readable": [*_READABLE, *map(str, homes)], "unprotected": True}
         return request | {"limits": _LIMITS | {"wall_s": self.timeout_s + 10}}  # the caller's deadline comes first
 
 
