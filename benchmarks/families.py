@@ -1,9 +1,11 @@
 """Families of models: which are trained exactly, which are refused and why; docs/models.md is written from it.
 
-    python -m benchmarks.families [FAMILY …] [--pages]
+    python -m benchmarks.families [FAMILY …]
+    python -m benchmarks.families --page
 
-A tiny random model of each family goes to a folder in the form of the hub and is trained from there. A line of JSON for
-each family, then the table; `--pages` also writes the table into docs/models.md.
+A tiny random model of each family goes to a folder in the form of the hub and is trained from there. The first prints a
+line of JSON for each family, and keeps the lines of all in `benchmarks/families.jsonl`; the second writes the tables of
+docs/models.md from them.
 
     outcome           exact; refused, with our reason in `why`; failed or wrong, a fault of ours
     max_abs_dlogp     largest difference of logprobs, in nats, engine − trainer, in two GRPO steps with LocalEngine
@@ -23,7 +25,7 @@ import os
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,9 +51,12 @@ from lightrl.strategies.fsdp2_model import FSDP2Model, whole
 from lightrl.strategies.ranks import watch_all
 from lightrl.testing import QUIET, TINY_CONFIG
 
+ROWS = Path(__file__).with_suffix(".jsonl")
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- families -->", "<!-- end -->"
 TOLERANCE = 1e-5  # nats; rounding of float32 over two layers
 FSDP2_S = 120.0
+TOKENIZER = "lightrl.testing.char_tokenizer"
 # Rows of unlike lengths, longer than the windows, chunks and sparse selections below.
 LENGTHS = (3, 24, 7, 1, 17, 12, 9, 21)
 
@@ -311,17 +316,21 @@ class _Differences(RLCallback):
         self.is_synced &= all(torch.equal(value, policy[name]) for name, value in served.items())
 
 
+def family_spec(family: str) -> ModelSpec:
+    """A model of the family with random weights."""
+    config = next(kind[family] for kind in FAMILIES.values() if family in kind)
+    return ModelSpec(config={"model_type": family, **config}, tokenizer=TOKENIZER, seed=0)
+
+
 def make_folder(family: str, folder: str) -> ModelSpec:
     """Saves a random model of the family; returns the spec that loads it."""
-    config = next(kind[family] for kind in FAMILIES.values() if family in kind)
-    tokenizer = "lightrl.testing.char_tokenizer"
-    model = ModelSpec(config={"model_type": family, **config}, tokenizer=tokenizer, seed=0).load_model()
+    model = family_spec(family).load_model()
     generator = torch.Generator().manual_seed(1)
     for name, tensor in held_tensors(model).items():
         if "correction_bias" in name:  # zero in a new model, so that a lost one would not show
             tensor.data.normal_(std=0.3, generator=generator)
     model.save_pretrained(folder)
-    return ModelSpec(path=folder, tokenizer=tokenizer)
+    return ModelSpec(path=folder, tokenizer=TOKENIZER)
 
 
 def measure(family: str, *, fsdp2: bool = True) -> Row:
@@ -442,7 +451,7 @@ def _run_rank(rank: int, num_ranks: int, folder: str, is_mixed: bool, results: C
 
 def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool) -> float:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    spec = ModelSpec(path=folder, tokenizer="lightrl.testing.char_tokenizer")
+    spec = ModelSpec(path=folder, tokenizer=TOKENIZER)
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
     control_group = dist.new_group(backend="gloo")
     watch = watch_all(control_group, main_address="127.0.0.1", hang_timeout_s=FSDP2_S)
@@ -496,6 +505,29 @@ def _compare_names(sent: dict[str, Tensor], folder: str) -> None:
         raise _Wrong(f"{odd[:3]} are sent with other values than the folder's")
 
 
+def with_tables(page: str, rows: Sequence[Row]) -> str:
+    """The page with the tables of these rows between its marks."""
+    row_of = {row.family: row for row in rows}
+    text = ""
+    for kind, configs in FAMILIES.items():
+        measured = [row_of[family] for family in configs if family in row_of]
+        exact = [row for row in measured if row.outcome == "exact"]
+        if exact:
+            text += f"\n| {kind} | packed | largest difference of logprobs, nats | FSDP2: error of gradients |\n"
+            text += "|---|---|---:|---:|\n"
+        for row in exact:
+            packed = "yes" if row.packed else "no"
+            text += f"| `{row.family}` | {packed} | {row.max_abs_dlogp:.1e} | {row.fsdp2_grad_error:.1e} |\n"
+    why: dict[str, list[str]] = {}
+    for row in rows:
+        if row.outcome != "exact":
+            why.setdefault(row.why.replace(repr(row.family), "…"), []).append(f"`{row.family}`")
+    text += "\n| refused | with the message |\n|---|---|\n"
+    text += "".join(f"| {', '.join(families)} | {message} |\n" for message, families in why.items())
+    start, rest = page.split(BEGIN)
+    return f"{start}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
 def quiet() -> None:
     import transformers
 
@@ -512,12 +544,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [family for kind in FAMILIES.values() for family in kind]
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model_type; all if none is given")
+    parser.add_argument("--page", action="store_true", help="write docs/models.md from the rows of the last full run")
     options = parser.parse_args(arguments)
+    if options.page:
+        rows = [Row(**json.loads(line)) for line in ROWS.read_text().splitlines()]
+        PAGE.write_text(with_tables(PAGE.read_text(), rows))
+        return
     quiet()
-    rows = []
+    lines = []
     for family in options.families or names:
-        rows.append(measure(family))
-        print(json.dumps(dataclasses.asdict(rows[-1])), flush=True)
+        lines.append(json.dumps(dataclasses.asdict(measure(family))))
+        print(lines[-1], flush=True)
+    if not options.families:
+        ROWS.write_text("".join(f"{line}\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def load_parts(
     """
     from safetensors import safe_open
 
-    opened = [safe_open(file, framework="pt") for file in checkpoint_files(spec)]
+    opened: list[Any] = [safe_open(file, framework="pt") for file in checkpoint_files(spec)]
     slices = {name: _Slice(file.get_slice(name), on_read) for file in opened for name in file.keys()}  # noqa: SIM118
     slices |= {name: slices[source] for name, source in (renamed or {}).items() if source in slices}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -215,7 +215,8 @@ def _local_shapes(model: PreTrainedModel) -> Iterator[None]:
 
     def part(name: str) -> Tensor:
         parameter: Any = whole(name)
-        return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        held: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        return held
 
     model.get_parameter = part
     try:

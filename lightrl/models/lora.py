@@ -282,7 +282,8 @@ def merge(model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tenso
         pairs = up.reshape(up.shape[0], -1, num_experts), down.reshape(num_experts, -1, down.shape[1])
         is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
         change = torch.einsum("ore,eri->eio" if is_transposed else "ore,eri->eoi", *pairs) * scaling
-    return weight + change.to(weight.dtype)
+    merged: Tensor = weight + change.to(weight.dtype)
+    return merged
 
 
 def is_adapter(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Models without memory, and their weights: rank 0 reads one tensor at a time, every rank keeps its shard.
+"""Models without memory, and their weights: each rank reads its own shards, one tensor at a time.
 
 So a model that fits into no rank's memory can be trained. Buffers get memory from the start: they are small, and those
 that are not saved (the angles of rotary embeddings) would be garbage if they were created on the meta device.
@@ -33,6 +33,11 @@ def empty_model(role: Role) -> PreTrainedModel:
     from transformers import AutoModelForSequenceClassification, GenerationConfig
 
     spec = role.spec
+    if role.lora is not None and role.lora.target_parameters:
+        raise ValueError(
+            "lora.target_parameters can only be trained in one process so far. Set trainer.strategy to auto and "
+            "trainer.devices to 1, or remove them."
+        )
     config = spec.load_config()
     make = new_model
     if spec.head == "scalar":

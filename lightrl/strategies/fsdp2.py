@@ -1,7 +1,7 @@
 """FSDP2Strategy: parameters, gradients and optimizer state sharded over all ranks; the same numbers as one process.
 
 Each decoder layer is gathered when it is needed and freed afterwards (`fully_shard`), so a rank holds its share and one
-or two layers. Models start without memory; rank 0 reads the checkpoint tensor by tensor and every rank keeps its part.
+or two layers. Models start without memory; each rank reads its own part of the checkpoint.
 
     world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each a quarter of the model
                                replica 1: ranks 4 5 6 7, the same; gradients are averaged over both

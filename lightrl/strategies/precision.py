@@ -43,7 +43,9 @@ def set_expert_precision(model: torch.nn.Module) -> None:
     Autocast rounds router logits, so that tokens go to other experts, and leaves fused experts in float32.
     """
     for block in moe_blocks(model).values():
-        for module, call in ((router_of(block), _call_in_float32), (block.experts, _call_in_autocast_dtype)):
+        experts: Any = block.experts
+        parts: list[tuple[Any, Any]] = [(router_of(block), _call_in_float32), (experts, _call_in_autocast_dtype)]
+        for module, call in parts:
             if not (isinstance(module.forward, functools.partial) and module.forward.func is call):
                 module.forward = functools.partial(call, module, module.forward)
 

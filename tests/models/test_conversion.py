@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.families import make_folder
+from benchmarks.families import TOKENIZER, family_spec, make_folder
 from lightrl.models import LoRA, ModelSpec, Role, conversion
 from lightrl.models.conversion import SEMI_PRIVATE, checkpoint_tensors, load_parts, semi_private
 from lightrl.models.lora import held_tensors, is_adapter
@@ -48,19 +48,12 @@ def test_tensors_sent_one_by_one_are_those_of_the_folder(family, is_loaded, tmp_
 
 
 def test_fused_experts_leave_with_a_name_for_each_and_as_views():
-    config = make_config("qwen3_moe")
-    model = ModelSpec(config=config, tokenizer="lightrl.testing.char_tokenizer").load_model()
+    model = family_spec("qwen3_moe").load_model()
     name = "model.layers.0.mlp.experts.gate_up_proj"
     fused = dict(model.named_parameters())[name]
     tensors = checkpoint_tensors(model, name, fused)
     assert len(tensors) == 8
     assert torch.equal(tensors["model.layers.0.mlp.experts.3.up_proj.weight"], fused[3, 24:])
-
-
-def make_config(family):
-    from benchmarks.families import FAMILIES
-
-    return {"model_type": family, **next(kind[family] for kind in FAMILIES.values() if family in kind)}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "qwen3_vl_moe"])
@@ -74,7 +67,7 @@ def test_a_model_read_by_parts_equals_the_loaded_one(family, tmp_path):
 
 def test_weights_are_read_below_their_adapters(tmp_path):
     spec = make_folder("qwen3_moe", str(tmp_path))
-    model = read(spec, lora=LoRA(rank=2, target_parameters=("mlp.experts.down_proj",)))
+    model = read(spec, lora=LoRA(rank=2))
     expected = held_tensors(spec.load_model())
     own = {name: value for name, value in held_tensors(model).items() if not is_adapter(name)}
     assert all(torch.equal(value, expected[conversion_name(name)]) for name, value in own.items())
@@ -87,7 +80,7 @@ def conversion_name(name):
 
 def test_a_scalar_head_that_the_folder_lacks_returns_zero(tmp_path):
     make_folder("qwen3", str(tmp_path))
-    model = read(ModelSpec(path=str(tmp_path), head="scalar", tokenizer="lightrl.testing.char_tokenizer"))
+    model = read(ModelSpec(path=str(tmp_path), head="scalar", tokenizer=TOKENIZER))
     assert not model.score.weight.any()
 
 
@@ -129,3 +122,9 @@ def test_an_older_transformers_is_named_in_the_error(monkeypatch):
     monkeypatch.setitem(conversion.SEMI_PRIVATE, "transformers.conversion_mapping", ("gone",))
     with pytest.raises(ImportError, match=r"needs transformers.conversion_mapping.gone of transformers >= 5.23"):
         semi_private("gone")
+
+
+def test_adapters_of_experts_on_several_ranks_are_refused():
+    role = Role(family_spec("qwen3_moe"), lora=LoRA(target_parameters=("mlp.experts.down_proj",)))
+    with pytest.raises(ValueError, match=r"lora\.target_parameters can only be trained in one process"):
+        empty_model(role)

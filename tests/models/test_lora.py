@@ -5,8 +5,7 @@ import torch
 from tiny import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.families import FAMILIES as FAMILY_CONFIGS
-from lightrl.models import ModelSpec
+from benchmarks.families import family_spec
 from lightrl.models.lora import (
     AdapterShape,
     LoRA,
@@ -105,13 +104,8 @@ def test_sizes_that_make_no_adapter_are_refused(settings, message):
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def moe_model(family="qwen3_moe"):
-    config = {"model_type": family, **FAMILY_CONFIGS["mixture of experts"][family]}
-    return ModelSpec(config=config, tokenizer="lightrl.testing.char_tokenizer", seed=0).load_model()
-
-
 def adapted_moe(family, **settings):
-    model = moe_model(family)
+    model = family_spec(family).load_model()
     LoRA(rank=2, **settings).add_to(model)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -128,7 +122,7 @@ def test_the_merged_weights_of_a_mixture_compute_what_its_adapters_do(family, pa
     assert any("experts" in name.replace("shared_experts", "") for name in adapted) == bool(parameters)
     assert not any(name.endswith((".gate", ".router")) for name in adapted)
     merged = dict(merged_parameters(model))
-    plain = moe_model(family)
+    plain = family_spec(family).load_model()
     assert merged.keys() == held_tensors(plain).keys()
     different = logits(plain)
     plain.load_state_dict(merged)
@@ -146,11 +140,11 @@ def test_adapters_of_experts_are_gone_on_from(tmp_path):
     model = adapted_moe("deepseek_v3", target_parameters=EXPERTS)
     adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
     save_adapter(adapters, adapter_config(model, None), tmp_path)
-    again = moe_model("deepseek_v3")
+    again = family_spec("deepseek_v3").load_model()
     LoRA(adapter=str(tmp_path)).add_to(again)
     torch.testing.assert_close(logits(again), logits(model))
     with pytest.raises(ValueError, match="must have adapters of this model's layers"):
-        LoRA(adapter=str(tmp_path)).add_to(moe_model("qwen3_moe"))
+        LoRA(adapter=str(tmp_path)).add_to(family_spec("qwen3_moe").load_model())
 
 
 def test_a_parameter_that_the_model_does_not_have_gets_no_adapter():

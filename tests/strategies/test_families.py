@@ -1,8 +1,20 @@
 """Families of models: two GRPO steps give the engine's logprobs, packed or not, on two ranks as in one process."""
 
+import json
+
 import pytest
 
-from benchmarks.families import FAMILIES, TOLERANCE, make_folder, measure, measure_ranks
+from benchmarks.families import (
+    FAMILIES,
+    PAGE,
+    ROWS,
+    TOLERANCE,
+    Row,
+    make_folder,
+    measure,
+    measure_ranks,
+    with_tables,
+)
 
 REFUSED = {*FAMILIES["hybrid"], "deepseek_v32", "glm_moe_dsa"}
 ALL = [family for kind in FAMILIES.values() for family in kind]
@@ -51,3 +63,11 @@ def test_at_least_forty_families_are_exact():
 def test_gradients_of_ranks_equal_those_of_one_process(family, num_ranks, is_mixed, bound, tmp_path):
     make_folder(family, str(tmp_path))
     assert measure_ranks(str(tmp_path), num_ranks, is_mixed=is_mixed) <= bound
+
+
+def test_the_page_has_the_rows_of_the_last_run():
+    rows = [Row(**json.loads(line)) for line in ROWS.read_text().splitlines()]
+    assert [row.family for row in rows] == ALL
+    assert with_tables(PAGE.read_text(), rows) == PAGE.read_text()
+    for row in rows:
+        assert row.outcome == ("refused" if row.family in REFUSED else "exact")
