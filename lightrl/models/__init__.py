@@ -4,7 +4,9 @@ Reading order:
     role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh); its model, checked
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
+    conversion.py     names and layouts of checkpoints and servers ◄─► those of a model's modules
     lora.py           adapters trained instead of weights
+    moe.py            the blocks with experts, their routers
     images.py         models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate

@@ -10,6 +10,7 @@ windows or a Hugging Face attention interface. For longer sequences use tp, whic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
+from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.lora import Part
 from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.fsdp2 import FSDP2Strategy
@@ -282,7 +284,9 @@ class Parallel3DModel:
                 if not has_last:
                     loss_of(index, result)
 
-    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
+    def full_parameters(
+        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+    ) -> Iterator[Bucket]:
         assert part == "merged", "check_sizes refuses adapters"
         self.split.reshard()
         held = self.split.held_parameters()
@@ -290,7 +294,13 @@ class Parallel3DModel:
             whole_of = {name: (shape, dtype) for name, shape, dtype, _ in self.split.parameters}
             self._gather = PlannedGather(whole_of, held, group=self.group)
         sources = {name: [name] for name, *_ in self.split.parameters}
-        return self._gather.buckets(held, sources, bucket_bytes=bucket_bytes, is_spread=is_spread)
+        return self._gather.buckets(
+            held,
+            sources,
+            combine=functools.partial(exported_tensors, self.split.model, names),
+            bucket_bytes=bucket_bytes,
+            is_spread=is_spread,
+        )
 
     def move_to(self, device: torch.device) -> None:
         for stage in self.split.stages.values():  # not the model: FSDP holds its parts by stage
