@@ -330,7 +330,8 @@ from test_agent_command import *
 play(workflow_of("import subprocess; ask('a'); subprocess.run(['sleep', '97535'])"))
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    tmp_path.chmod(0o755)
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parents[1]):  # the program's own user goes through them
+        folder.chmod(0o755)
     run = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
         assert comes_true(lambda: running("97535"))
