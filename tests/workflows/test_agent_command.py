@@ -327,12 +327,14 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_no_folder(tmp_path: Pat
 import sys
 sys.path[:0] = {sys.path!r}
 from test_agent_command import *
-play(workflow_of("import subprocess; ask('a'); subprocess.run(['sleep', '97535'])"))
+play(workflow_of("import subprocess; ask('a'); open('asked', 'w'); subprocess.run(['sleep', '97535'])"))
 """
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    tmp_path.chmod(0o755)
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parents[1]):  # the program's own user goes through them
+        folder.chmod(0o755)
     run = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
+        assert comes_true(lambda: list(tmp_path.glob("*/*/work/asked")))
         assert comes_true(lambda: running("97535"))
         kept = next(tmp_path.glob("lightrl-agents-*"))
         run.send_signal(signal.SIGKILL)
