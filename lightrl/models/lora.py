@@ -156,10 +156,11 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
     """Names of the modules that `all-linear` leaves out besides the output head."""
     names = [_HEAD] if hasattr(model, _HEAD) else []
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    for name, block in moe_blocks(model).items():
-        parts = {name for name, child in block.named_children() if child in (block.experts, router_of(block))}
-        places = tuple(f"{name}.{part}" for part in parts)
-        names += [one for one in linear if one in places or one.startswith(tuple(f"{place}." for place in places))]
+    for block_name, block in moe_blocks(model).items():
+        for child_name, child in block.named_children():
+            if child is block.experts or child is router_of(block):
+                path = f"{block_name}.{child_name}"
+                names += [name for name in linear if name == path or name.startswith(f"{path}.")]
     if hasattr(model.config, "vision_config") and not sees_images(model.config):
         names += [name for name in linear if ".language_model." not in name and not name.startswith(_OUTPUT)]
     return names

@@ -7,6 +7,7 @@ that are not saved (the angles of rotary embeddings) would be garbage if they we
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ from lightrl.strategies.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 _ROLE = "lightrl_role"  # attribute of a model without weights: where to get them
 
@@ -80,6 +83,8 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
     read_adapter = None if role.lora is None else adapter_reader(role.lora, role.spec.random_seed)
     made: dict[str, Tensor] = {}
     if not has_files and ranks.is_main:
+        if role.spec.path is not None:
+            log.warning("Rank 0 loads all of %s into memory: its ranks cannot read parts of its files.", role.spec.path)
         made = held_tensors(role.spec.load_model())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
