@@ -5,6 +5,7 @@ Reading order:
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     lora.py           adapters trained instead of weights
+    moe.py            the blocks with experts, their routers
     images.py         models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate
