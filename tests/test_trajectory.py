@@ -53,7 +53,7 @@ def test_a_trajectory_survives_both_encodings() -> None:
 
 def test_bytes_may_lack_the_prompt_and_supports() -> None:
     trajectory = rich_trajectory()
-    data = trajectory.to_bytes(b"", with_supports=False)
+    data = trajectory.to_bytes(b"", for_training=False)
     other = Prompt("other", token_ids=[1])
     made = Trajectory.from_bytes(data, other)
     assert made.prompt is other

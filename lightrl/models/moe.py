@@ -36,5 +36,5 @@ def router_of(block: nn.Module) -> nn.Module:
 
 
 def num_experts(block: nn.Module) -> int:
-    """Return E, the number of experts of a MoE block."""
-    return next(block.experts.parameters()).shape[0]
+    """Return E, the number of experts of a MoE block, of whose parameters this rank may hold some only."""
+    return next(weight.shape[0] for weight in router_of(block).parameters() if weight.dim() == 2)

@@ -22,6 +22,7 @@ from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.functional import joined_supports
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, opened, with_turn
+from lightrl.models.routes import joined_routes
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, TokenArray, Trajectory, Turn, plain_text
 
 # Arguments of known templates that let earlier thinking stay, or leave thinking out.
@@ -158,6 +159,7 @@ class Conversation:
         self.logprobs: TokenArray[float] = TokenArray((), "f")
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
         self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a distribution was truncated
+        self.routes: TokenArray[int] | None = None  # of all tokens, once a completion has had some
         self._add_read(token_ids)
 
     def copy(self) -> Conversation:
@@ -171,7 +173,7 @@ class Conversation:
         start = len(self.token_ids)
         self._opening = self.renderer.opened_thinking(self.prompt, self.token_ids)
         logprobs, versions = completion.logprobs, completion.weight_versions
-        self._add(completion.token_ids, logprobs, versions, is_generated=True, supports=completion.supports)
+        self._add(completion.token_ids, logprobs, versions, is_generated=True, of_engine=completion)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
         return self._text_of_turn(completion.token_ids)
 
@@ -241,6 +243,7 @@ class Conversation:
             metrics=metrics,
             # What follows was read: a byte for each token.
             supports=None if self.supports is None else self.supports[: len(self.supports) - num_after],
+            routes=None if self.routes is None else self.routes[: len(self.routes) // len(self.token_ids) * last.end],
         )
 
     def _add_read(self, token_ids: Sequence[int]) -> None:
@@ -255,9 +258,12 @@ class Conversation:
         versions: Sequence[int],
         *,
         is_generated: bool,
-        supports: Sequence[int] | None = None,
+        of_engine: Completion | None = None,
     ) -> None:
-        self.supports = joined_supports([(len(self.token_ids), self.supports), (len(token_ids), supports)])
+        before, added = len(self.token_ids), len(token_ids)
+        supports, routes = (None, None) if of_engine is None else (of_engine.supports, of_engine.routes)
+        self.supports = joined_supports([(before, self.supports), (added, supports)])
+        self.routes = joined_routes(self.routes, before, routes, added)
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
