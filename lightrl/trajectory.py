@@ -389,7 +389,7 @@ class Trajectory:
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def with_lists(self) -> Trajectory:
-        """A copy for user code: its per-token fields are lists, made when they are first read; without supports and routes."""
+        """A copy for user code: its per-token fields are lists, made when first read; without supports and routes."""
         values = dict(vars(self))
         arrays = {name: values.pop(name) for name in TOKEN_FIELDS if isinstance(values.get(name), TokenArray)}
         for name in _ONLY_FOR_TRAINING:

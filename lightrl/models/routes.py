@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _TOPK: Any = {torch.topk, torch.Tensor.topk}
 _MASKS: Any = {torch.masked_fill, torch.Tensor.masked_fill}
 _OFF = "Set record_routes of the engine to false."
+_SAME_MODEL = "Let the engine serve the trainer's model, or set its record_routes to false."
 NOT_COMPILED = f"compile_layers is true, but compiled layers cannot replay the engine's routes. Omit it. Or: {_OFF}"
 
 
@@ -59,13 +60,16 @@ class RouteLayout:
     @classmethod
     def of(cls, config: PretrainedConfig) -> RouteLayout | None:
         """Return that of models of this config, built without memory; None if they have no experts."""
-        with torch.device("meta"):
-            blocks = moe_blocks(auto_model(config).from_config(config))
+        text = config.get_text_config()
+        if not any("expert" in name or "moe" in name for name in vars(text)):
+            return None
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            blocks = _routed_blocks(auto_model(config).from_config(config))
         layers = [re.search(r"layers\.(\d+)", name) for name in blocks]
         if not blocks or None in layers:
             return None
         indices = tuple(int(layer[1]) for layer in layers if layer is not None)
-        return cls(indices, config.get_text_config().num_hidden_layers, num_experts(next(iter(blocks.values()))))
+        return cls(indices, text.num_hidden_layers, num_experts(next(iter(blocks.values()))))
 
     def encode(self, experts: np.ndarray[Any, np.dtype[Any]]) -> TokenArray[int]:
         """Encode expert ids of all layers, dense ones too, [N, num_layers, k]; an id below 0 is not known.
@@ -77,6 +81,15 @@ class RouteLayout:
         if ids.max(initial=0) >= self.num_experts:
             raise ValueError(f"an expert {ids.max()} of {self.num_experts}")
         return TokenArray.of_stored(as_bytes(torch.from_numpy(ids), self.num_experts).numpy().tobytes(), b"", "B")
+
+
+def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The MoE blocks of a model; none if the number of experts of any is unknown: they then route natively."""
+    blocks = moe_blocks(model)
+    try:
+        return blocks if len({num_experts(block) for block in blocks.values()}) == 1 else {}
+    except ValueError:
+        return {}
 
 
 def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
@@ -129,7 +142,7 @@ _forward: ContextVar[_Forward | None] = ContextVar("routes of a forward", defaul
 
 
 class Routes:
-    """Records or replays which experts the MoE blocks of a model choose; `_MASKS` and top-k of each block pass here.
+    """Records or replays which experts the MoE blocks of a model choose.
 
     Args:
         model: of transformers; its blocks get a wrapped forward, which changes nothing outside of `recording` and
@@ -137,12 +150,11 @@ class Routes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = moe_blocks(model)
+        self.blocks = _routed_blocks(model)
         for index, block in enumerate(self.blocks.values()):
-            if not isinstance(block.forward, functools.partial) or block.forward.func is not _run_block:
-                block.forward = functools.partial(
-                    _run_block, block.forward, (index, len(self.blocks)), num_experts(block)
-                )
+            if getattr(block.forward, "func", None) is not _run_block:
+                place = index, len(self.blocks)
+                block.forward = functools.partial(_run_block, block.forward, place, num_experts(block))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
@@ -211,8 +223,7 @@ def _decode(routes: Tensor, index: int, num_blocks: int, num_experts: int) -> Te
     if routes.shape[1] % (num_blocks * size):
         raise ValueError(
             f"The engine's routes have {routes.shape[1]} bytes for each token, which {num_blocks} MoE blocks of "
-            f"{num_experts} experts cannot share. Let the engine serve the trainer's model, or set record_routes of the "
-            "engine to false."
+            f"{num_experts} experts cannot share. {_SAME_MODEL}"
         )
     width = routes.shape[1] // num_blocks
     part = routes[:, index * width : (index + 1) * width].contiguous()
@@ -251,8 +262,7 @@ class _TopK(TorchFunctionMode):
             if self.given.shape != ids.shape:
                 raise ValueError(
                     f"The engine's routes have shape {tuple(self.given.shape)} in a block that chooses "
-                    f"{tuple(ids.shape)}. Let the engine serve the trainer's model, or set record_routes of the engine "
-                    "to false."
+                    f"{tuple(ids.shape)}. {_SAME_MODEL}"
                 )
             is_known = self.given >= 0
             ids = torch.where(is_known, self.given, ids)

@@ -206,7 +206,9 @@ class HuggingFaceDecoder:
         routes = Routes(self._model)
         if not routes.blocks:
             if is_required:
-                raise ValueError(f"record_routes is true, but {type(self._model).__name__} has no experts. Omit it.")
+                raise ValueError(
+                    f"record_routes is true, but {type(self._model).__name__} has no experts to record. Omit it."
+                )
             return
         self._routes = routes
         two = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
