@@ -99,39 +99,39 @@ def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
 
 
 def joined_routes(
-    known: TokenArray[int] | None, num_known: int, added: Sequence[int] | None, num_added: int
+    before: TokenArray[int] | None, num_before: int, added: Sequence[int] | None, num_added: int
 ) -> TokenArray[int] | None:
     """Return the routes of a conversation after more tokens; the first that are known of a token stay.
 
     Args:
-        known: routes of the first `num_known` tokens; None if none of them is known.
+        before: routes of the first `num_before` tokens; None if none of them is known.
         added: a completion's: of those tokens and of `num_added` more, without the last; None if it has none.
 
     Raises:
         EngineError: if a completion has routes of another number of tokens.
     """
-    num_rows = num_known + num_added - 1
+    num_rows = num_before + num_added - 1
     if added is None:
-        if known is None:
+        if before is None:
             return None
-        return TokenArray.joined([known, bytes([NATIVE]) * (len(known) // num_known * num_added)], "B")
+        return TokenArray.joined([before, bytes([NATIVE]) * (len(before) // num_before * num_added)], "B")
     if num_rows < 1 or len(added) % num_rows:
         raise EngineError(
-            f"The engine returned {len(added)} bytes of routes for {num_known} tokens of a prompt and {num_added} of a "
+            f"The engine returned {len(added)} bytes of routes for {num_before} tokens of a prompt and {num_added} of a "
             "completion. Each token but the last needs equally many."
         )
     rows = np.asarray(added, np.uint8).reshape(num_rows, -1)
     rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])
-    if known is not None:
-        old = np.asarray(known, np.uint8).reshape(num_known, -1)
+    if before is not None:
+        old = np.asarray(before, np.uint8).reshape(num_before, -1)
         is_known = (old != NATIVE).any(1, keepdims=True)
-        rows[:num_known] = np.where(is_known, old, rows[:num_known])
+        rows[:num_before] = np.where(is_known, old, rows[:num_before])
     return TokenArray.of_stored(rows.tobytes(), b"", "B")
 
 
 @dataclass
 class _Forward:
-    """What blocks do in one forward of a model."""
+    """Routes of one forward of a model: replayed, or recorded by its blocks."""
 
     routes: Tensor | None = None  # uint8 [N, w], replayed; None records instead
     recorded: list[Tensor] = field(default_factory=list)  # int64 [N, k] of each block

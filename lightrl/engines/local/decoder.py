@@ -217,7 +217,7 @@ class HuggingFaceDecoder:
         except ValueError as error:
             if is_required:
                 raise
-            log.warning("The trainer routes tokens anew, since the engine records no routes: %s", error)
+            log.warning("The trainer's router chooses the experts of each token: %s", error)
             self._routes = None
 
     @torch.no_grad()

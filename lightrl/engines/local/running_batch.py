@@ -43,7 +43,7 @@ class Row:
     owner: Any = None  # the completion's owner; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
     supports: list[bytes] = field(default_factory=list)  # codes of the tokens' supports, if sampling is truncated
-    routes: list[bytes] = field(default_factory=list)  # of its tokens but the last, if the decoder records them
+    routes: list[bytes] = field(default_factory=list)  # routes of its tokens but the last, if the decoder records them
 
     def codes(self) -> TokenArray[int] | None:
         """The codes of the supports, end to end; None if sampling is not truncated."""

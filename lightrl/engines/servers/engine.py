@@ -182,7 +182,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self.fleet = ServerFleet()  # the servers and their states; a new one at each start
         self.expected_adapters: tuple[AdapterShape, int] | None = None  # shape, number of versions
         self._config: PretrainedConfig | None = None
-        self._route_layout: RouteLayout | None = None  # of the model, if routes are wanted
+        self._route_layout: RouteLayout | None = None  # layout of the model's routes, if they are wanted
         self._token: str | None = None
         self._num_connections = MAX_CONNECTIONS  # to each server, within the limit of open files
         self._processes: list[ServerProcess] = []  # started here
@@ -521,7 +521,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             )
         if layout is not None and without:
             log.warning(
-                "The trainer routes tokens anew, since %s does not return their experts. Start it with "
+                "The trainer's router chooses the experts of each token, since %s does not return them. Start it with "
                 "enable_return_routed_experts to train each token with the experts that it was sampled with.",
                 without[0],
             )

@@ -87,7 +87,7 @@ class CompletionDraft:
     weight_versions: TokenArray[int] = NO_IDS
     supports: TokenArray[int] = _NO_CODES
     route_layout: RouteLayout | None = None  # how to lay out the routes; None does not ask for them
-    routes: TokenArray[int] | None = None  # of the prompt and the tokens but the last, those that are known
+    routes: TokenArray[int] | None = None  # routes of the prompt and the tokens so far, as far as they are known
     finish_reason: FinishReason | None = None
     images: RequestImages | None = None
     adapter: AdapterVersion | None = None  # adapter of the latest request

@@ -56,7 +56,7 @@ class RequestLimits:
     vocab_size: int
     max_context: int | None  # tokens of prompt and completion
     image_reader: ImageReader | None  # how it reads images; None if it takes none
-    route_layout: RouteLayout | None = None  # of the routes that it returns; None if it returns none
+    route_layout: RouteLayout | None = None  # layout of the routes that it returns; None if it returns none
 
 
 @dataclass(eq=False)

@@ -252,8 +252,8 @@ class ShardedExperience:
         """
         names = (*ROW_FIELDS, "pixel_values", "image_rows")
         rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
-        kept = (*TOKEN_DTYPES, "supports", *(("routes",) if with_routes else ()))
-        tokens = {name: self.tokens[name] for name in kept if name in self.tokens}
+        token_names = (*TOKEN_DTYPES, "supports", *(("routes",) if with_routes else ()))
+        tokens = {name: self.tokens[name] for name in token_names if name in self.tokens}
         if has_end is not None:
             rows["lengths"] = self.lengths + has_end
             ends = {"loss_mask": True, "weight_versions": -1, "supports": EVERY_TOKEN[0], "routes": NATIVE}
