@@ -117,8 +117,8 @@ def joined_routes(
         return TokenArray.joined([before, bytes([NATIVE]) * (len(before) // num_before * num_added)], "B")
     if num_rows < 1 or len(added) % num_rows:
         raise EngineError(
-            f"The engine returned {len(added)} bytes of routes for {num_before} tokens of a prompt and {num_added} of a "
-            "completion. Each token but the last needs equally many."
+            f"The engine returned {len(added)} bytes of routes for a prompt of {num_before} tokens and {num_added} of "
+            "a completion. Each token but the last needs equally many."
         )
     rows = np.asarray(added, np.uint8).reshape(num_rows, -1)
     rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])

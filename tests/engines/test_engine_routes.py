@@ -46,17 +46,17 @@ def test_only_a_draft_with_a_layout_asks_for_routes():
 
 def test_routes_of_a_completion_are_joined_over_its_requests():
     one = draft()
-    one.add(answered(2, [5, 6, 7], "abort"), "http://there", 8)
+    one.add(answered(2, [5, 6, 7], "abort"), "http://there")
     assert one.completion().routes == [5, 6, 7]
-    one.add(answered(2, [0, 0, 0, 1, 2]), "http://there", 8)  # other weights computed the first three again
+    one.add(answered(2, [0, 0, 0, 1, 2]), "http://there")  # other weights computed the first three again
     assert one.completion().routes == [5, 6, 7, 1, 2]
 
 
 def test_an_interrupted_request_may_lack_its_routes():
     one = draft()
-    one.add(answered(2, None, "abort"), "http://there", 8)
+    one.add(answered(2, None, "abort"), "http://there")
     assert one.completion().routes is None
-    one.add(answered(2, [3, 4, 5, 6, -1]), "http://there", 8)
+    one.add(answered(2, [3, 4, 5, 6, -1]), "http://there")
     assert one.completion().routes == [3, 4, 5, 6, 255]
 
 
@@ -70,7 +70,7 @@ def test_an_interrupted_request_may_lack_its_routes():
 )
 def test_a_finished_request_without_the_models_routes_is_refused(experts, message):
     with pytest.raises(MalformedAnswer, match=message):
-        draft().add(answered(4, experts), "http://there", 8)
+        draft().add(answered(4, experts), "http://there")
 
 
 @pytest.fixture

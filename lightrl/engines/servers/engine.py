@@ -517,12 +517,12 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         if self.record_routes and without:
             raise ValueError(
                 f"record_routes is true, but {without[0]} does not return its experts. Start it with "
-                "enable_return_routed_experts, or omit record_routes."
+                "SGLang's enable_return_routed_experts, or omit record_routes."
             )
         if layout is not None and without:
             log.warning(
-                "The trainer's router chooses the experts of each token, since %s does not return them. Start it with "
-                "enable_return_routed_experts to train each token with the experts that it was sampled with.",
+                "The trainer's router chooses the experts of each token, since %s does not return them. SGLang "
+                "does if it was started with enable_return_routed_experts.",
                 without[0],
             )
         return None if without else layout
