@@ -115,7 +115,7 @@ def _check_tokens(trajectory: Trajectory) -> None:
     if trajectory.routes is not None and num and len(trajectory.routes) % num:
         raise ValueError(
             f"A trajectory of prompt {trajectory.prompt.id!r} has {len(trajectory.routes)} bytes of routes for {num} "
-            "token_ids; each token needs equally many. Join those of its completions with models.joined_routes."
+            "token_ids; each token needs equally many. Join those of its completions with models.routes.joined_routes."
         )
     for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards"):
         values = getattr(trajectory, name)

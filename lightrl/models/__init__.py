@@ -6,6 +6,7 @@ Reading order:
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     lora.py           adapters trained instead of weights
     moe.py            the blocks with experts, their routers
+    routes.py         the experts that each token was sampled with, recorded and replayed
     images.py         models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate
