@@ -73,11 +73,11 @@ def test_a_copy_with_lists_makes_them_when_they_are_read_and_can_be_copied() -> 
     seen = trajectory.with_lists()
     assert "token_ids" not in vars(seen)
     assert type(seen.token_ids) is type(seen.rewards) is type(seen.loss_mask) is list
-    assert seen.supports is None
+    assert seen.supports is seen.routes is None
     seen.token_ids = seen.token_ids[:1]
     assert (type(seen.token_ids), len(trajectory.token_ids) > 1) == (list, True)
     seen = trajectory.with_lists()
-    trajectory.supports = None
+    trajectory.supports = trajectory.routes = None
     assert replace(seen, completion="x").token_ids == trajectory.token_ids
     assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == trajectory
     with pytest.raises(AttributeError, match=r"Trajectory has no 'tokens'; it has .*'token_ids'"):
