@@ -260,10 +260,10 @@ class Conversation:
         is_generated: bool,
         of_engine: Completion | None = None,
     ) -> None:
-        before, added = len(self.token_ids), len(token_ids)
+        num_before, num_added = len(self.token_ids), len(token_ids)
         supports, routes = (None, None) if of_engine is None else (of_engine.supports, of_engine.routes)
-        self.supports = joined_supports([(before, self.supports), (added, supports)])
-        self.routes = joined_routes(self.routes, before, routes, added)
+        self.supports = joined_supports([(num_before, self.supports), (num_added, supports)])
+        self.routes = joined_routes(self.routes, num_before, routes, num_added)
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)

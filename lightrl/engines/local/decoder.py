@@ -289,7 +289,7 @@ class HuggingFaceDecoder:
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._is_token = torch.cat([self._is_token, torch.ones_like(token_ids)[:, None]], dim=1)
         self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions[:, None], self._cache, None)
-        self.latest_routes = None if self._routes is None else self._recorded[:, 0]
+        self.latest_routes = None if self._routes is None else [*self._recorded[:, 0]]
         next_logits: Tensor = logits[:, -1].float()
         return next_logits
 
