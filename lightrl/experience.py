@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.checks.bounds import check_choice
+from lightrl.functional.branches import BranchRows
 from lightrl.functional.device_copy import to_device
 from lightrl.functional.packing import microbatch_bins
 from lightrl.functional.rows import (
@@ -57,6 +58,9 @@ class Experience:
     group_ids: Tensor  # int64 [B]
     is_truncated: Tensor  # bool [B]
     lengths: Tensor  # int64 [B], tokens of each trajectory, prompt included
+    # int64 [B, T], tokens between a token and the one before it in its conversation; None if every trajectory is one
+    # conversation. For a tree of conversations see functional/branches.py.
+    gaps: Tensor | None = None
     token_rewards: Tensor | None = None  # float32 [B, T], when the reward is given per token or turn
     proximal_logprobs: Tensor | None = None  # float32 [B, T], of the policy at the start of the update
     reference_logprobs: Tensor | None = None  # float32 [B, T], of the reference policy
@@ -98,6 +102,8 @@ class Experience:
         routes = route_rows(trajectories)
         if routes is not None:
             others["routes"] = pad_sequence([*map(torch.tensor, routes)], batch_first=True, padding_value=NATIVE)
+        if any(item.gaps is not None for item in trajectories):
+            others["gaps"] = padded_rows([item.gaps or [0] * len(item.token_ids) for item in trajectories], 0, np.int64)
         others["rewards"], token_rewards = reward_fields(trajectories)
         if token_rewards is not None:
             others["token_rewards"] = padded_rows(token_rewards, 0.0, np.float32)
@@ -126,6 +132,14 @@ class Experience:
     def generated_token_counts(self) -> Tensor:
         """Tokens that the policy generated, int64 [B]."""
         return (self.weight_versions >= 0).sum(1)
+
+    @property
+    def forward_tokens(self) -> Tensor:
+        """Tokens that a model reads of each trajectory, int64 [B]: those that conversations share once for each."""
+        if self.gaps is None:
+            return self.lengths
+        rows = BranchRows.of(self.gaps, self.lengths)
+        return torch.zeros_like(self.lengths).index_add(0, rows.trees, rows.lengths)
 
     @property
     def version_bounds(self) -> tuple[Tensor, Tensor]:
@@ -209,7 +223,7 @@ class Experience:
 
         Units of like length go together, longest first, so that there is little padding.
         """
-        rows = microbatch_bins(self.lengths.tolist(), self.units(unit), max_tokens)
+        rows = microbatch_bins(self.forward_tokens.tolist(), self.units(unit), max_tokens)
         return rows, [self if len(part) == len(self) else self.select(part) for part in rows]
 
     def units(self, unit: LossUnit) -> list[list[int]]:

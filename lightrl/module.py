@@ -276,6 +276,21 @@ class RLModule(L.LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__} has a critic, so it must define value_loss.")
 
+    def row_weights(self, row_tokens: Tensor, trees: Tensor) -> Tensor | None:
+        """The factors of the losses of rows: the conversations of trajectories that have several, as with subagents.
+
+        None, the default, is 1 for each: a trajectory counts once, however many rows it has, and each of its tokens as
+        much as any other. A token that rows share belongs to the first of them. A loss per trajectory has no factors.
+
+        Args:
+            row_tokens: int64 [R], the tokens that train in each row, of a microbatch's trajectories.
+            trees: int64 [R], the trajectory of each row, by its index in the microbatch; ascending.
+
+        Returns:
+            [R], or None.
+        """
+        return None
+
     def is_update_the_last(self, metrics: dict[str, float]) -> bool:
         """Whether to skip the iteration's remaining minibatches, from the metrics of the one before."""
         return False

@@ -310,9 +310,38 @@ class TokenArray(Sequence[_Number]):
         return b"".join(parts)
 
 
+Span = tuple[int, int]  # tokens from start to end
+
+
+def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[Span]]:
+    """The rows of a trajectory, see `Trajectory.rows`.
+
+    Args:
+        num_tokens: T.
+        branches: the tokens whose gap is not 0, in order, and their gaps.
+    """
+    starts, before = [0], [-1]  # by part of the tokens: its first token, and the token that it follows
+    for start, gap in branches:
+        starts.append(start)
+        before.append(start - 1 - gap)
+    ends = [*starts[1:], num_tokens]
+
+    def spans_to(end: int) -> list[Span]:
+        """All tokens up to `end` that precede it in its conversation."""
+        spans: list[Span] = []
+        while end > 0:
+            part = bisect_right(starts, end - 1) - 1
+            spans.append((starts[part], end))
+            end = before[part] + 1
+        return spans[::-1]
+
+    continued = {last + 1 for last in before}
+    return [spans_to(end) for start, end in zip(starts, ends, strict=True) if start < end and end not in continued]
+
+
 @dataclass
 class Trajectory:
-    """One finished interaction: a completion, or a conversation of several turns.
+    """One finished interaction: a completion, a conversation of several turns, or a tree of conversations.
 
     A list that is given or assigned to a per-token field becomes a TokenArray, which takes 8 bytes a token for all of
     them together, and up to 8 more for rewards that differ from token to token.
@@ -322,6 +351,10 @@ class Trajectory:
                    token_ids=[3, 7, 1, 9, 10, 9, 1], loss_mask=[False] * 5 + [True] * 2,
                    behavior_logprobs=[0.0] * 5 + [-1.2, -0.3], weight_versions=[-1] * 5 + [4, 4],
                    completion_ids=[9, 1], completion="9", finish_reason="stop", reward=1.0)
+
+    A tree has each token once, in the order of time. Its `gaps` say which token comes before a token:
+        prompt p, completion a; a subagent's s, x; then o, b after a:    token_ids  p a s x o b
+        two rows, s x and p a o b                                        gaps       0 0 2 0 2 0
     """
 
     prompt: Prompt
@@ -341,8 +374,12 @@ class Trajectory:
     supports: Sequence[int] | None = None
     # uint8 [T * w], the experts of the T tokens (models/routes.py); None if the engine returned none.
     routes: Sequence[int] | None = None
+    # int32 [T], how many tokens between it and the one before it in its conversation; None if all are 0.
+    gaps: Sequence[int] | None = None
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
+    workspace: str | None = None  # the folder that an agent left, for the reward; deleted after it
+    agent_output: str = ""  # the end of what the agent's program printed
     # Outputs of LLM judges and teachers, by key: a number, or a numpy array [T, ...].
     call_outputs: JsonObject = field(default_factory=dict)
 
@@ -380,6 +417,20 @@ class Trajectory:
         return max((version for version, _ in self._version_runs()), default=-1)
 
     @property
+    def rows(self) -> list[list[Span]]:
+        """The tree's conversations, each the path to a last token, as spans of `token_ids`; one without gaps.
+
+        A token that several rows share trains in the first of them.
+        """
+        gaps = enumerate(self.gaps or ())
+        return rows_of(len(self.token_ids), [(index, gap) for index, gap in gaps if gap])
+
+    @property
+    def first_branch(self) -> int:
+        """The token that begins the first branch; T if there is none."""
+        return next((index for index, gap in enumerate(self.gaps or ()) if gap), len(self.token_ids))
+
+    @property
     def num_loss_tokens(self) -> int:
         return sum(length for trains, length in token_array("loss_mask", self.loss_mask).runs() if trains)
 
@@ -396,8 +447,8 @@ class Trajectory:
             arrays.pop(name, None)
         copy = object.__new__(type(self))
         copy.__dict__.update(values, _arrays=arrays)
-        if "rewards" in arrays:  # `__getattr__` is not called, since the class has a default
-            copy.rewards = arrays["rewards"].tolist()
+        for name in arrays.keys() & {"rewards", "gaps"}:  # `__getattr__` is not called, since the class has a default
+            setattr(copy, name, arrays[name].tolist())
         return copy
 
     def to_bytes(self, prompt: bytes | None = None, *, for_training: bool = True) -> bytes:
@@ -434,7 +485,7 @@ class Trajectory:
         lengths = iter(values.pop("lengths"))
         for name, num_numbers, num_ends in zip(TOKEN_FIELDS, lengths, lengths, strict=True):
             middle, end = start + num_numbers, start + num_numbers + num_ends
-            is_none = num_numbers == 0 and name in ("rewards", *_ONLY_FOR_TRAINING)
+            is_none = num_numbers == 0 and name in ("rewards", "gaps", *_ONLY_FOR_TRAINING)
             array: TokenArray[float] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
             values[name] = None if is_none else array
             start = end
@@ -482,6 +533,7 @@ TOKEN_FIELDS: dict[str, tuple[str, bool]] = {
     "rewards": ("d", True),
     "supports": ("B", False),
     "routes": ("B", False),
+    "gaps": ("i", True),
 }
 _ONLY_FOR_TRAINING = ("supports", "routes")  # bytes that nobody reads as numbers
 

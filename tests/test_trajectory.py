@@ -32,6 +32,7 @@ def rich_trajectory() -> Trajectory:
     trajectory.prompt = replace(trajectory.prompt, fields={"answer": "½ \ud83d", "nested": [1, None]})
     trajectory.turns = [Turn(2, 5), Turn(7, 9, "length")]
     trajectory.rewards, trajectory.supports, trajectory.routes = [0.5] * num, [200, 1, 0] * num, [3, 255] * num
+    trajectory.gaps = [0] * (num - 2) + [3, 0]
     trajectory.metrics = {"accuracy": np.float32(0.5)}  # type: ignore[dict-item]  # as a reward may return it
     trajectory.call_outputs = {"score": 0.25, "logprobs": np.arange(num, dtype=np.float32)}
     return trajectory
@@ -82,6 +83,16 @@ def test_a_copy_with_lists_makes_them_when_they_are_read_and_can_be_copied() -> 
     assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == trajectory
     with pytest.raises(AttributeError, match=r"Trajectory has no 'tokens'; it has .*'token_ids'"):
         seen.tokens  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_rows_are_the_paths_of_a_tree() -> None:
+    trajectory = rich_trajectory()
+    num = len(trajectory.token_ids)
+    for copied in (trajectory, trajectory.with_lists(), Trajectory.from_bytes(trajectory.to_bytes())):
+        assert copied.rows == [[(0, num - 2)], [(0, num - 5), (num - 2, num)]]
+        assert copied.first_branch == num - 2
+    linear = replace(trajectory, gaps=None)
+    assert (linear.rows, linear.first_branch) == ([[(0, num)]], num)
 
 
 def test_a_group_survives_a_checkpoint_and_shares_its_prompt_again() -> None:

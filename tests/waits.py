@@ -36,6 +36,14 @@ async def until(is_true: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
+def comes_true(is_true: Callable[[], object]) -> bool:
+    """Whether it is true within a time that only a fault takes."""
+    deadline = time.monotonic() + LONGEST_S
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(is_true())
+
+
 async def until_written(server: FakeServerProcess, num_requests: int = 1) -> None:
     """Waits until so many requests run, each with a token at least."""
     await until(lambda: sum(count > 0 for count in server.stats()["written"]) == num_requests)

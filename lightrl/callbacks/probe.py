@@ -346,8 +346,11 @@ class LagProbe:
             trajectories = [item for group in groups for item in group.trajectories]
             indices = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
             chosen = [trajectories[place] for place in indices if not trajectories[place].prompt.images]
-            rows = [(item.token_ids, item.loss_mask, item.behavior_logprobs) for item in chosen]
-            cut = [(list(ids[:MAX_TOKENS]), list(mask[:MAX_TOKENS]), list(own[:MAX_TOKENS])) for ids, mask, own in rows]
+            cut = [
+                (list(item.token_ids[:end]), list(item.loss_mask[:end]), list(item.behavior_logprobs[:end]))
+                for item in chosen
+                for end in [min(MAX_TOKENS, item.first_branch)]
+            ]
             self._offered = [row for row in cut if any(row[1])]
 
     def measure(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -244,13 +245,16 @@ class RankShares:
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
         """All parameters, from every rank or from rank 0."""
+        # Every rank has the settings. Servers read the names of checkpoints, engines in this process those of modules.
+        is_server = isinstance(trainer.engine, ServerEngine)
+        make = functools.partial(model.full_parameters, part=part, names="checkpoint" if is_server else "module")
         if holders.size == 1:
-            return model.full_parameters(bucket_bytes, part=part)
+            return make(bucket_bytes)
         if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
             self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)
         if self._folder is None:
-            return model.full_parameters(bucket_bytes, part=part)
-        return shared(model.full_parameters(bucket_bytes, part=part, is_spread=True), self._folder, holders)
+            return make(bucket_bytes)
+        return shared(make(bucket_bytes, is_spread=True), self._folder, holders)
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:

@@ -11,6 +11,7 @@ Reading order:
     kl.py           estimators of the KL divergence, its adaptive weight; divergences over a teacher's top-k tokens
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  copies to a device that the host does not wait for
+    branches.py     rows of a trajectory that is a tree of conversations, and outputs back in the tree
     rows.py         trajectories as rows of tensors, checked; packing.py  of unequal length, without their padding
     supports.py     the tokens that truncated sampling chose from: their code, and the softmax over them
 
@@ -21,6 +22,7 @@ in tests/functional/ a value worked by hand and an independent slow implementati
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages
+from lightrl.functional.branches import BranchRows, row_lengths, row_spans
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.importance import (
     ImportanceWeights,
@@ -55,7 +57,7 @@ from lightrl.functional.losses import (
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.reduction import masked_mean, neutralize, reduce_loss
-from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, num_coded_tokens
+from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, support_ends
 from lightrl.functional.values import (
     RewardShaping,
     ValueNormalizer,
@@ -76,5 +78,6 @@ __all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "pre
 __all__ += ["is_clipped", "rectangles", "bins", "Packed", "pack", "unpack"]
 __all__ += ["neutralize", "masked_mean", "reduce_loss"]
 __all__ += ["gae", "RewardShaping", "on_last_loss_token", "on_loss_tokens"]
-__all__ += ["EVERY_TOKEN", "Supports", "encode_supports", "joined_supports", "num_coded_tokens"]
+__all__ += ["EVERY_TOKEN", "Supports", "encode_supports", "joined_supports", "support_ends"]
+__all__ += ["BranchRows", "row_lengths", "row_spans"]
 __all__ += ["value_loss", "explained_variance", "ValueNormalizer"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.functional.supports import EVERY_TOKEN, num_coded_tokens
+from lightrl.functional.supports import EVERY_TOKEN, support_ends
 from lightrl.trajectory import Trajectory, token_array
 
 
@@ -107,7 +107,7 @@ def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool 
 
 def _check_tokens(trajectory: Trajectory) -> None:
     num = len(trajectory.token_ids)
-    if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != num:
+    if trajectory.supports is not None and (coded := len(support_ends(trajectory.supports))) != num:
         raise ValueError(
             f"A trajectory of prompt {trajectory.prompt.id!r} has the supports of {coded} tokens and {num} token_ids. "
             "Join those of its completions with functional.joined_supports."
@@ -117,14 +117,23 @@ def _check_tokens(trajectory: Trajectory) -> None:
             f"A trajectory of prompt {trajectory.prompt.id!r} has {len(trajectory.routes)} bytes of routes for {num} "
             "token_ids; each token needs equally many. Join those of its completions with models.routes.joined_routes."
         )
-    for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards"):
+    for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards", "gaps"):
         values = getattr(trajectory, name)
         if values is not None and len(values) != num:
             raise ValueError(
                 f"A trajectory of prompt {trajectory.prompt.id!r} needs one entry of {name} for each of its {num} "
                 f"token_ids, got {len(values)}. Fix the workflow or the reward."
             )
-    if num and trajectory.loss_mask[0]:
+    firsts = [0] if num else []
+    if trajectory.gaps is not None:
+        gaps, most = np.asarray(trajectory.gaps, np.int64), np.arange(num)
+        if ((gaps < 0) | (gaps > most)).any() or trajectory.prompt.images:
+            raise ValueError(
+                f"A trajectory of prompt {trajectory.prompt.id!r} has gaps, which must be from 0 to the number of "
+                "tokens before the token, and are for prompts without images. Fix the workflow."
+            )
+        firsts = np.flatnonzero(gaps == most).tolist()
+    if any(trajectory.loss_mask[first] for first in firsts):
         raise ValueError(
             f"A trajectory of prompt {trajectory.prompt.id!r} trains its first token, which nothing predicts. Its "
             "prompt needs at least one token, such as a start token."

@@ -84,9 +84,9 @@ def joined_supports(parts: Sequence[tuple[int, Sequence[int] | None]]) -> TokenA
     return TokenArray.joined([EVERY_TOKEN * num if codes is None else codes for num, codes in parts], "B")
 
 
-def num_coded_tokens(codes: Sequence[int]) -> int:
-    """Counts the tokens that these bytes are the codes of."""
-    return int(_is_end(np.asarray(codes, np.uint8)).sum())
+def support_ends(codes: Sequence[int] | _Ints) -> _Ints:
+    """The end of each token's code in these bytes, int64 [T]."""
+    return np.flatnonzero(_is_end(np.asarray(codes, np.uint8))) + 1
 
 
 def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:

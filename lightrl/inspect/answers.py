@@ -20,6 +20,7 @@ from lightrl.checks.printable import count_text
 from lightrl.inspect.index import TrajectoryIndex, finite_number
 from lightrl.inspect.run_folder import Json, Run
 from lightrl.trace import trace_files
+from lightrl.trajectory import rows_of
 
 MAX_POINTS = 600  # a curve's points: more than its columns on a screen
 MAX_TOKENS = 100_000  # shown of a trajectory
@@ -211,6 +212,7 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
     advantages = record.get("advantages")
     if advantages is None and record.get("advantage") is not None:
         advantages = [record["advantage"] if trains else 0.0 for trains in mask]
+    branches = [(index, gap) for index, gap in enumerate((trajectory.get("gaps") or ())[:num]) if gap]
     prompt = trajectory["prompt"]
     shown = {name: record.get(name) for name in ("iteration", "weight_version", "advantage")}
     return {
@@ -225,6 +227,8 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
         "completion": trajectory["completion"],
         "metrics": trajectory["metrics"],
         "turns": trajectory["turns"],
+        "branches": branches,
+        "rows": rows_of(num, branches),
         "num_tokens": len(trajectory["token_ids"]),
         "tokens": {
             "id": token_ids,

@@ -254,7 +254,7 @@ class RolloutLoop(_AutomaticOptimization):
         for index, rows in enumerate(cuts):
             minibatch = experience if len(rows) == len(experience) else experience.select(rows)
             if holders.dp_size > 1:
-                imbalances.append(token_imbalance(minibatch.lengths.tolist(), shares(minibatch, holders)))
+                imbalances.append(token_imbalance(minibatch.forward_tokens.tolist(), shares(minibatch, holders)))
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, len(cuts))
             self.ranks.step()
             metrics, parts = self._step(module, train_calls, minibatch, batch_idx, is_first=index == 0)

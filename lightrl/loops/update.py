@@ -20,7 +20,7 @@ from torch import Tensor
 from lightrl.checks.printable import count_text
 from lightrl.errors import TrainingError
 from lightrl.experience import FIELDS, RENAMED, Experience
-from lightrl.functional import kl, neutralize, policy_ratio, reduce_loss
+from lightrl.functional import BranchRows, kl, neutralize, policy_ratio, reduce_loss
 from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, add_parts, over_ranks, parts_of
 from lightrl.models import Metric, Outputs
 from lightrl.module import ESS_WEIGHTS
@@ -90,7 +90,7 @@ class MinibatchLoss:
         result = self._called("loss", experience, outputs)
         weights = result.pop(ESS_WEIGHTS, None)
         metrics: dict[str, Metric] = {}
-        share = self._share("loss", result, mask, metrics)
+        share = self._share("loss", result, experience, metrics, "")
         if outputs.logprobs.requires_grad and not share.requires_grad:
             raise ValueError(
                 f"{self._name('loss')} returns a loss without a gradient. Compute it from outputs.logprobs, without "
@@ -139,15 +139,16 @@ class MinibatchLoss:
         assert outputs.values is not None
         result = self._called("value_loss", experience, outputs.values)
         metrics: dict[str, Metric] = {}
-        share = self._share("value_loss", result, experience.loss_mask, metrics, prefix=f"{role}/")
+        share = self._share("value_loss", result, experience, metrics, f"{role}/")
         if metrics:
             add_parts(self.parts, parts_of(metrics, experience.loss_mask))
         return share
 
     def _share(
-        self, hook: str, result: Mapping[str, Metric], mask: Tensor, metrics: dict[str, Metric], *, prefix: str = ""
+        self, hook: str, result: Mapping[str, Metric], experience: Experience, metrics: dict[str, Metric], prefix: str
     ) -> Tensor:
         """The loss that a hook returned, reduced; adds its metrics under their names with the prefix."""
+        mask, weights = experience.loss_mask, self._token_weights(experience)
         hook = self._name(hook)
         if "loss" not in result:
             raise ValueError(f"{hook} must return 'loss' among its keys, got {sorted(result)}.")
@@ -157,6 +158,8 @@ class MinibatchLoss:
                 metrics[prefix + name] = metric
         loss = result["loss"]
         assert isinstance(loss, Tensor)
+        if weights is not None and loss.dim() == 2:
+            loss = loss * weights.to(loss.dtype)
         share = reduce_loss(
             loss,
             mask,
@@ -168,6 +171,19 @@ class MinibatchLoss:
         # The number that is minimized, under any reduction: the sum of the shares, whose weights sum to 1.
         add_parts(self.parts, {f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
         return share
+
+    def _token_weights(self, experience: Experience) -> Tensor | None:
+        """`row_weights` for each token, [B, T]; None if all are 1."""
+        if experience.gaps is None:
+            return None
+        rows = BranchRows.of(experience.gaps, experience.lengths)
+        weights = self.module.row_weights((rows.spread(experience.loss_mask) & rows.is_first).sum(1), rows.trees)
+        if weights is None:
+            return None
+        if not isinstance(weights, Tensor) or weights.shape != rows.trees.shape:
+            got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(f"{self._name('row_weights')} must return [R] = {tuple(rows.trees.shape)}, got {got}.")
+        return weights[rows.tree_rows]
 
     def reduce(self) -> None:
         """After the last microbatch: joins the parts of all ranks, so that every rank reports the same numbers."""

@@ -4,6 +4,7 @@ Reading order:
     role.py           Role: a model in a run, how it is trained and on which ranks (RoleMesh); its model, checked
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
+    conversion.py     names and layouts of checkpoints and servers ◄─► those of a model's modules
     lora.py           adapters trained instead of weights
     moe.py            the blocks with experts, their routers
     routes.py         the experts that each token was sampled with, recorded and replayed

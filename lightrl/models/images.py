@@ -131,10 +131,28 @@ def sees_images(config: PretrainedConfig) -> bool:
 
 
 def auto_model(config: PretrainedConfig) -> Any:
-    """The auto class for a language model of this config, with or without images."""
+    """The auto class for a language model of this config; with an image tower if it has one, even on text alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    has_tower = hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+
+
+def new_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """A language model with random weights; `options` are those of `from_config`."""
+    model: PreTrainedModel = auto_model(config).from_config(config, **options)
+    give_pad_id(model)
+    return model
+
+
+def give_pad_id(model: PreTrainedModel) -> None:
+    """Gives the config of a model with an image tower a pad id, which some forwards put in place of image tokens.
+
+    Called on a finished model: its embeddings were made without, so that every row of them has a gradient.
+    """
+    text = model.config.get_text_config()
+    if text is not model.config and getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = 0
 
 
 def read_image(image: str) -> Image:

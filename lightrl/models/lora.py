@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.models.images import sees_images
 from lightrl.models.model_spec import check_files
+from lightrl.models.moe import moe_blocks, router_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
+
 _ADAPTER = "default"  # peft's name of the only adapter
+_OUTPUT = "lm_head"  # peft itself leaves it out
 _HEAD = "score"  # the head of critics and reward models is trained itself, without an adapter
 
 # What leaves the trainer: weights with the adapters in them, weights without them, or the adapters alone.
@@ -46,7 +53,10 @@ class LoRA:
     Args:
         rank: of the adapters, the inner dimension of B A.
         alpha: the adapters are scaled by `alpha / rank`.
-        target_modules: names of the linear layers that get adapters; `all-linear` is all but the output head.
+        target_modules: names of the linear layers that get adapters; `all-linear` is all but the output head, the
+            routers and experts of a mixture, and an image tower that gets no images.
+        target_parameters: names of further parameters that get adapters, such as the experts' fused ones,
+            `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`: a pair A, B for each expert.
         adapter: a folder in peft's form with adapters to start from, whose rank, alpha and layers replace those given
             here; None for fresh ones, which change nothing yet.
     """
@@ -55,6 +65,7 @@ class LoRA:
     alpha: int = 32
     target_modules: str | tuple[str, ...] = "all-linear"
     adapter: str | None = None
+    target_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -100,9 +111,12 @@ class LoRA:
                 lora_alpha=self.alpha,
                 lora_dropout=0.0,
                 target_modules=targets,
-                exclude_modules=[_HEAD] if hasattr(model, _HEAD) else None,
+                target_parameters=list(self.target_parameters) or None,
+                exclude_modules=_without_adapters(model) or None,
             )
-        model.add_adapter(config, _ADAPTER)
+        with _targets_as_given():
+            model.add_adapter(config, _ADAPTER)
+        self._check_targets(model)
         read = adapter_reader(self, seed)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name) or name.startswith(f"{_HEAD}."))
@@ -110,6 +124,61 @@ class LoRA:
                 with torch.no_grad():
                     parameter.copy_(read(name, parameter.shape))
         model.eval()
+        sizes = {name: value.numel() for name, value in model.named_parameters() if not is_adapter(name)}
+        adapted = {sources[0] for sources in exported_parameters(model).values() if len(sources) > 1}
+        num, total = sum(sizes[name] for name in adapted), sum(sizes.values())
+        log.info("LoRA: adapters on %d of %d parameters (%.1f %%).", num, total, 100 * num / total)
+
+    def _check_targets(self, model: PreTrainedModel) -> None:
+        """Raises ValueError if a target parameter does not exist, or a folder's adapters belong elsewhere."""
+        names = [name for name, _ in model.named_parameters() if is_adapter(name)]
+        ends = {name for name, sources in exported_parameters(model).items() if len(sources) > 1}
+        for target in self.target_parameters if self.adapter is None else ():
+            if not any(f".{name}".endswith(f".{target}") for name in ends):
+                raise ValueError(
+                    f"lora.target_parameters has {target!r}, which {type(model).__name__} does not have. "
+                    "Name those of experts, such as mlp.experts.down_proj."
+                )
+        if self.adapter is None:
+            return
+        from safetensors import safe_open
+
+        with safe_open(Path(self.adapter) / "adapter_model.safetensors", framework="pt") as file:
+            differing = {peft_name(name) for name in names} ^ set(file.keys())
+        if differing:
+            raise ValueError(
+                f"lora.adapter={self.adapter!r} must have adapters of this model's layers, but {len(differing)} "
+                f"differ, for example {min(differing)!r}. Use an adapter that lightrl or peft made for this model."
+            )
+
+
+def _without_adapters(model: PreTrainedModel) -> list[str]:
+    """Names of the modules that `all-linear` leaves out besides the output head."""
+    names = [_HEAD] if hasattr(model, _HEAD) else []
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    for name, block in moe_blocks(model).items():
+        parts = {name for name, child in block.named_children() if child in (block.experts, router_of(block))}
+        places = tuple(f"{name}.{part}" for part in parts)
+        names += [one for one in linear if one in places or one.startswith(tuple(f"{place}." for place in places))]
+    if hasattr(model.config, "vision_config") and not sees_images(model.config):
+        names += [name for name in linear if ".language_model." not in name and not name.startswith(_OUTPUT)]
+    return names
+
+
+@contextlib.contextmanager
+def _targets_as_given() -> Iterator[None]:
+    """Inside, peft takes names as they are: it reads `gate_proj` of any layer as that of fused experts."""
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # a release that does not
+        yield
+        return
+    convert = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = convert
 
 
 def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]:
@@ -165,22 +234,35 @@ def merged_parameters(
         model: with or without adapters.
         whole: maps a shard to its whole tensor; called once per parameter, in the same order on every rank.
     """
-    parameters = dict(model.named_parameters())
+    held = held_tensors(model)
     for name, sources in exported_parameters(model).items():
-        yield name, merge(model, name, [whole(parameters[source]) for source in sources])
+        yield name, merge(model, name, [whole(held[source]) for source in sources])
+
+
+def held_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The model's parameters, and the buffers that belong to its weights, such as the bias of a router."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def exported_parameters(model: torch.nn.Module, part: Part = "merged") -> dict[str, list[str]]:
-    """Maps each exported Hugging Face name to the parameters that it is made of: one, or W, A and B."""
-    names = [name for name, _ in model.named_parameters()]
+    """Maps each exported Hugging Face name to the `held_tensors` that it is made of: one, or W, A and B."""
+    names = list(held_tensors(model))
     if part == "adapters":
         return {name: [name] for name in names if is_adapter(name)}
     sources = {base_name(name): [name] for name in names if not is_adapter(name)}
     if part == "merged":
         for down in (name for name in names if ".lora_A." in name):
-            layer_name = down.partition(".lora_A.")[0]
-            sources[f"{layer_name}.weight"] += [down, down.replace(".lora_A.", ".lora_B.")]
+            sources[_adapted_name(model, down)] += [down, down.replace(".lora_A.", ".lora_B.")]
     return sources
+
+
+def _adapted_name(model: torch.nn.Module, down: str) -> str:
+    """The exported name of the weight that an adapter's A belongs to."""
+    layer_name = down.partition(".lora_A.")[0]
+    layer = model.get_submodule(layer_name)
+    return base_name(f"{layer_name}.{getattr(layer, 'parameter_name', 'weight')}")
 
 
 def merge(model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tensor:
@@ -188,9 +270,20 @@ def merge(model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tenso
     if len(tensors) == 1:
         return tensors[0]
     weight, down, up = (tensor.detach() for tensor in tensors)
-    layer: Any = model.get_submodule(name.removesuffix(".weight"))
-    change: Tensor = up @ down * layer.scaling[_ADAPTER]
-    return weight + change.to(weight.dtype)
+    module_name, _, parameter = name.rpartition(".")
+    layer: Any = model.get_submodule(module_name)
+    while getattr(layer, "parameter_name", parameter) != parameter:  # each parameter of a module has its own wrapper
+        layer = layer.base_layer
+    scaling = layer.scaling[_ADAPTER]
+    if weight.dim() == 2:
+        change = up @ down * scaling
+    else:  # A [E r, in], B [out, r E]; the weight is [E, out, in], or [E, in, out] if its module says so
+        num_experts = weight.shape[0]
+        pairs = up.reshape(up.shape[0], -1, num_experts), down.reshape(num_experts, -1, down.shape[1])
+        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+        change = torch.einsum("ore,eri->eio" if is_transposed else "ore,eri->eoi", *pairs) * scaling
+    merged: Tensor = weight + change.to(weight.dtype)
+    return merged
 
 
 def is_adapter(name: str) -> bool:
@@ -200,7 +293,7 @@ def is_adapter(name: str) -> bool:
 
 def base_name(name: str) -> str:
     """The Hugging Face name of a parameter outside adapters."""
-    return name.replace(".base_layer.", ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
 @dataclass(frozen=True)
@@ -222,6 +315,10 @@ class AdapterShape:
         """Reads the settings of a model's adapters; raises ValueError for a model without."""
         if not has_adapters(model):
             raise ValueError("engine.adapters='served' needs a policy with lora. Add lora to it, or set 'merged'.")
+        if any(hasattr(module, "parameter_name") for module in model.modules() if hasattr(module, "lora_A")):
+            raise ValueError(
+                "engine.adapters='served' cannot serve adapters of lora.target_parameters. Set 'merged', or remove it."
+            )
         names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
         targets = {name.partition(".lora_A.")[0].rpartition(".")[2] for name in names}
         config = json.loads(adapter_config(model, None)) | {"target_modules": sorted(targets)}  # peft may have paths

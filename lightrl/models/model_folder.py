@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from lightrl.checks.files import is_disk_full, publish, restore, sync_files, write_problem, write_sums
 from lightrl.concurrency.owner import own_mark, own_prefix, remove_left_behind
+from lightrl.models.conversion import without_bars
 from lightrl.models.images import save_processor, sees_images
 from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models.model_spec import ModelSpec, names_function, scalar_head
@@ -273,7 +274,7 @@ def replaced_folder(to: Path) -> Iterator[Path]:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        with _without_bars():
+        with without_bars():
             yield unfinished
         write_sums(unfinished)
         sync_files(unfinished)
@@ -331,18 +332,3 @@ def describe(models: Models) -> dict[str, dict[str, str | None]]:
 def parse_descriptions(saved: Any) -> dict[str, ModelDescription]:
     """The inverse of `describe`; empty for a checkpoint without descriptions."""
     return {role: ModelDescription(**values) for role, values in (saved or {}).items()}
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """Hides Hugging Face's progress bar for writing files, which would interrupt the run's own."""
-    from transformers.utils import logging as transformers_logging
-
-    if not transformers_logging.is_progress_bar_enabled():
-        yield
-        return
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()

@@ -20,7 +20,7 @@ import torch
 
 from lightrl.checks.files import check_sums
 from lightrl.checks.user_code import user_code
-from lightrl.models.images import auto_model, sees_images
+from lightrl.models.images import auto_model, give_pad_id, new_model, sees_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -109,7 +109,8 @@ def check_loaded(source: str, model: PreTrainedModel, missing: Collection[str], 
         first = sorted(unexpected)[0]
         log.warning("%s has %d weights that its config does not use, such as %r.", source, len(unexpected), first)
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+        held = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # this rank's shard
+        if not held.is_meta and not bool(torch.isfinite(held).all()):
             raise ValueError(f"{source} has NaN or infinity in weight {name!r}. Use an intact checkpoint.")
 
 
@@ -228,7 +229,7 @@ class ModelSpec:
                 torch.default_generator.manual_seed(self.random_seed)
                 config = self.load_config()
                 with loading(self._named, "Fix the config."):
-                    model = auto_model(config).from_config(config, **options)
+                    model = new_model(config, **options)
             return model.eval()
         config = self.load_config()
         kind, tokens = auto_model(config), getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -244,6 +245,7 @@ class ModelSpec:
                 **{"use_safetensors": True, **options},
             )
         check_loaded(self._named, model, loading_info["missing_keys"], loading_info["unexpected_keys"])
+        give_pad_id(model)
         return model.eval()
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrl.experience import Experience
+from lightrl.models.conversion import Names
 from lightrl.models.lora import Part
 from lightrl.weights import Bucket
 
@@ -63,7 +64,9 @@ class ParallelModel(Protocol):
         """
         ...
 
-    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
+    def full_parameters(
+        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+    ) -> Iterator[Bucket]:
         """All parameters with their Hugging Face names, whole, in buckets of about `bucket_bytes`; collective.
 
         Rank 0 gets all of them; with `is_spread` each rank gets a share, and no two ranks the same parameter. The
@@ -71,6 +74,7 @@ class ParallelModel(Protocol):
 
         Args:
             part: of a model with adapters: weights with the adapters merged, the `base` without them, or `adapters`.
+            names: those of the model's modules, or those of its checkpoint, which servers expect: see conversion.py.
         """
         ...
 

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightrl.errors import EngineError
 from lightrl.functional.rows import NATIVE
-from lightrl.models.images import auto_model
+from lightrl.models.images import new_model
 from lightrl.models.moe import moe_blocks, num_experts
 from lightrl.trajectory import TokenArray
 
@@ -64,7 +64,7 @@ class RouteLayout:
         if not any("expert" in name or "moe" in name for name in vars(text)):
             return None
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            blocks = _routed_blocks(auto_model(config).from_config(config))
+            blocks = _routed_blocks(new_model(config))
         layers = [re.search(r"layers\.(\d+)", name) for name in blocks]
         if not blocks or None in layers:
             return None
@@ -127,6 +127,17 @@ def joined_routes(
         is_known = (old != NATIVE).any(1, keepdims=True)
         rows[:num_before] = np.where(is_known, old, rows[:num_before])
     return TokenArray.of_stored(rows.tobytes(), b"", "B")
+
+
+def spliced_routes(
+    left: tuple[TokenArray[int] | None, int], end: int, right: tuple[TokenArray[int] | None, int], start: int
+) -> TokenArray[int] | None:
+    """Return the routes of a conversation's tokens up to `end`, then another's from `start`; each with its length."""
+    widths = [len(routes) // num for routes, num in (left, right) if routes is not None]
+    if not widths:
+        return None
+    both = [bytes([NATIVE]) * (widths[0] * num) if routes is None else bytes(routes) for routes, num in (left, right)]
+    return TokenArray.of_stored(both[0][: end * widths[0]] + both[1][start * widths[0] :], b"", "B")
 
 
 @dataclass

@@ -45,9 +45,10 @@ LAYERS = ("namespaces", "private_user", "landlock", "seccomp")
 _logger = logging.getLogger(__name__)
 # Without lightrl and its packages, and in a file tree of its own: the guard starts in a fraction of a second.
 _START = "import sys; sys.path.append(sys.argv[1]); from sandbox_guard.guard import main; main()"
+GUARD_COMMAND = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]  # then the prefix of folders
 _GRACE_S = 10.0
 _READ_BYTES = 1 << 16
-_SYSTEM_PATHS = (
+SYSTEM_PATHS = (
     *("/usr", "/lib", "/lib64", "/bin", "/opt/lib"),
     *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime"),
 )
@@ -121,7 +122,7 @@ class LocalSandbox:
         prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(python).resolve().parent)}
         self._python = python
         self._request = {
-            "readable": [*sorted(prefixes - {"/"}), *_SYSTEM_PATHS, *readable],
+            "readable": [*sorted(prefixes - {"/"}), *SYSTEM_PATHS, *readable],
             "environment": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(environment or {})},
             "layers": list(layers),
             "unprotected": unprotected,
@@ -170,9 +171,8 @@ class LocalSandbox:
         with self._lock:
             if self._guard is None or self._guard.poll() is not None:
                 self._end_guard()
-                command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]
                 self._guard = subprocess.Popen(
-                    [*command, own_prefix("lightrl-sandbox-")],
+                    [*GUARD_COMMAND, own_prefix("lightrl-sandbox-")],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     bufsize=0,

@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from lightrl.checks.printable import count_text
@@ -26,6 +27,7 @@ from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record, span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
+from lightrl.workflows.agent_command import delete_workspace
 from lightrl.workflows.turn_log import TurnLog
 from lightrl.workflows.workflow import GroupResult, RunResult, SingleTurn, Workflow, check_trajectory, own_cancellation
 
@@ -232,9 +234,13 @@ class Rewards:
         The worker keeps its own deadline.
         """
         loop = asyncio.get_running_loop()
+        is_kept: asyncio.Future[bool] = loop.create_future()
+        if trajectory.workspace is not None and not Path(trajectory.workspace).is_dir():
+            self.drops.drop_failed(RewardError("The workspace is gone with an earlier run."), trajectory.prompt)
+            is_kept.set_result(False)
+            return is_kept
         if not self._unsent:
             loop.call_soon(self._send)  # after all that arrived together
-        is_kept: asyncio.Future[bool] = loop.create_future()
         self._unsent.append((trajectory, is_kept))
         return is_kept
 
@@ -304,6 +310,9 @@ class Rewards:
     def _set(
         self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, result: asyncio.Future[RewardResult]
     ) -> None:
+        if trajectory.workspace is not None:
+            delete_workspace(trajectory.workspace)
+            trajectory.workspace = None
         if self._results.pop(is_kept, None) is None or result.cancelled() or is_kept.cancelled():
             is_kept.cancel()
             return

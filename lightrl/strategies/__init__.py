@@ -4,6 +4,7 @@ Reading order:
     single.py             one process, one device: no padding, logprobs from hidden states
     packed_attention.py   attention over a packed row, without a mask of its whole width
     shared_prefix.py      a group's prompt goes through the model once, or once for several completions
+    branches.py           a trajectory that is a tree of conversations, as rows
     halves.py             two threads for a small model
     checkpoint.py         checkpoints of one process; how one process resumes
     checkpoint_folder.py  checkpoints of several processes; safe_reader.py: read as data, so that no code runs

@@ -1,7 +1,7 @@
 """FSDP2Strategy: parameters, gradients and optimizer state sharded over all ranks; the same numbers as one process.
 
 Each decoder layer is gathered when it is needed and freed afterwards (`fully_shard`), so a rank holds its share and one
-or two layers. Models start without memory; rank 0 reads the checkpoint tensor by tensor and every rank keeps its part.
+or two layers. Models start without memory; each rank reads its own part of the checkpoint.
 
     world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each a quarter of the model
                                replica 1: ranks 4 5 6 7, the same; gradients are averaged over both
@@ -29,6 +29,8 @@ from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import check_local
 from lightrl.concurrency.owner import own_mark
 from lightrl.models import ParallelModel, RoleMesh, models_made_by
+from lightrl.models.conversion import conversions
+from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.routes import recompute_contexts
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
@@ -233,6 +235,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         )
         layers = decoder_layers(model)
+        if hasattr(model, "config"):
+            conversions(model)
         if not layers and hasattr(model, "config"):
             raise ValueError(
                 f"FSDP2Strategy needs models that name their decoder layers in _no_split_modules, which "
@@ -249,6 +253,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 checkpointed = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
                 layer.forward = functools.partial(checkpointed, context_fn=recompute_contexts)
             policy = mixed if is_mixed else MixedPrecisionPolicy()
+            for block in moe_blocks(layer).values() if is_mixed else ():  # routers are gathered in float32
+                shard(router_of(block), reshard_after_forward=self.reshard_after_forward)
             shard(layer, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         # The logprobs read the root's own parameters (embedding, last norm, head) outside of its forward.
         shard(model, reshard_after_forward=False)

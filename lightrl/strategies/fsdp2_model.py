@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
-from lightrl.models.lora import Part, exported_parameters, merge
+from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.sharded_experience.microbatches import lengths_of
@@ -93,17 +94,19 @@ class FSDP2Model(SingleModel):
             backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
             self.ranks.step()
 
-    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
+    def full_parameters(
+        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+    ) -> Iterator[Bucket]:
         reshard(self._root)
-        parameters = dict(self.model.named_parameters())
+        held = held_tensors(self.model)
         if self._gather is None:
             assert isinstance(self.ranks, ProcessRanks)
-            whole_of = {name: (value.shape, value.dtype) for name, value in parameters.items()}
-            self._gather = PlannedGather(whole_of, parameters, group=self.ranks.control_group)
+            whole_of = {name: (value.shape, value.dtype) for name, value in held.items()}
+            self._gather = PlannedGather(whole_of, held, group=self.ranks.control_group)
         buckets = self._gather.buckets(
-            parameters,
+            held,
             exported_parameters(self.model, part),
-            combine=functools.partial(merge, self.model),
+            combine=functools.partial(exported_tensors, self.model, names),
             bucket_bytes=bucket_bytes,
             is_spread=is_spread,
         )
@@ -123,6 +126,11 @@ class FSDP2Model(SingleModel):
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
+        if experience.pixel_values is not None:  # a rank without images would not gather their tower
+            raise ValueError(
+                "Prompts with images can only be trained in one process so far. Set trainer.strategy to auto and "
+                "trainer.devices to 1."
+            )
         # Tensors, not Outputs: FSDP searches known containers for the start of the backward.
         return Outputs(*self._root.run_inside(self._tensors, experience, candidates))
 

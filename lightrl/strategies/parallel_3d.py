@@ -10,6 +10,7 @@ windows or a Hugging Face attention interface. For longer sequences use tp, whic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -22,7 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
+from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.lora import Part
+from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.packed_attention import make_packable
 from lightrl.strategies.planned_gather import PlannedGather
@@ -230,8 +233,8 @@ class Parallel3DModel:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Outputs of each microbatch on every rank, without gradient."""
-        microbatches = list(microbatches)
-        feeds = self._feeds(microbatches, [topk] * len(microbatches))
+        parts = [branch_rows(microbatch) for microbatch in microbatches]
+        feeds = self._feeds([rows for rows, _ in parts], [topk] * len(parts))
         results: dict[int, Tensor] = {}
 
         def forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
@@ -243,8 +246,8 @@ class Parallel3DModel:
         self.split.pipeline.run(len(feeds), forward, None, lambda index: self._activation(feeds[index]))
         self.split.reshard()
         return [
-            self._outputs(self._from_last(results.get(index), feed), feed, microbatch)
-            for index, (feed, microbatch) in enumerate(zip(feeds, microbatches, strict=True))
+            join(self._outputs(self._from_last(results.get(index), feed), feed, rows))
+            for index, (feed, (rows, join)) in enumerate(zip(feeds, parts, strict=True))
         ]
 
     @torch.enable_grad()
@@ -254,15 +257,20 @@ class Parallel3DModel:
         Gradients must be None or zero before; afterwards they are averaged over dp and complete on the other axes.
         """
         microbatches = list(microbatches)  # a pipeline returns to each
-        feeds = self._feeds(microbatches, [teacher_candidates(microbatch) for microbatch in microbatches])
+        parts = [branch_rows(microbatch) for microbatch in microbatches]
+        feeds = self._feeds([rows for rows, _ in parts], [teacher_candidates(rows) for rows, _ in parts])
         results: dict[int, Tensor] = {}
+
+        def loss_of(index: int, result: Tensor) -> Tensor:
+            rows, join = parts[index]
+            return loss_fn(microbatches[index], join(self._outputs(result, feeds[index], rows)))
 
         def run_forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
             output: Tensor = self.split.stages[stage](hidden, feeds[index], self.settings)
             if not self.split.stages[stage].is_last:
                 return output
             results[index] = output.detach()
-            return loss_fn(microbatches[index], self._outputs(output, feeds[index], microbatches[index]))
+            return loss_of(index, output)
 
         def run_backward(stage: int, index: int, output: Tensor, gradient: Tensor | None, is_last: bool) -> None:
             self.split.set_last_backward(stage, is_last)
@@ -276,12 +284,14 @@ class Parallel3DModel:
         self.split.finish_gradients()
         has_last = any(stage.is_last for stage in self.split.stages.values())
         with torch.no_grad():
-            for index, (feed, microbatch) in enumerate(zip(feeds, microbatches, strict=True)):
+            for index, feed in enumerate(feeds):
                 result = self._from_last(results.get(index), feed)
                 if not has_last:
-                    loss_fn(microbatch, self._outputs(result, feed, microbatch))
+                    loss_of(index, result)
 
-    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
+    def full_parameters(
+        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+    ) -> Iterator[Bucket]:
         assert part == "merged", "check_sizes refuses adapters"
         self.split.reshard()
         held = self.split.held_parameters()
@@ -289,7 +299,13 @@ class Parallel3DModel:
             whole_of = {name: (shape, dtype) for name, shape, dtype, _ in self.split.parameters}
             self._gather = PlannedGather(whole_of, held, group=self.group)
         sources = {name: [name] for name, *_ in self.split.parameters}
-        return self._gather.buckets(held, sources, bucket_bytes=bucket_bytes, is_spread=is_spread)
+        return self._gather.buckets(
+            held,
+            sources,
+            combine=functools.partial(exported_tensors, self.split.model, names),
+            bucket_bytes=bucket_bytes,
+            is_spread=is_spread,
+        )
 
     def move_to(self, device: torch.device) -> None:
         for stage in self.split.stages.values():  # not the model: FSDP holds its parts by stage
@@ -316,8 +332,8 @@ class Parallel3DModel:
             dist.broadcast(result, group=pipeline.group, group_src=pipeline.num_ranks - 1)
         return result
 
-    def _outputs(self, result: Tensor, feed: Feed, microbatch: Experience) -> Outputs:
-        shape = microbatch.token_ids.shape
+    def _outputs(self, result: Tensor, feed: Feed, rows: Experience) -> Outputs:
+        shape = rows.token_ids.shape
         logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.positions, shape) for index in range(3))
         outputs = Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)
         num = feed.num_candidates

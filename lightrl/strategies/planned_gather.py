@@ -17,7 +17,7 @@ from lightrl.strategies.tensor_parallel import local
 from lightrl.weights import Bucket
 from lightrl.weights.gather_plan import Box, GatherPlan, Layout, make_plan
 
-Combine = Callable[[str, Sequence[Tensor]], Tensor]
+Combine = Callable[[str, Sequence[Tensor]], Mapping[str, Tensor]]
 
 
 class PlannedGather:
@@ -63,7 +63,7 @@ class PlannedGather:
         sources: Mapping[str, Sequence[str]],
         *,
         bucket_bytes: int,
-        combine: Combine = lambda name, tensors: tensors[0],
+        combine: Combine = lambda name, tensors: {name: tensors[0]},
         is_spread: bool = False,
     ) -> Iterator[Bucket]:
         """The exported tensors that this rank owns: all on rank 0, or with `is_spread` a share on each rank.
@@ -71,7 +71,7 @@ class PlannedGather:
         Args:
             held: this rank's parts, as they are now.
             sources: exported name → the parameters that it is made of.
-            combine: makes the exported tensor of them.
+            combine: makes the exported tensors of them, under the names that they get.
         """
         plan = self.plan(sources, bucket_bytes=bucket_bytes, is_spread=is_spread)
         if not plan.rounds:
@@ -118,7 +118,10 @@ class PlannedGather:
             work.wait()
         for part, place in unpacked:
             place.copy_(part)
-        return {name: combine(name, [whole[source] for source in sources[name]]) for name in own}
+        tensors: dict[str, Tensor] = {}
+        for name in own:
+            tensors.update(combine(name, [whole[source] for source in sources[name]]))
+        return tensors
 
     def _start_whole(self, name: str, held: Tensor | None) -> Tensor:
         """Make the whole parameter with what this rank holds of it; the held tensor itself if that is all."""

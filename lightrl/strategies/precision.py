@@ -1,12 +1,18 @@
-"""Lightning's precision plugins in subclasses that leave batches as they are, or clip as their strategy does."""
+"""Precision: Lightning's plugins as subclasses that leave batches alone or clip, and that of a mixture's experts."""
 
 from __future__ import annotations
 
 import copy
-from typing import Protocol, TypeVar, cast
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
 from torch.optim import Optimizer
+
+from lightrl.models.moe import moe_blocks, router_of
 
 
 class ClipsByNorm(Protocol):
@@ -29,6 +35,38 @@ class ClipsByStrategy(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.strategy.clip_by_norm(optimizer, clip_val)
+
+
+def set_expert_precision(model: torch.nn.Module) -> None:
+    """Makes the routers of a mixture compute in float32 under autocast, and its experts in autocast's dtype.
+
+    Autocast rounds router logits, so that tokens go to other experts, and leaves fused experts in float32.
+    """
+    for block in moe_blocks(model).values():
+        experts: Any = block.experts
+        parts: list[tuple[Any, Any]] = [(router_of(block), _call_in_float32), (experts, _call_in_autocast_dtype)]
+        for module, call in parts:
+            if not (isinstance(module.forward, functools.partial) and module.forward.func is call):
+                module.forward = functools.partial(call, module, module.forward)
+
+
+def _call_in_float32(router: torch.nn.Module, forward: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return forward(hidden, *others)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return forward(hidden.float(), *others)
+
+
+def _call_in_autocast_dtype(experts: torch.nn.Module, forward: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device) or hasattr(experts, "base_layer"):  # adapters
+        return forward(hidden, *others)
+    dtype = torch.get_autocast_dtype(device)
+    weights = dict(experts.named_parameters())
+    if all(weight.dtype == dtype for weight in weights.values()):
+        return forward(hidden.to(dtype), *others)
+    cast = {name: weight.to(dtype) for name, weight in weights.items()}
+    return torch.func.functional_call(experts, cast, (hidden, *others))
 
 
 _Change = TypeVar("_Change", bound=Precision)

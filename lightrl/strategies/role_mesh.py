@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightrl.experience import Experience
 from lightrl.models import Backward, LossFunction, Outputs, Role, RoleMesh
+from lightrl.models.conversion import Names
 from lightrl.models.lora import Part
 from lightrl.strategies.ranks import START_TIMEOUT, OtherRanks, ProcessRanks, Ranks, allow_long_waits
 from lightrl.weights import Bucket
@@ -95,7 +96,9 @@ class OtherRanksModel:
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         raise AssertionError("This rank does not hold the model.")
 
-    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
+    def full_parameters(
+        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+    ) -> Iterator[Bucket]:
         """One empty bucket."""
         yield Bucket({}, is_last=True)
 

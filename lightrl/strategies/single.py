@@ -44,12 +44,15 @@ from lightrl.models import (
     scalar_head,
     teacher_candidates,
 )
+from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.images import input_embeddings
-from lightrl.models.lora import Part, exported_parameters, merge
+from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
+from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import TOLERANCE, NotPackable, PackedRows, arguments, make_packable
+from lightrl.strategies.precision import set_expert_precision
 from lightrl.strategies.shared_prefix import (
     CALL_OVERHEAD_TOKENS,
     LAYOUTS,
@@ -128,6 +131,8 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
 @torch.no_grad()
 def can_pack(model: PreTrainedModel) -> bool:
     """Whether trajectories in one row do not see each other; gives the model an attention that keeps them apart."""
+    if getattr(model.config.get_text_config(), "index_topk", None):
+        return False  # sparse selection among a row's keys; these few tokens are below its size
     if not _takes(model, "position_ids") or _rope_depends_on_length(model) or not make_packable(model):
         return False
     token_ids = _some_tokens(model, 6)
@@ -219,6 +224,7 @@ class SingleModel:
         self.settings = settings
         self.form = form
         self.num_cores = torch.get_num_threads()  # later the stage of a small model leaves its thread one
+        set_expert_precision(model)
         own_head = scalar_head(model)
         self.value_head = value_head if own_head is None else own_head
         self.has_logprobs = own_head is None
@@ -266,18 +272,24 @@ class SingleModel:
         parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
         return [parameter for parameter in parameters.values() if parameter.requires_grad]
 
-    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
-        parameters = dict(self.model.named_parameters())
-        sources = exported_parameters(self.model, part)
+    def full_parameters(
+        self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
+    ) -> Iterator[Bucket]:
+        held = held_tensors(self.model)
         exported = (
-            (name, merge(self.model, name, [parameters[source] for source in names])) for name, names in sources.items()
+            exported_tensors(self.model, names, name, [held[source] for source in sources])
+            for name, sources in exported_parameters(self.model, part).items()
         )
-        return bucketed(exported, bucket_bytes)
+        return bucketed((pair for tensors in exported for pair in tensors.items()), bucket_bytes)
 
     def move_to(self, device: torch.device) -> None:
         self.model.to(device)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
+        rows, join = branch_rows(experience)
+        return join(self._row_outputs(rows, candidates if isinstance(candidates, int) else teacher_candidates(rows)))
+
+    def _row_outputs(self, experience: Experience, candidates: Candidates) -> Outputs:
         if self._max_row is not None and (longest := int(on_host(experience.lengths).max())) > self._max_row:
             raise ValueError(
                 f"A trajectory of {longest} tokens exceeds {CONTEXT}, {self._max_row} tokens. Leave it out."

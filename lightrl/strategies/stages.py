@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,9 @@ from lightrl.functional import (
     predicting_positions,
 )
 from lightrl.models import Candidates, ModelSpec, scalar_head
-from lightrl.strategies.empty_model import give_memory, parameter_reader, take_role
+from lightrl.models.conversion import checkpoint_files, load_parts
+from lightrl.models.model_spec import check_files
+from lightrl.strategies.empty_model import give_memory, take_role
 from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.packed_attention import PackedRows, no_mask
 from lightrl.strategies.pipeline import Pipeline
@@ -391,17 +394,20 @@ def _shard_over_dp(stages: Iterable[Stage], mesh: DeviceMesh) -> None:
 def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *, is_tied: bool) -> None:
     """Gives the part that this rank holds of a model without memory its weights, which the rank reads itself."""
     give_memory(model, device)
-    body = model.base_model
-    head = model.get_output_embeddings()
-    if is_tied and head is not None and body.embed_tokens is not None:
-        head.weight = body.embed_tokens.weight
-    sources = {name: name for name, _ in model.named_parameters()}
-    if is_tied and "lm_head.weight" in sources:
-        sources["lm_head.weight"] = f"{model.base_model_prefix}.embed_tokens.weight"
-    read = parameter_reader(spec, list(sources.values()))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(read(sources[name]))
+    embedding = f"{model.base_model_prefix}.embed_tokens.weight"
+    if spec.path is not None:
+        check_files(Path(spec.path))
+    if checkpoint_files(spec):
+        renamed = {"lm_head.weight": embedding} if is_tied else {}
+        load_parts(model, spec, device=device, renamed=renamed, is_whole=False)
+    else:
+        made = spec.load_model().state_dict()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(made[name])
+    head, embed_tokens = model.get_output_embeddings(), model.base_model.embed_tokens
+    if is_tied and head is not None and embed_tokens is not None:
+        head.weight = embed_tokens.weight
 
 
 def _stage_of(name: str, ranges: list[range]) -> int:

@@ -5,7 +5,7 @@ Reading order:
     multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
       turn_log.py     what was answered, for a resumed run; a journal of it on the disk
       tools.py        an environment of functions that the policy calls
-    agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI or Anthropic
+    agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI or Anthropic; agent_command.py: a program
       agent_session.py   its requests as tokens; completion_parser.py: completions as thinking, text and calls
       agent_protocol.py  a request and its answer: chat_protocol.py, messages_protocol.py, responses_protocol.py
 

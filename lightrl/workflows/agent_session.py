@@ -4,12 +4,12 @@ A request that continues an answer (the messages of an earlier request, then our
 tokens of that earlier request and answer; only the new messages are encoded. Any other request starts a new branch: the
 agent has rewritten history, holds two conversations, or sent the same request twice.
 
-    request A ─► answer ─┬─► request B (A + answer + tool result) ─► answer          a branch of 2 turns
-                         └─► request C (A + answer + another question) ─► answer     a branch of 2 turns
-    request D (A, shortened) ─► answer                                               a branch of 1 turn
+    request A ─► answer ─┬─► request B (A + answer + tool result) ─► answer          a row of 2 turns
+                         └─► request C (A + answer + another question) ─► answer     a row of 2 turns
+    request D (A, shortened) ─► answer                                               a row of 1 turn
 
-The branch in which the policy generated most tokens (the latest of equals) is trained on; the metric `dropped_branches`
-counts the others.
+All of them are trained on, as one trajectory, in which a token of a prefix that requests share comes once
+(`Trajectory.rows`). An answer is always new: the same request sent twice has two samples of the policy.
 
 A malformed call never reaches the agent: the policy reads what is wrong and continues, in turns that the agent does not
 see. After three such turns in a row the agent gets the text as it is.
@@ -23,7 +23,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from lightrl.checks.user_code import user_code
 from lightrl.concurrency.abandon import wait_or_abandon
@@ -39,6 +41,7 @@ from lightrl.workflows.workflow import Generate
 _MAX_CORRECTIONS = 3
 _LONG_CHARS = 1 << 15  # in a request's messages: some 30 ms of a tokenizer
 _T = TypeVar("_T")
+_Ids = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass
@@ -49,7 +52,7 @@ class _Answered:
     keys: list[MessageKey]  # all messages', the answer's last
     tools: list[JsonObject]
     call_ids: tuple[object, ...]  # of the answer, with its text
-    is_leaf: bool = True
+    num_prompt_tokens: int  # the request's; then comes the answer
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,6 @@ class Prepared:
 
     request: AgentRequest
     conversation: Conversation  # ends with the request's last message
-    parent: _Answered | None  # that it continues
     keys: list[MessageKey]  # the messages'
     num_prompt_tokens: int
 
@@ -113,7 +115,7 @@ class AgentSession:
                 conversation = parent.conversation.copy()
                 new = request.messages[len(parent.keys) :]
                 conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
-            return Prepared(request, conversation, parent, keys, len(conversation.token_ids))
+            return Prepared(request, conversation, keys, len(conversation.token_ids))
 
     async def answer(self, prepared: Prepared) -> Answer:
         """The policy's answer; waits for the engine. On cancellation the engine drops the completion.
@@ -136,7 +138,7 @@ class AgentSession:
             task.cancel()
 
     def trajectory(self, reward: float | None) -> Trajectory:
-        """The branch to train on.
+        """All requests and answers.
 
         Args:
             reward: of the agent, placed on the last token; None leaves `Trajectory.rewards` unset.
@@ -144,18 +146,17 @@ class AgentSession:
         Raises:
             RolloutError: if the agent sent no request.
         """
-        branches = [answered.conversation for answered in self._answered if answered.is_leaf]
-        if not branches:
+        if not self._answered:
             raise RolloutError(
                 f"The agent finished prompt {self.prompt.id!r} without an answer of the policy. It must use the "
                 "base_url and api_key that it gets."
             )
-        longest = max(reversed(branches), key=lambda branch: sum(branch.loss_mask))
-        num_turns = len(longest.turns)
-        trajectory = longest.trajectory(
+        joined, num_rows = _join(self._answered)
+        num_turns = len(joined.turns)
+        trajectory = joined.trajectory(
             [0.0] * (num_turns - 1) + [reward or 0.0],
-            is_truncated=self.exceeds_max_tokens or longest.turns[-1].finish_reason == "length",
-            metrics={"turns": float(num_turns), "dropped_branches": float(len(branches) - 1)},
+            is_truncated=self.exceeds_max_tokens or joined.turns[-1].finish_reason == "length",
+            metrics={"turns": float(num_turns), "rows": float(num_rows)},
         )
         trajectory.prompt = replace(trajectory.prompt, messages=self.prompt.messages)
         if reward is None:
@@ -205,9 +206,8 @@ class AgentSession:
         key, call_ids = message_key(answer.message), _call_ids(answer.message)
         if calls:
             self._keys[call_ids] = key
-        self._answered.append(_Answered(conversation, [*prepared.keys, key], request.tools, call_ids))
-        if prepared.parent is not None:
-            prepared.parent.is_leaf = False
+        keys, num_prompt_tokens = [*prepared.keys, key], prepared.num_prompt_tokens
+        self._answered.append(_Answered(conversation, keys, request.tools, call_ids, num_prompt_tokens))
         return answer
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
@@ -260,6 +260,32 @@ class AgentSession:
 
 def _call_ids(message: JsonMapping) -> tuple[object, ...]:
     return str(message["content"]).strip(), *(call.get("id") for call in message.get("tool_calls", []))
+
+
+def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
+    """All conversations as one, in order, and the number of rows: each request continues the longest prefix of it."""
+    joined = requests[0].conversation.copy()
+    ids = np.asarray(joined.token_ids)
+    rows = [(ids, np.arange(len(ids)))]  # by row: its token ids, and their positions in `joined`
+    for request in requests[1:]:
+        conversation, num = request.conversation, request.num_prompt_tokens
+        ids = np.asarray(conversation.token_ids)
+        shared = [_num_equal(ids[:num], row_ids) for row_ids, _ in rows]
+        start = max(shared)
+        row = len(rows) - 1 - shared[::-1].index(start)  # the latest of equals
+        old_ids, positions = rows[row]
+        added = np.arange(len(ids) - start) + len(joined.token_ids)
+        joined.add_branch(conversation, start, int(positions[start - 1]) if start else -1)
+        longer = ids, np.concatenate([positions[:start], added])
+        rows[row : row + 1] = [longer] if start == len(old_ids) else [rows[row], longer]
+    return joined, len(rows)
+
+
+def _num_equal(left: _Ids, right: _Ids) -> int:
+    """The length of the longest common prefix."""
+    num = min(len(left), len(right))
+    differ = left[:num] != right[:num]
+    return int(differ.argmax()) if differ.any() else num
 
 
 def _over() -> RequestRefused:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightrl.checks.bounds import check_bounds, check_positive, finite_number
+from lightrl.checks.bounds import check_bounds, check_effect, check_positive, finite_number
 from lightrl.checks.user_code import function_of
 from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
+from lightrl.workflows.agent_command import AgentCommand, AgentResult, check_command, delete_workspace
 from lightrl.workflows.agent_session import AgentSession
 from lightrl.workflows.completion_parser import completion_parser
 from lightrl.workflows.conversation import TurnRenderer
@@ -32,25 +33,30 @@ from lightrl.workflows.workflow import Generate, Workflow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Agent = Callable[[Prompt, str, str], Any]  # a float, None, or an awaitable of one of them
+Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or an awaitable of one of them
 
 
 class AgentWorkflow(Workflow):
-    """Runs a function once per trajectory, with a base_url of its own, and records the policy's tokens there.
+    """Runs an agent once per trajectory, with a base_url of its own, and records the policy's tokens there.
 
-    The function's chat completions become one trajectory (see agent_session.py: which requests continue which, and
-    what happens to the others). The loss mask is True on the policy's tokens only. The function's return value goes
-    into `Trajectory.rewards`, on the last token: with `reward: lightrl.rewards.environment_reward` that is the
-    reward; any other reward function replaces it. None leaves `Trajectory.rewards` unset.
+    The function's chat completions become one trajectory, a tree if they are several conversations (agent_session.py).
+    The loss mask is True on the policy's tokens only. The function's return value goes into `Trajectory.rewards`, on
+    the last token: with `reward: lightrl.rewards.environment_reward` that is the reward; any other reward function
+    replaces it. None leaves `Trajectory.rewards` unset.
 
-    A function that raises, hangs, returns no number or sends no request drops its trajectory, which is counted.
+    A function that raises, hangs, returns no number or sends no request drops its trajectory, which is counted; so does
+    a program that fails. The reward finds the folder that a program left in `Trajectory.workspace`.
 
     Args:
         tokenizer: the policy's.
         agent: `run(prompt, base_url, api_key) -> float | None`, or its dotted path. An async function shares the event
             loop with the engine and must not block it; a sync one runs in a thread. At its deadline it is cancelled; a
             thread cannot be, and is abandoned without a session.
-        agent_timeout_s: deadline of one call of the function.
+        command: instead of `agent`, a program and its arguments; docs/train-an-agent.md has what it finds. At its
+            deadline it and all that it started are killed. It reaches the endpoint alone where the kernel allows that.
+        workspace_template: the folder of which the program gets a copy.
+        environment: further variables of the program, which sees none of this process's but PATH.
+        agent_timeout_s: deadline of one call of the function, or of the program.
         max_agents: calls at the same time; further trajectories wait. Each takes two open files, and a thread if sync.
         max_tokens: of one conversation, at most the model's context, which is the default. A request beyond it is
             refused (`context_length_exceeded`), and the trajectory is truncated.
@@ -70,8 +76,11 @@ class AgentWorkflow(Workflow):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        agent: str | Agent,
+        agent: str | Agent | None = None,
         *,
+        command: Sequence[str] | None = None,
+        workspace_template: str | None = None,
+        environment: Mapping[str, str] | None = None,
         agent_timeout_s: float = 600.0,
         max_agents: int = 64,
         max_tokens: int | None = None,
@@ -79,9 +88,14 @@ class AgentWorkflow(Workflow):
         tool_parser: str | ToolParser | None = None,
         renderer: str | None = None,
     ) -> None:
-        self.check_settings(agent_timeout_s=agent_timeout_s, max_agents=max_agents, max_tokens=max_tokens)
-        self.agent = function_of(agent, "agent")
+        of_command = {"command": command, "workspace_template": workspace_template, "environment": environment}
+        limits = {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
+        self.check_settings(agent=agent, **of_command, **limits)
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
+        if command is not None:
+            self.agent_name = command[0]
+            agent = AgentCommand(command, workspace_template, environment or {}, agent_timeout_s, tokenizer.decode).run
+        self.agent = function_of(agent or "", "agent")
         self.agent_timeout_s = agent_timeout_s
         self.max_tokens = max_tokens
         self.truncated_reward = truncated_reward
@@ -98,6 +112,13 @@ class AgentWorkflow(Workflow):
 
     @classmethod
     def check_settings(cls, **settings: Any) -> None:
+        command = settings.get("command")
+        if (settings.get("agent") is None) == (command is None):
+            raise ValueError("Set either agent, a function, or command, a program with its arguments.")
+        if command is None:
+            names = ("workspace_template", "environment")
+            check_effect("without command", **{name: (settings.get(name), None) for name in names})
+        check_command(command, settings.get("workspace_template"))
         check_positive(agent_timeout_s=settings.get("agent_timeout_s"))
         check_bounds(1, max_agents=settings.get("max_agents"))
         check_bounds(2, max_tokens=settings.get("max_tokens"))  # one for the prompt
@@ -110,30 +131,36 @@ class AgentWorkflow(Workflow):
         await self.endpoint.start()
         session = AgentSession(prompt, generate, self.template, parser=self.parser, max_tokens=self.max_tokens)
         async with self.endpoint.serving(session) as (base_url, api_key):
-            reward = await self._run_agent(session, base_url, api_key)
-        return session.trajectory(reward)
+            result = await self._run_agent(session, base_url, api_key)
+        try:
+            trajectory = session.trajectory(result.reward)
+        except RolloutError as error:
+            delete_workspace(result.workspace)
+            printed = "" if result.workspace is None else f" It printed {result.output[-300:]!r}."
+            raise RolloutError(f"{error}{printed}") from error
+        trajectory.workspace, trajectory.agent_output = result.workspace, result.output
+        return trajectory
 
-    async def _run_agent(self, session: AgentSession, base_url: str, api_key: str) -> float | None:
+    async def _run_agent(self, session: AgentSession, base_url: str, api_key: str) -> AgentResult:
         name = f"The agent {self.agent_name}"
         # A copy of its own: `prompt.messages.append(...)` must not reach the other trajectories of the group.
         arguments = (copy.deepcopy(session.prompt), base_url, api_key)
         running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=self.agent_timeout_s, name=name))
         await wait_or_abandon(running, session.failure)
         if session.failure.done():
+            if running.done() and running.exception() is None:
+                delete_workspace(getattr(running.result(), "workspace", None))
             raise session.failure.result()
         try:
             returned = running.result()
-        except CallTimeout:
-            raise
-        except RolloutError:
-            if session.exceeds_max_tokens:
-                return self.truncated_reward
-            raise
-        if returned is None:
-            return None
-        number = finite_number(returned)
-        if number is None:
+        except RolloutError as error:
+            if isinstance(error, CallTimeout) or not session.exceeds_max_tokens:
+                raise
+            return AgentResult(self.truncated_reward)
+        result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
+        number = finite_number(result.reward)
+        if number is None and result.reward is not None:
             raise RolloutError(
                 f"{name} must return a finite number or None, got {returned!r:.80} for prompt {session.prompt.id!r}."
             )
-        return number
+        return AgentResult(number, result.workspace, result.output)

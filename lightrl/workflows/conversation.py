@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from lightrl.checks.user_code import user_code
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
-from lightrl.functional import joined_supports
+from lightrl.functional import joined_supports, support_ends
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, opened, with_turn
-from lightrl.models.routes import joined_routes
+from lightrl.models.routes import joined_routes, spliced_routes
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, TokenArray, Trajectory, Turn, plain_text
 
 # Arguments of known templates that let earlier thinking stay, or leave thinking out.
@@ -158,6 +158,7 @@ class Conversation:
         self.loss_mask: TokenArray[bool] = TokenArray((), "?")
         self.logprobs: TokenArray[float] = TokenArray((), "f")
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
+        self.gaps: TokenArray[int] | None = None  # Trajectory.gaps, once there is a branch
         self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a distribution was truncated
         self.routes: TokenArray[int] | None = None  # of all tokens, once a completion has had some
         self._add_read(token_ids)
@@ -173,7 +174,10 @@ class Conversation:
         start = len(self.token_ids)
         self._opening = self.renderer.opened_thinking(self.prompt, self.token_ids)
         logprobs, versions = completion.logprobs, completion.weight_versions
-        self._add(completion.token_ids, logprobs, versions, is_generated=True, of_engine=completion)
+        generated: TokenArray[bool] = TokenArray.of_runs([(True, len(completion.token_ids))], "?")
+        self._add(
+            completion.token_ids, logprobs, versions, generated, supports=completion.supports, routes=completion.routes
+        )
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
         return self._text_of_turn(completion.token_ids)
 
@@ -214,6 +218,32 @@ class Conversation:
         self._add_read(observed.token_ids)
         self.messages, self.text = observed.messages, observed.text
 
+    def add_branch(self, other: Conversation, start: int, last: int) -> None:
+        """Appends another conversation's tokens from `start` on, which follow this one's token `last`; -1: none.
+
+        Afterwards this one can only become a trajectory.
+        """
+        first, num = len(self.token_ids), len(other.token_ids) - start
+        gap = first - 1 - last
+        if gap or self.gaps is not None:
+            before = TokenArray[int].of_runs([(0, first)], "i") if self.gaps is None else self.gaps
+            self.gaps = TokenArray.joined([before, [gap], [0] * (num - 1)], "i", as_runs=True)
+        codes = other.supports
+        self._add(
+            other.token_ids[start:],
+            other.logprobs[start:],
+            other.weight_versions[start:],
+            other.loss_mask[start:],
+            supports=codes if codes is None or start == 0 else codes[int(support_ends(codes)[start - 1]) :],
+        )
+        self.routes = spliced_routes((self.routes, first + num), first, (other.routes, len(other.token_ids)), start)
+        self.turns += [
+            replace(turn, start=turn.start - start + first, end=turn.end - start + first)
+            for turn in other.turns
+            if turn.start >= start
+        ]
+        self._opening = other._opening
+
     def trajectory(self, rewards: Sequence[float], *, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
         """The trajectory up to the last token that the policy generated.
 
@@ -244,31 +274,31 @@ class Conversation:
             # What follows was read: a byte for each token.
             supports=None if self.supports is None else self.supports[: len(self.supports) - num_after],
             routes=None if self.routes is None else self.routes[: len(self.routes) // len(self.token_ids) * last.end],
+            gaps=None if self.gaps is None else self.gaps[: last.end],
         )
 
     def _add_read(self, token_ids: Sequence[int]) -> None:
         num = len(token_ids)
         nothing: TokenArray[float] = TokenArray.of_runs([(0.0, num)], "f")
-        self._add(token_ids, nothing, TokenArray.of_runs([(-1, num)], "i"), is_generated=False)
+        self._add(token_ids, nothing, TokenArray.of_runs([(-1, num)], "i"), TokenArray.of_runs([(False, num)], "?"))
 
     def _add(
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         versions: Sequence[int],
+        loss_mask: Sequence[bool],
         *,
-        is_generated: bool,
-        of_engine: Completion | None = None,
+        supports: Sequence[int] | None = None,
+        routes: Sequence[int] | None = None,
     ) -> None:
         num_before, num_added = len(self.token_ids), len(token_ids)
-        supports, routes = (None, None) if of_engine is None else (of_engine.supports, of_engine.routes)
         self.supports = joined_supports([(num_before, self.supports), (num_added, supports)])
         self.routes = joined_routes(self.routes, num_before, routes, num_added)
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
-        added: TokenArray[bool] = TokenArray.of_runs([(is_generated, len(token_ids))], "?")
-        self.loss_mask = TokenArray.joined([self.loss_mask, added], "?", as_runs=True)
+        self.loss_mask = TokenArray.joined([self.loss_mask, loss_mask], "?", as_runs=True)
 
 
 def _end_of_prefix(text: str, prefix: str) -> int | None:

@@ -15,7 +15,7 @@ from lightrl.checks.user_code import named_user_code
 from lightrl.concurrency.abandon import each_when_done, is_abandoned
 from lightrl.engines.engine import Completion
 from lightrl.errors import RewardError, RolloutError
-from lightrl.functional import joined_supports, num_coded_tokens
+from lightrl.functional import joined_supports, support_ends
 from lightrl.models.chat_template import ChatTemplate
 from lightrl.models.routes import joined_routes
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn, token_array
@@ -304,14 +304,15 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
     name = f"{type(workflow).__name__}.run"
     if not isinstance(trajectory, Trajectory):
         raise RolloutError(f"{name} must return a Trajectory, got {trajectory!r:.200} for prompt {prompt.id!r}.")
-    lists = ("token_ids", "loss_mask", "behavior_logprobs", "weight_versions")
+    lists = ["token_ids", "loss_mask", "behavior_logprobs", "weight_versions"]
+    lists += [] if trajectory.gaps is None else ["gaps"]
     lengths = {field: len(getattr(trajectory, field)) for field in lists}
     if len(set(lengths.values())) > 1:
         raise RolloutError(
             f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}; each needs one entry per token. "
             "Use False, 0.0 and -1 for tokens that the policy did not generate."
         )
-    if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != lengths["token_ids"]:
+    if trajectory.supports is not None and (coded := len(support_ends(trajectory.supports))) != lengths["token_ids"]:
         raise RolloutError(
             f"{name} returned the supports of {coded} tokens for prompt {prompt.id!r}, which has "
             f"{lengths['token_ids']}. Use functional.joined_supports, with None for what the policy did not generate."

@@ -48,9 +48,21 @@ def scored(teacher: ModelSpec, experience: Experience, **settings: Any) -> Exper
     return score(module, experience).local
 
 
+def as_trees(experience: Experience) -> Experience:
+    """Each trajectory's third token follows its first."""
+    gaps = torch.zeros_like(experience.token_ids)
+    gaps[:, 2] = 1
+    return replace(experience, gaps=gaps)
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["one conversation", "trees"])
 @pytest.mark.parametrize("topk", [None, 5], ids=["sampled tokens", "likeliest tokens"])
-def test_a_teacher_behind_a_server_says_what_it_says_here(topk: int | None, server: FakeServerProcess) -> None:
+def test_a_teacher_behind_a_server_says_what_it_says_here(
+    topk: int | None, is_tree: bool, server: FakeServerProcess
+) -> None:
     experience = random_experience(num_turns=2)
+    if is_tree:
+        experience = as_trees(experience)
     found = scored(ModelSpec(url=server.url), experience, teacher_topk=topk)
     expected = scored(tiny_spec(seed=1), experience, teacher_topk=topk)
     assert bool(found["teacher_logprobs"][experience.loss_mask].all())
@@ -99,6 +111,9 @@ def test_a_reward_model_behind_a_server_says_what_it_says_here(scorer: FakeServe
     torch.testing.assert_close(found, rewards(reward_folder, experience), rtol=0, atol=1e-5)
     assert float((found - experience.rewards).std()) > 0.1
     assert scorer.stats()["requests"]["/classify"] == 2
+    trees = as_trees(random_experience(is_scored=False, num_turns=2))
+    found = rewards(ModelSpec(url=scorer.url), trees)
+    torch.testing.assert_close(found, rewards(reward_folder, trees), rtol=0, atol=1e-5)
 
 
 def test_a_reward_model_is_asked_again_where_the_connection_is_lost(scorer: FakeServerProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,10 @@ def test_each_example_is_built_from_the_command_at_its_top(
     name: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for program in ("claude", "codex", "python"):  # stand-ins: they are looked for, and not started
+        (tmp_path / program).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for folder in set(re.findall(r": (runs/\w+/\w+)\b", (ROOT / name).read_text())):  # of an earlier stage
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
         Path(folder).symlink_to(base)

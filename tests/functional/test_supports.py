@@ -10,7 +10,7 @@ from lightrl.functional import (
     encode_supports,
     hidden_logprobs,
     joined_supports,
-    num_coded_tokens,
+    support_ends,
 )
 from lightrl.functional.supports import decode_supports
 
@@ -28,7 +28,8 @@ def test_a_code_is_the_gaps_between_the_other_ids_and_an_end() -> None:
     assert [list(code) for code in codes] == bits
     assert codes[2] == EVERY_TOKEN
     assert encoded([[0, 1, 2]], [1], vocabulary=3) == [EVERY_TOKEN]
-    assert num_coded_tokens(list(b"".join(codes))) == 4  # the 1 that ends a gap ends no code
+    ends = [len(b"".join(codes[: index + 1])) for index in range(4)]
+    assert support_ends(list(b"".join(codes))).tolist() == ends  # the 1 that ends a gap ends no code
 
 
 @pytest.mark.parametrize("vocabulary", [20, 300, 150_000, 3_000_000])

@@ -75,6 +75,14 @@ def head_and_trajectory(iteration: int, group: int, sample: int, text: str, **mo
     return {**record, "trajectory": trajectory, "trainer_logprobs": scored, **more}
 
 
+def as_tree(record: dict[str, Any]) -> dict[str, Any]:
+    """The record as a rollout of three rows: the last but one token follows the prompt, the last follows nothing."""
+    gaps = [0] * len(record["trajectory"]["token_ids"])
+    gaps[-2], gaps[-1] = len(gaps) - 6, len(gaps) - 1
+    record["trajectory"]["gaps"] = gaps
+    return record
+
+
 def write_iteration(folder: Path, iteration: int, records: list[dict[str, Any]]) -> None:
     path = folder / "trajectories" / f"iteration-{iteration:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics, write_trace
+from made_run import HOSTILE, as_tree, head_and_trajectory, make_run, write_iteration, write_metrics, write_trace
 
 from lightrl.commands.inspect import export
 from lightrl.inspect.answers import MAX_POINTS, Answers, Curves, Timeline
@@ -179,6 +179,15 @@ def test_a_trajectory_has_every_token_with_what_is_known_of_it(answers: Answers)
     assert shown["metrics"] == {"accuracy": 1.0, "format": 1.0}
     with pytest.raises(LookupError, match="There is no trajectory 999"):
         answers.answer("trajectory", {"id": "999"})
+
+
+def test_a_tree_has_its_rows_and_where_its_branches_begin(folder: Path, answers: Answers) -> None:
+    write_iteration(folder, 6, [as_tree(head_and_trajectory(6, 0, 0, "abcdef"))])
+    answers.runs[0].index.update()
+    row = answers.answer("table", {"query": "iteration=6"})["rows"][0]
+    one = answers.answer("trajectory", {"id": str(row["id"])})
+    assert one["branches"] == [(8, 4), (9, 9)]
+    assert one["rows"] == [[(0, 8)], [(0, 4), (8, 9)], [(9, 10)]]
 
 
 def test_only_images_are_shown_whatever_path_a_prompt_names(folder: Path, answers: Answers, tmp_path: Path) -> None:

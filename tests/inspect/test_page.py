@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import MISSING, Browser, is_missing
-from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics
+from made_run import HOSTILE, as_tree, head_and_trajectory, make_run, write_iteration, write_metrics
 
 from lightrl.commands.inspect import export
 from lightrl.inspect.answers import Answers
@@ -121,6 +121,34 @@ def test_a_trajectory_is_shown_token_by_token_in_colors(browser: Browser, server
     browser.wait("document.querySelector('.card').getAttribute('aria-current')")
     assert "answer 4" in browser.text("#tokens")
     assert browser.problems() == []
+
+
+def test_a_rollout_of_several_conversations_shows_its_tree(browser: Browser, tmp_path: Path) -> None:
+    write_metrics(tmp_path / "run", 3)
+    write_iteration(tmp_path / "run", 0, [as_tree(head_and_trajectory(0, 0, 0, "abcdef"))])
+    answers = Answers(find_runs([tmp_path / "run"]), tmp_path / "cache")
+    answers.start()
+    made = PageServer(answers)
+    made.start()
+    try:
+        look(browser, f"{made.url}#trajectories?run=0")
+        browser.wait(ROWS)
+        browser.click("tbody tr")
+        browser.wait(TOKENS)
+        assert browser.count(".rows li") == 3
+        shared = browser.run("return [...document.querySelectorAll('.rows .given')].map((one) => one.innerText)")
+        assert shared == ["", "<prompt>" * 4, ""]
+        assert [
+            text in browser.text(f".rows li:nth-child({place})") for place, text in ((1, "abcd"), (2, "e"), (3, "f"))
+        ]
+        indents = browser.run("return [...document.querySelectorAll('.rows li')].map((one) => one.style.marginLeft)")
+        assert indents == ["0px", "24px", "0px"]
+        assert "after token 3" in browser.text("#tokens")
+        assert "a new conversation" in browser.text("#tokens")
+        browser.click(".rows li:nth-child(2)")
+        assert browser.problems() == []
+    finally:
+        made.close()
 
 
 def test_a_curve_has_a_log_scale_and_is_enlarged_by_a_click(browser: Browser, six_runs: PageServer) -> None:

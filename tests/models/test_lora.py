@@ -5,7 +5,18 @@ import torch
 from tiny import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrl.models.lora import LoRA, adapters_off, has_adapters, merged_parameters
+from benchmarks.families import family_spec
+from lightrl.models.lora import (
+    AdapterShape,
+    LoRA,
+    adapter_config,
+    adapters_off,
+    has_adapters,
+    held_tensors,
+    is_adapter,
+    merged_parameters,
+    save_adapter,
+)
 
 TOKEN_IDS = torch.tensor([[3, 4, 5, 6]])
 
@@ -88,3 +99,59 @@ def test_a_folder_without_adapters_is_refused(tmp_path):
 def test_sizes_that_make_no_adapter_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         LoRA(**settings)
+
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def adapted_moe(family, **settings):
+    model = family_spec(family).load_model()
+    LoRA(rank=2, **settings).add_to(model)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("parameters", [(), EXPERTS], ids=["all-linear", "experts too"])
+def test_the_merged_weights_of_a_mixture_compute_what_its_adapters_do(family, parameters):
+    model = adapted_moe(family, target_parameters=parameters)
+    adapted = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert any("experts" in name.replace("shared_experts", "") for name in adapted) == bool(parameters)
+    assert not any(name.endswith((".gate", ".router")) for name in adapted)
+    merged = dict(merged_parameters(model))
+    plain = family_spec(family).load_model()
+    assert merged.keys() == held_tensors(plain).keys()
+    different = logits(plain)
+    plain.load_state_dict(merged)
+    assert (different - logits(model)).abs().max() > 0.1
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_the_share_of_parameters_with_adapters_is_logged(caplog):
+    with caplog.at_level("INFO", "lightrl"):
+        adapted_moe("qwen3_moe")
+    assert "LoRA: adapters on 6144 of" in caplog.text
+
+
+def test_adapters_of_experts_are_gone_on_from(tmp_path):
+    model = adapted_moe("deepseek_v3", target_parameters=EXPERTS)
+    adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
+    save_adapter(adapters, adapter_config(model, None), tmp_path)
+    again = family_spec("deepseek_v3").load_model()
+    LoRA(adapter=str(tmp_path)).add_to(again)
+    torch.testing.assert_close(logits(again), logits(model))
+    with pytest.raises(ValueError, match="must have adapters of this model's layers"):
+        LoRA(adapter=str(tmp_path)).add_to(family_spec("qwen3_moe").load_model())
+
+
+def test_a_parameter_that_the_model_does_not_have_gets_no_adapter():
+    with pytest.raises(ValueError, match=r"target_parameters has 'mlp\.experts\.w1'"):
+        adapted_moe("qwen3_moe", target_parameters=("mlp.experts.down_proj", "mlp.experts.w1"))
+
+
+def test_adapters_of_experts_are_not_served():
+    with pytest.raises(ValueError, match=r"cannot serve adapters of lora\.target_parameters"):
+        AdapterShape.of(adapted_moe("qwen3_moe", target_parameters=EXPERTS))

@@ -16,8 +16,9 @@ from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.functional.rows import NATIVE
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.models.routes import RouteLayout, Routes, as_bytes, joined_routes, recompute_contexts
+from lightrl.models.routes import RouteLayout, Routes, as_bytes, joined_routes, recompute_contexts, spliced_routes
 from lightrl.strategies.single import LogprobSettings, SingleModel, decoder_layers
+from lightrl.trajectory import TokenArray
 
 
 def logits(model, token_ids):
@@ -199,6 +200,14 @@ def test_the_layout_knows_which_layers_have_experts():
     assert layout.encode(experts) == [3, 1, 255, 255]
     with pytest.raises(ValueError, match="an expert 4 of 4"):
         layout.encode(experts + 1)
+
+
+def test_routes_of_a_branch_follow_those_of_the_first_conversation():
+    left, right = TokenArray([1, 2, 3, 255], "B"), TokenArray([7, 8, 9], "B")
+    assert spliced_routes((left, 4), 4, (right, 3), 1) == [1, 2, 3, 255, 8, 9]
+    assert spliced_routes((None, 2), 2, (right, 3), 2) == [255, 255, 9]
+    assert spliced_routes((left, 4), 3, (None, 2), 1) == [1, 2, 3, 255]
+    assert spliced_routes((None, 4), 4, (None, 3), 1) is None
 
 
 def test_the_first_routes_that_are_known_of_a_token_stay():

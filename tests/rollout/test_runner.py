@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from local_rewards import LocalRewards
 from test_controller import CONFIG, Numbers, iterate, load_version, wait_until
+from waits import until
 from worker_workflows import Words
 
 from lightrl.engines.engine import Completion, check_request
@@ -255,3 +257,29 @@ def test_a_reward_that_comes_after_its_trajectory_was_given_up_sets_nothing() ->
         return problems, trajectory.reward is None
 
     assert asyncio.run(main()) == ([], True)
+
+
+def test_a_workspace_lasts_until_its_reward_is_there_or_given_up(tmp_path: Path) -> None:
+    async def main() -> tuple[list[bool], list[str]]:
+        reasons: list[str] = []
+        computing: list[asyncio.Future[RewardResult]] = [asyncio.get_running_loop().create_future() for _ in range(3)]
+        worker: Any = SimpleNamespace(compute_rewards=lambda trajectories: computing)
+        drops: Any = SimpleNamespace(drop_failed=lambda error, prompt: reasons.append(str(error)))
+        rewards = Rewards(worker, drops, Tasks())
+        made = []
+        for name in ("set", "failed", "given up", "of an earlier run"):
+            one = Trajectory(Prompt(name, token_ids=[1]), 0, 0, [1, 2], [False, True], [0.0, -1.0], [-1, 0], [2], "2")
+            one.workspace = str(tmp_path / name)
+            made.append(one)
+        for one in made[:3]:
+            Path(str(one.workspace)).mkdir()
+        kept = [rewards.compute(one) for one in made]
+        await asyncio.sleep(0.01)  # the requests are sent
+        assert all((tmp_path / name).is_dir() for name in ("set", "failed", "given up"))
+        computing[0].set_result(RewardResult(1.0))
+        computing[1].set_exception(RewardError("no"))
+        rewards.cancel([kept[2]])
+        await until(lambda: not list(tmp_path.iterdir()))
+        return [future.result() for future in (kept[0], kept[1], kept[3])], reasons
+
+    assert asyncio.run(main()) == ([True, False, False], ["The workspace is gone with an earlier run.", "no"])

@@ -1,10 +1,14 @@
 """What the probes find, for families whose code is known; a wrong yes would train on wrong logprobs."""
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import FAMILIES, VOCABULARY, random_experience, tiny_model
 from transformers import MambaConfig, MambaForCausalLM, Phi3Config, Phi3ForCausalLM
 
+from benchmarks.families import family_spec
+from lightrl.models.moe import moe_blocks, router_of
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.shared_prefix import LAYOUTS
 from lightrl.strategies.single import can_pack, exact_layouts, head_is_plain
@@ -69,3 +73,34 @@ def test_rotary_angles_that_depend_on_the_length_of_a_forward_are_refused() -> N
     model = tiny_model("llama", rope_parameters=rope)
     assert not exact_layouts(model)
     assert not can_pack(model)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_row_longer_than_the_sparse_selection_is_not_packed(family: str) -> None:
+    model = family_spec(family).load_model()
+    assert not can_pack(model)
+    rows = random_experience()
+    assert int(rows.lengths.max()) > model.config.index_topk
+    (alone,) = SingleModel(model, LogprobSettings(), form="rectangles").forward([rows])
+    for row in range(len(rows)):
+        (one,) = SingleModel(model, LogprobSettings(), form="rectangles").forward([rows.select([row])])
+        width = one.logprobs.shape[1]
+        torch.testing.assert_close(alone.logprobs[row, :width], one.logprobs[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "ernie4_5_moe"])
+def test_routers_compute_in_float32_and_experts_in_the_dtype_of_autocast(family: str) -> None:
+    model = family_spec(family).load_model()
+    single = SingleModel(model, LogprobSettings(), form="rectangles")
+    block = list(moe_blocks(model).values())[-1]
+    dtypes = []
+
+    def keep(module: torch.nn.Module, inputs: object, output: Any) -> None:
+        dtypes.append((output[0] if isinstance(output, tuple) else output).dtype)
+
+    router_of(block).register_forward_hook(keep)
+    block.experts.register_forward_hook(keep)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        list(single.forward([random_experience(num_groups=1)]))
+    assert set(dtypes[:1]) == {torch.float32}
+    assert dtypes[-1] == torch.bfloat16

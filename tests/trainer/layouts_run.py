@@ -20,6 +20,7 @@ from second_device import second_device
 from several_ranks_run import BySGD, Recorded
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
+from tree_workflow import Tree
 
 from lightrl import (
     PPO,
@@ -142,6 +143,9 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     "awaited rewards": grpo(num_minibatches=2, decoupled=True, loses_some=True),
     "awaited rewards by group": grpo(num_minibatches=2, decoupled=True, loses_some=True, loss_unit="group"),
     "a smaller mask": grpo(max_loss_tokens=2, **SEVERAL),
+    "trees": grpo(workflow=Tree, loss_reduction="sequence", decoupled=True, **SEVERAL),
+    "PPO of trees": ppo(workflow=Tree, critic="shared", num_minibatches=2),
+    "trees in stages": grpo(policy=TIED, workflow=Tree, reference=ReferenceKL(0.1, UNTIED), **SEVERAL),
     "a checkpoint": from_folder(),
     "LoRA on a checkpoint": from_folder(LoRA(rank=2)),
     "LoRA": grpo(policy=Role(POLICY, lora=LoRA(rank=2)), reference=ReferenceKL(0.1), **SEVERAL),
@@ -206,6 +210,9 @@ CASES: dict[str, Case] = {
     "sharded, awaited rewards": Case("awaited rewards", SHARDED),
     "sharded, awaited rewards by group": Case("awaited rewards by group", SHARDED),
     "sharded, a smaller mask": Case("a smaller mask", SHARDED),
+    "sharded trees": Case("trees", SHARDED),
+    "sharded PPO of trees": Case("PPO of trees", SHARDED),
+    "trees in two stages": Case("trees in stages", lambda: SPLIT(pp=2), is_extra=True),
     "a sharded checkpoint": Case("a checkpoint", SHARDED, is_extra=True),
     "LoRA on a sharded checkpoint": Case("LoRA on a checkpoint", SHARDED),
     "sharded LoRA": Case("LoRA", lambda: SHARDED(activation_checkpointing=True)),

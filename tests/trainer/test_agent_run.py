@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from tiny_run import GROUP_SIZE, Digits, TinyGRPO, make_trainer
+from waits import comes_true
 
 from lightrl import Prompt, Trajectory
 from lightrl.workflows import AgentWorkflow
@@ -60,7 +62,48 @@ def test_two_iterations_train_on_both_turns_of_the_agent_and_stamp_the_version_o
         assert set(experience.weight_versions[experience.loss_mask].tolist()) == {version}
         assert experience.loss_mask.any(dim=1).all()
     for trajectory in module.rewarded:
-        assert trajectory.metrics["turns"] + trajectory.metrics["dropped_branches"] >= 1
+        assert trajectory.metrics["turns"] == 2
         assert trajectory.token_ids[0] == 2
     # On-policy in the first update: what the engine said about the tokens is what the trainer says.
     assert module.trainer.callback_metrics["policy/kl_behavior_nats"].abs() < 1e-5
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": sys.stdin.read()}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+answer = urllib.request.urlopen(
+    urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+)
+open("answer.txt", "w").write(json.load(answer)["choices"][0]["message"]["content"])
+"""
+
+
+class ProgramRun(TinyGRPO):
+    """Its reward reads what the program left."""
+
+    def __init__(self) -> None:
+        def workflow(tokenizer: Any) -> AgentWorkflow:
+            return AgentWorkflow(tokenizer, command=[sys.executable, "-c", PROGRAM], max_tokens=32)
+
+        super().__init__(workflow=workflow, group_size=2)
+        self.workspaces: list[Path] = []
+
+    def reward(self, trajectory: Trajectory) -> float:
+        assert trajectory.workspace is not None
+        self.workspaces.append(Path(trajectory.workspace))
+        answer = (self.workspaces[-1] / "answer.txt").read_text()
+        assert answer == trajectory.completion
+        return answer.count("5") / 6
+
+
+@pytest.mark.extra
+def test_a_program_is_trained_by_what_it_leaves_in_its_folder_which_is_deleted(tmp_path: Path) -> None:
+    module = ProgramRun()
+    trainer = make_trainer(tmp_path, max_steps=2, limit_val_batches=0)
+    trainer.fit(module, datamodule=Digits(chat_template=TEMPLATE))
+    assert [len(experience) for experience in module.experiences] == [4, 4]
+    assert len(set(module.workspaces)) >= 8
+    for workspace in module.workspaces:
+        assert comes_true(lambda folder=workspace.parent: not folder.exists())  # type: ignore[misc]

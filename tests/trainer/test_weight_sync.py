@@ -1,15 +1,19 @@
 """WeightSync in a real Trainer: probed syncs, and what happens when one goes wrong."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_sglang.process import FakeServerProcess
 from lightning.pytorch.callbacks import Callback
 from tiny_run import Digits, TinyGRPO, make_trainer
 
+from benchmarks.families import family_spec
 from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, WeightSync
 from lightrl.callbacks.probe import as_rows
-from lightrl.callbacks.weight_sync import move_optimizer_state
+from lightrl.callbacks.weight_sync import RankShares, move_optimizer_state
 from lightrl.errors import WeightSyncError
+from lightrl.strategies import LogprobSettings, SingleModel
 
 
 class ScoringEngine(LocalEngine):
@@ -106,3 +110,19 @@ def test_only_the_optimizers_moments_are_moved_and_keep_their_values():
     assert move_optimizer_state([optimizer], torch.device("cpu")) == 2 * 4 * (6 + 2)  # two of each parameter's size
     for state, old in zip(optimizer.state.values(), before, strict=True):
         assert all(torch.equal(state[name], old[name]) for name in old)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        pytest.param(lambda: SGLangEngine(urls=["http://127.0.0.1:1"]), "experts.3.down_proj.weight", id="server"),
+        pytest.param(LocalEngine, "experts.down_proj", id="in this process"),
+    ],
+)
+def test_servers_get_the_names_of_checkpoints_and_other_engines_those_of_modules(make, name):
+    model = SingleModel(family_spec("qwen3_moe").load_model(), LogprobSettings())
+    engine = make()
+    trainer = SimpleNamespace(engine=engine, rollout=SimpleNamespace(engine=engine), strategy=None)
+    module = SimpleNamespace(parallel_models={"policy": model})
+    names = {name for bucket in RankShares().buckets(trainer, module, 10_000) for name in bucket.tensors}
+    assert f"model.layers.1.mlp.{name}" in names

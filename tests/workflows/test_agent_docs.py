@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "train-an-agent.md"
 
 
 def test_the_agent_of_the_page_is_trained_on_both_of_its_turns() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
     task = Prompt("a", token_ids=[5], fields={"question": "6*7?", "answer": "42"})

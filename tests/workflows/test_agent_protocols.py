@@ -77,7 +77,7 @@ def test_the_three_protocols_continue_one_conversation() -> None:
 
     trajectory = play(agent, scripted(CALL, "two", "three"))
     assert generated(trajectory) == [f"{CALL}<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
-    assert trajectory.metrics["dropped_branches"] == 0
+    assert trajectory.metrics["rows"] == 1
 
 
 def test_thinking_comes_apart_from_the_text_and_goes_back_in_each_protocol() -> None:
@@ -139,7 +139,10 @@ def test_of_two_equal_answers_the_one_whose_call_was_made_is_continued() -> None
 
     first, second = f"<think>First.</think>{CALL}", f"<think>Second.</think>{CALL}"
     trajectory = play(with_client(talk), scripted(first, second, "three"), max_tokens=1000)
-    assert generated(trajectory) == [f"{first}<|im_end|>", "three<|im_end|>"]
+    assert generated(trajectory) == [f"{text}<|im_end|>" for text in (first, second, "three")]
+    *_, continued = trajectory.rows
+    read = decode([id_ for span in continued for id_ in trajectory.token_ids[slice(*span)]])
+    assert ("First." in read, "Second." in read, read.endswith("three<|im_end|>")) == (True, False, True)
 
 
 def test_the_policy_reads_what_is_wrong_with_a_malformed_call_and_the_agent_gets_the_corrected_one() -> None:

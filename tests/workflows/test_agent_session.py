@@ -72,7 +72,7 @@ def test_a_conversation_of_two_requests_is_one_trajectory_of_two_turns() -> None
     ]
     assert decode(trained) == "one<|im_end|>two<|im_end|>"
     assert trajectory.rewards == [0.0] * (len(trajectory.token_ids) - 1) + [0.5]
-    assert trajectory.metrics == {"turns": 2.0, "dropped_branches": 0.0}
+    assert trajectory.metrics == {"turns": 2.0, "rows": 1.0}
     assert (trajectory.completion, trajectory.finish_reason, trajectory.is_truncated) == ("two", "stop", False)
     assert check_trajectory(trajectory, workflow_of(talk), trajectory.prompt) is trajectory
 
@@ -120,7 +120,7 @@ def test_what_the_policy_wrote_is_never_encoded_again(answered: Any) -> None:
     start = encode(opening("hi"))
     assert engine.requests[1].token_ids == [*start, *letters("ab"), END, *encode("\n" + opening("more"))]
     assert trajectory.token_ids == [*engine.requests[1].token_ids, *letters("ab"), END]
-    assert trajectory.metrics["dropped_branches"] == 0
+    assert trajectory.metrics["rows"] == 1
 
 
 def model_of(version: int) -> PreTrainedModel:
@@ -186,7 +186,7 @@ def test_tools_make_the_round_from_the_policy_to_the_agent_and_back(is_streamed:
     between = decode(trajectory.token_ids[trajectory.turns[0].end : trajectory.turns[1].start])
     assert between == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert decode(trajectory.token_ids).startswith("<|im_start|>tools\n[{")
-    assert trajectory.metrics["dropped_branches"] == 0
+    assert trajectory.metrics["rows"] == 1
     assert trajectory.rewards[-1] == 1.0
 
 
@@ -209,41 +209,76 @@ def test_what_is_no_call_of_a_tool_reaches_the_agent_as_text(text: str, settings
     play(with_client(talk), scripted(text))
 
 
-def test_rewritten_history_begins_a_branch_and_the_one_with_most_tokens_of_the_policy_is_trained() -> None:
-    async def talk(client: AsyncOpenAI) -> None:
+def rows_of(trajectory: Trajectory) -> list[str]:
+    return [decode([id_ for span in row for id_ in trajectory.token_ids[slice(*span)]]) for row in trajectory.rows]
+
+
+def test_rewritten_history_begins_a_row_and_all_rows_are_trained() -> None:
+    async def talk(client: AsyncOpenAI) -> float:
         messages: list[Any] = [user("hi")]
         messages += [await ask(client, messages), user("more")]
         await ask(client, messages)
         await ask(client, [user("hi"), {"role": "assistant", "content": "another"}, user("more")])
+        return 0.5
 
     trajectory = play(with_client(talk), scripted("first", "second", "third"))
-    assert written(trajectory) == ["first<|im_end|>", "second<|im_end|>"]
-    assert trajectory.metrics == {"turns": 2.0, "dropped_branches": 1.0}
+    turns = [f"{text}<|im_end|>" for text in ("first", "second", "third")]
+    assert written(trajectory) == turns
+    assert trajectory.metrics == {"turns": 3.0, "rows": 2.0}
+    assert rows_of(trajectory) == [
+        opening("hi") + turns[0] + "\n" + opening("more") + turns[1],
+        opening("hi") + "another<|im_end|>\n" + opening("more") + turns[2],
+    ]
+    assert decode(trajectory.token_ids).count(opening("hi")) == 1
+    trained = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    assert decode([id_ for id_, trains in trained if trains]) == "".join(turns)
+    assert trajectory.rewards == [0.0] * (len(trajectory.token_ids) - 1) + [0.5]
+    assert (trajectory.completion, trajectory.completion_ids) == ("third", [*encode("third"), END])
+    assert check_trajectory(trajectory, workflow_of(talk), trajectory.prompt) is trajectory
+    assert Trajectory.from_bytes(trajectory.to_bytes()) == trajectory
+    assert Trajectory.from_json(trajectory.to_json()).rows == trajectory.with_lists().rows == trajectory.rows
 
 
-def test_a_branch_shares_the_tokens_of_the_turns_before_it() -> None:
+def test_a_subagent_amid_a_conversation_is_a_row_of_its_own() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         messages: list[Any] = [user("hi")]
         messages.append(await ask(client, messages))
-        await asyncio.gather(*(ask(client, [*messages, user(text)]) for text in ("x", "y")))
+        found = await ask(client, [user("look")])
+        await ask(client, [*messages, user(found.content)])
 
-    def script(prompt: list[int], sampling: Any, sample: int) -> list[int]:
-        asked = decode(prompt)
-        return [*encode("a longer answer" if "y" in asked else "short"), END]
+    trajectory = play(with_client(talk), scripted("wait", "it is 5", "five"))
+    assert rows_of(trajectory) == [
+        opening("look") + "it is 5<|im_end|>",
+        opening("hi") + "wait<|im_end|>\n" + opening("it is 5") + "five<|im_end|>",
+    ]
+    assert trajectory.completion == "five"
 
-    trajectory = play(with_client(talk), started(FakeEngine(script=script)))
-    assert written(trajectory) == ["short<|im_end|>", "a longer answer<|im_end|>"]
-    assert trajectory.metrics == {"turns": 2.0, "dropped_branches": 1.0}
+
+def test_a_row_shares_the_tokens_of_the_turns_before_it() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [user("hi")]
+        messages.append(await ask(client, messages))
+        for text in ("x", "y"):
+            await ask(client, [*messages, user(text)])
+
+    trajectory = play(with_client(talk), scripted("short", "first", "second"))
+    start = opening("hi") + "short<|im_end|>\n"
+    assert rows_of(trajectory) == [
+        start + opening(text) + said + "<|im_end|>" for text, said in (("x", "first"), ("y", "second"))
+    ]
+    assert decode(trajectory.token_ids).count("short") == 1
 
 
-def test_a_repeated_request_is_drawn_again_and_trained_once() -> None:
+def test_a_repeated_request_has_two_samples_even_if_they_are_equal() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         await ask(client, [user("hi")])
         await ask(client, [user("hi")])
 
-    trajectory = play(with_client(talk), scripted("one", "two"))
-    assert written(trajectory) == ["two<|im_end|>"]
-    assert trajectory.metrics == {"turns": 1.0, "dropped_branches": 1.0}
+    trajectory = play(with_client(talk), scripted("one", "one"))
+    assert written(trajectory) == ["one<|im_end|>"] * 2
+    assert rows_of(trajectory) == [opening("hi") + "one<|im_end|>"] * 2
+    assert trajectory.metrics == {"turns": 2.0, "rows": 2.0}
+    assert sum(trajectory.loss_mask) == 2 * len([*encode("one"), END])
 
 
 def test_fifty_sessions_at_once_never_mix() -> None:
@@ -273,7 +308,7 @@ def test_fifty_sessions_at_once_never_mix() -> None:
         assert written(trajectory) == [f"{number}.{turn}<|im_end|>" for turn in range(3)]
         assert decode(trajectory.token_ids).count(f"[{number}]") == 3
         assert trajectory.rewards[-1] == number
-        assert trajectory.metrics["dropped_branches"] == 0
+        assert trajectory.metrics["rows"] == 1
 
 
 def test_max_agents_run_at_a_time_and_the_others_wait() -> None:
@@ -317,7 +352,7 @@ def test_a_turn_that_was_cut_off_goes_on_after_an_end_that_is_not_trained() -> N
     trajectory = play(with_client(talk), scripted("<<<<<", "two"))
     assert decode(trajectory.token_ids) == opening("hi") + "<<<<|im_end|>\n" + opening("more") + "two<|im_end|>"
     assert written(trajectory) == ["<<<", "two<|im_end|>"]
-    assert (trajectory.metrics["dropped_branches"], trajectory.is_truncated) == (0, False)
+    assert (trajectory.metrics["rows"], trajectory.is_truncated) == (1, False)
 
 
 async def goes_on_forever(client: AsyncOpenAI) -> float:

@@ -167,7 +167,7 @@ def test_eight_real_agents_at_once_are_trained_for_three_iterations_and_leave_no
     assert len(module.trained) == 24
     for trajectory in module.trained:
         assert len(trajectory.turns) == 4, trajectory.prompt.id
-        assert trajectory.metrics["dropped_branches"] == 0
+        assert trajectory.metrics["rows"] == 1
     rewards = [(trajectory.rewards or [0.0])[-1] for trajectory in module.trained]
     assert 0 < sum(rewards) < 24
     assert running_below(root) == []

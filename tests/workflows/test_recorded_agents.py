@@ -54,7 +54,7 @@ def test_claude_codes_requests_are_one_trajectory_of_exact_tokens() -> None:
         for block in message["content"]:
             if isinstance(block, dict) and block["type"] == "tool_use":
                 texts.append(turn_text(block["name"], block["input"]))
-    # The stream helper of the client repeats each request: the second answer is the one that is continued.
+    # The stream helper of the client repeats each request: one of the two equal answers is continued.
     engine = scripted(*(text for text in [*texts, "Done."] for _ in range(2)), context=200_000)
 
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
@@ -79,7 +79,8 @@ def test_claude_codes_requests_are_one_trajectory_of_exact_tokens() -> None:
             return float(block["text"] == "Done.")
 
     trajectory = play(agent, engine, **LONG)
-    assert generated(trajectory) == [f"{text}<|im_end|>" for text in [*texts, "Done."]]
+    assert generated(trajectory) == [f"{text}<|im_end|>" for text in [*texts, "Done."] for _ in range(2)]
+    assert trajectory.metrics["rows"] == len(trajectory.rows) == len(texts) + 2
     assert trajectory.rewards[-1] == 1.0
     assert "<|im_start|>tool\npassed<|im_end|>" in decode(trajectory.token_ids)
 
@@ -120,7 +121,8 @@ def test_codexs_requests_are_one_trajectory_of_exact_tokens() -> None:
             return float(message["content"][0]["text"] == "Done.")
 
     trajectory = play(agent, engine, **LONG)
-    assert generated(trajectory) == [f"{text}<|im_end|>" for text in [*texts, "Done."]]
+    assert generated(trajectory) == [f"{text}<|im_end|>" for text in [*texts, "Done."] for _ in range(2)]
+    assert trajectory.metrics["rows"] == len(trajectory.rows) == len(texts) + 2
     assert trajectory.rewards[-1] == 1.0
     tools = decode(trajectory.token_ids).partition("<|im_end|>")[0]
     assert '"name": "multi_agent_v1.spawn_agent"' in tools

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from lightrl.models.images import auto_model, input_embeddings
+from lightrl.models.images import input_embeddings, new_model
 from lightrl.models.routes import Routes
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+    from transformers import DynamicCache, PretrainedConfig
 
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class HuggingFaceDecoder:
         record_routes: bool | None = None,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
-            model: PreTrainedModel = auto_model(config).from_config(config, dtype=dtype)
+            model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
         self._prefill_tokens = prefill_tokens
@@ -165,7 +165,7 @@ class HuggingFaceDecoder:
             raise ValueError(
                 "LocalEngine needs a decoder-only model whose layers all keep key-values, but layers of type "
                 f"{config.model_type!r} keep something else, such as the state of linear attention or of a "
-                "convolution. Use SGLangEngine, or another model."
+                "convolution, or the index of sparse attention. Use SGLangEngine, or another model."
             )
         self.latest_routes: Sequence[Tensor] | None = None
         if record_routes is not False:
@@ -194,7 +194,8 @@ class HuggingFaceDecoder:
         two = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
         try:
             cache, _ = self._forward(two, torch.ones_like(two), torch.arange(2, device=self._device)[None], None, None)
-        except (IndexError, AttributeError):  # a layer looks in vain for its own state
+        except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
+            # A layer looks in vain for its own state, or the model for its own class of cache.
             return False
         return all(isinstance(layer, DynamicLayer) for layer in expected_layers) and all(
             layer.keys is not None and layer.keys.shape[-2] == 2 for layer in cache.layers

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lightrl.experience import Experience
+    from lightrl.functional import BranchRows
 
 MAX_CONCURRENT = 64  # trajectories at the server at a time
 BATCH = 16  # trajectories in a request for rewards
@@ -61,17 +62,20 @@ class ServedScores:
 
         from lightrl.functional import neutralize
 
-        shape = experience.token_ids.shape
+        token_ids, tree = _rows(experience)
+        shape = experience.token_ids.shape if tree is None else tree.columns.shape
         tensors = {"teacher_logprobs": torch.zeros(shape)}
         if self.topk:
             tensors["teacher_topk_ids"] = torch.zeros(*shape, self.topk, dtype=torch.int64)
             tensors["teacher_topk_logprobs"] = torch.zeros(*shape, self.topk)
-        for index, (scores, top) in enumerate(asyncio.run(self._score(_rows(experience)))):
+        for index, (scores, top) in enumerate(asyncio.run(self._score(token_ids))):
             tensors["teacher_logprobs"][index, : len(scores)] = torch.tensor(scores)
             if top:
                 pairs = torch.tensor(top, dtype=torch.float64)  # exact for ids
                 tensors["teacher_topk_logprobs"][index, 1 : len(scores)] = pairs[..., 0].float()
                 tensors["teacher_topk_ids"][index, 1 : len(scores)] = pairs[..., 1].long()
+        if tree is not None:
+            tensors = {name: tree.join(value) for name, value in tensors.items()}
         tensors = dict(zip(tensors, neutralize(experience.loss_mask.cpu(), *tensors.values()), strict=True))
         tensors = {name: value.to(experience.token_ids.device) for name, value in tensors.items()}
         return tensors if self.topk else tensors["teacher_logprobs"]
@@ -133,7 +137,9 @@ class ServedRewards:
         """The reward model's number after each trajectory's last token, [B]."""
         import torch
 
-        rows = _rows(experience)
+        rows, tree = _rows(experience)
+        if tree is not None:  # each trajectory's last conversation
+            rows = list(dict(zip(tree.trees.tolist(), rows, strict=True)).values())
         batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
         rewards = [reward for batch in asyncio.run(self._reward(batches)) for reward in batch]
         return torch.tensor(rewards, dtype=torch.float32, device=experience.token_ids.device)
@@ -153,9 +159,16 @@ class ServedRewards:
         return await _all_answers(self.url, one, batches, MAX_CONCURRENT // BATCH)
 
 
-def _rows(experience: Experience) -> list[list[int]]:
-    lengths = experience.lengths.tolist()
-    return [ids[:length] for ids, length in zip(experience.token_ids.tolist(), lengths, strict=True)]
+def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
+    """The token ids of each trajectory, or of each conversation if some are trees, and which is whose."""
+    from lightrl.functional import BranchRows
+
+    token_ids, lengths, tree = experience.token_ids, experience.lengths, None
+    if experience.gaps is not None:
+        tree = BranchRows.of(experience.gaps, lengths)
+        token_ids, lengths = tree.spread(token_ids), tree.lengths
+    rows = zip(token_ids.tolist(), lengths.tolist(), strict=True)
+    return [ids[:length] for ids, length in rows], tree
 
 
 async def _all_answers(

@@ -44,11 +44,14 @@ class _Execution:
         self.keeper = 0  # its process id while it lives
 
     def run(self) -> Json:
-        folder = tempfile.mkdtemp(prefix=sys.argv[2])  # with the mark of the process that asks
+        folder = self.program.folder or tempfile.mkdtemp(prefix=sys.argv[2])  # with the mark of the process that asks
+        reply: Json = {}
         try:
-            return self._run_in(folder)
+            reply = self._run_in(folder)
+            return reply
         finally:
-            _remove(folder)
+            if self.program.folder is None or reply.get("exit_code") != 0:
+                remove_folder(folder)
 
     def _run_in(self, folder: str) -> Json:
         stdin = _file_with(self.stdin.encode(errors="surrogateescape"))
@@ -63,8 +66,9 @@ class _Execution:
             nothing = os.open(os.devnull, os.O_RDWR)
             os.dup2(nothing, 0)  # programs must not see the guard's own; the numbers stay taken
             os.dup2(nothing, 1)
-            start(self.program, folder, (stdin, out_end, err_end), report_end, life_end)
-        for descriptor in (stdin, out_end, err_end, report_end, life_end):
+            streams = (stdin, out_end, err_end if self.program.port is None else out_end)
+            start(self.program, folder, streams, report_end, life_end)
+        for descriptor in (stdin, out_end, err_end, report_end, life_end, *self.program.door):
             os.close(descriptor)
         try:
             os.waitpid(starter, 0)
@@ -103,6 +107,8 @@ class _Execution:
                     self._kill()
                 elif data := os.read(descriptor, READ_BYTES):
                     received[descriptor] += data
+                    if self.program.port is not None and descriptor == out:
+                        del received[out][: -(self.limits["output_kib"] << 10)]  # an agent may print more
                 else:
                     poller.unregister(descriptor)
                     still_open.discard(descriptor)
@@ -178,9 +184,10 @@ def _file_with(data: bytes) -> int:
     return descriptor
 
 
-def _remove(folder: str) -> None:
+def remove_folder(folder: str) -> None:
+    """Removes it with all that a program put there, also folders that the program locked."""
     with contextlib.suppress(OSError, RecursionError):  # folders may be nested without end
-        for path, names, _ in os.walk(folder):  # folders that the program locked
+        for path, names, _ in os.walk(folder):
             for name in names:
                 entry = Path(path) / name
                 if not entry.is_symlink():

@@ -9,6 +9,7 @@ import functools
 import os
 import platform
 import resource
+import signal
 import stat
 import struct
 import sys
@@ -17,12 +18,13 @@ from typing import Any
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _MS_NOSUID_NODEV, _MS_REC_PRIVATE = 0b0110, (1 << 14) | (1 << 18)
-_PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_SECUREBITS = 4, 8, 22, 28
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_SECUREBITS = 1, 4, 8, 22, 28
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 36, 38, 47, 2
 _CAP_SETUID = 7
 _CAP_DAC_READ_SEARCH = 2
 _EXECUTE_AND_READ = 0b1101  # Landlock: execute, read a file, list a folder
 _READ_AND_WRITE_FILE = 0b0110
+_CONNECT_TCP = 0b10
 # Refused by the filter: sockets, looking into other processes, namespaces and mounts, memory that no limit counts.
 # In this order: socket, ptrace, unshare, setns, mount, umount2, add_key, request_key, keyctl, perf_event_open, bpf,
 # userfaultfd, open_by_handle_at, process_vm_readv, process_vm_writev, io_uring_setup, memfd_create, shmget, mq_open,
@@ -125,15 +127,15 @@ def enter_namespaces(kind: str) -> bool:
     return True
 
 
-def mount_own(folder: str, owner: int, limits: Json) -> set[str]:
+def mount_own(folder: str | None, owner: int, limits: Json) -> set[str]:
     """Mounts `disk`, a bounded memory disk at `folder`, and `proc`, a `/proc` of its own; returns those that worked."""
     if not _mount("none", "/", None, _MS_REC_PRIVATE, ""):
         return set()  # a mount could reach the system's
     group = owner if owner != os.getuid() else os.getgid()
     size = f"size={limits['file_mib']}m,nr_inodes={limits['max_files']},mode=700,uid={owner},gid={group}"
-    has_disk = _mount("tmpfs", folder, "tmpfs", _MS_NOSUID_NODEV, size)
+    has_disk = _mount("tmpfs", folder or "/dev/shm", "tmpfs", _MS_NOSUID_NODEV, size)  # an agent keeps its folder
     has_proc = _mount("proc", "/proc", "proc", _MS_NOSUID_NODEV, "")
-    return ({"disk"} if has_disk else set()) | ({"proc"} if has_proc else set())
+    return ({"disk"} if has_disk and folder else set()) | ({"proc"} if has_proc else set())
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str) -> bool:
@@ -199,6 +201,11 @@ def hide_memory() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
+def die_with_parent() -> None:
+    """Linux kills this process when the one that forked it is gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def become_subreaper() -> None:
     """Makes this process the parent of orphans below it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -216,7 +223,7 @@ def _prctl(*arguments: int) -> None:
         _libc.prctl(*(ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0, 0)[:5]))
 
 
-def restrict_files(folder: str, readable: list[str]) -> int:
+def restrict_files(folder: str, readable: list[str], port: int | None, has_own_network: bool) -> int:
     """Landlock: reads below `readable`, writes below `folder`; from version 4 no TCP, from 6 no signals to others.
 
     Returns:
@@ -228,7 +235,8 @@ def restrict_files(folder: str, readable: list[str]) -> int:
     all_files = (1 << (13 + (version >= 2) + (version >= 3))) - 1
     if version >= 5:
         all_files |= 1 << 15
-    attributes = struct.pack("=QQQ", all_files, 0b11 if version >= 4 else 0, 0b11 if version >= 6 else 0)
+    no_tcp = 0b11 if port is None else 0 if has_own_network else _CONNECT_TCP  # an agent connects to its port
+    attributes = struct.pack("=QQQ", all_files, no_tcp if version >= 4 else 0, 0b11 if version >= 6 else 0)
     size = 8 * (1 + (version >= 4) + (version >= 6))
     ruleset = _libc.syscall(444, attributes, ctypes.c_size_t(size), 0)
     if ruleset < 0:
@@ -237,6 +245,11 @@ def restrict_files(folder: str, readable: list[str]) -> int:
     rules = [(folder, all_files)]
     rules += [(path, _EXECUTE_AND_READ) for path in readable]
     rules += [(path, _READ_AND_WRITE_FILE) for path in devices]
+    if port is not None:
+        terminal = _READ_AND_WRITE_FILE | (all_files & 1 << 15)
+        rules += [(path, terminal) for path in ("/dev/tty", "/dev/ptmx", "/dev/pts")]
+        rules += [("/dev/shm", all_files)] if has_own_network else []
+        _libc.syscall(445, ruleset, 2, struct.pack("=QQ", _CONNECT_TCP, port), 0)  # fails where TCP is not bounded
     for path, rights in rules:  # paths that this user cannot reach stay closed
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -7,12 +7,14 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from . import layers
+from .door import open_door, send_port
 from .layers import Json
 
 READ_BYTES = 1 << 16
@@ -26,6 +28,8 @@ class Program:
     def __init__(self, request: Json) -> None:
         self.request = request
         self.limits = request["limits"]
+        self.folder: str | None = request.get("folder")  # an agent's, kept if it succeeds; None: the guard makes one
+        self.port: int | None = request.get("port")  # where an agent's endpoint is; None: no network at all
         self.layers: set[str] = set(request["layers"]) if sys.platform == "linux" else set()
         self.uid = _FIRST_PRIVATE_UID + os.getpid()
         self.needs_read_right = not layers.is_public(request["command"][0])
@@ -36,6 +40,7 @@ class Program:
             self.kind = layers.kind_of_namespaces("private_user" in self.layers)
         if self.kind is None:
             self.layers.discard("namespaces")
+        self.door = [open_door(self.port)] if self.kind is not None and self.port is not None else []
         if self.kind == "user":  # this namespace has no other users
             self.layers.discard("private_user")
 
@@ -64,6 +69,8 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
         os.setsid()
         if program.kind is not None and not layers.enter_namespaces(program.kind):
             program.layers.discard("namespaces")
+        for door in program.door:
+            send_port(door, program.port)
         keeper = os.fork()
         if keeper:
             _write_record(report, {"keeper": keeper})
@@ -82,7 +89,7 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
             os.close(descriptor)
         with _LastBlock(started_end):
             _become(program, folder, streams, started_end)
-    for descriptor in (*streams, started_end):
+    for descriptor in {*streams, started_end}:
         os.close(descriptor)
     _write_record(report, read_records(os.read(started, READ_BYTES)))
     poller = select.poll()
@@ -110,7 +117,15 @@ def _prepare(program: Program, folder: str) -> None:
     layers.hide_memory()
     owner = program.uid if "private_user" in program.layers else os.getuid()
     if "namespaces" in program.layers:
-        program.layers |= layers.mount_own(folder, owner, program.limits)
+        program.layers |= layers.mount_own(None if program.folder else folder, owner, program.limits)
+    if program.folder is not None:
+        for name in ("work", "home", "tmp"):
+            (Path(folder) / name).mkdir(parents=True)
+        if program.request["template"] is not None:
+            shutil.copytree(program.request["template"], f"{folder}/work", symlinks=True, dirs_exist_ok=True)
+        for path, names, files in os.walk(folder):
+            for name in (*names, *files):
+                os.chown(Path(path) / name, owner, -1, follow_symlinks=False)
     for name, text in program.request["files"].items():
         (Path(folder) / name).write_text(text, encoding="utf-8", errors="surrogatepass")
         os.chown(Path(folder) / name, owner, -1)
@@ -122,7 +137,7 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
     os.setsid()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
-    os.chdir(folder)
+    os.chdir(folder if program.folder is None else f"{folder}/work")
     os.umask(0o077)
     for number in range(1, signal.NSIG):
         with contextlib.suppress(OSError, ValueError):
@@ -133,7 +148,8 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
     layers.set_limits(program.limits, counts_all_of_user=not remaining & {"private_user", "namespaces"})
     layers.give_up_privileges(program.uid if "private_user" in remaining else None, program.needs_read_right)
     if "landlock" in remaining:
-        version = layers.restrict_files(folder, program.request["readable"])
+        readable = program.request["readable"] + (["/proc"] if program.port and "proc" in remaining else [])
+        version = layers.restrict_files(folder, readable, program.port, "namespaces" in remaining)
         remaining.discard("landlock" if version == 0 else "")
         remaining.update({"landlock_signals"} if version >= 6 else ())
     if "seccomp" in remaining and not layers.refuse_calls():

@@ -24,7 +24,7 @@ from lightrl.experience import (
     row_codes,
     units_of,
 )
-from lightrl.functional import EVERY_TOKEN, to_device
+from lightrl.functional import EVERY_TOKEN, row_lengths, to_device
 from lightrl.functional.device_copy import remember
 from lightrl.functional.rows import (
     NATIVE,
@@ -51,8 +51,10 @@ TOKEN_DTYPES = {
     "weight_versions": torch.int32,
 }
 _PADDING = {"weight_versions": -1, "routes": NATIVE}
+_KEPT_DTYPES = {**TOKEN_DTYPES, "gaps": torch.int32}  # gaps only if a trajectory has some
 # Numbers of each row that follow from its tokens; all ranks know them.
 COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_version")
+_FURTHER = ("_support_bytes", "_repeated_tokens")  # likewise, if there are supports or gaps
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,9 @@ class ShardedExperience:
         if routes is not None:
             tokens["routes"] = TokenRows(routes, routes[0][:0])
         made = cls({**rows, **_counts(tokens)}, tokens)
+        if any(item.gaps is not None for item in trajectories):
+            gaps = [np.asarray(item.gaps or [0] * len(item.token_ids), np.int32) for item in trajectories]
+            made = made.with_tensors({"gaps": TokenRows(gaps, np.empty(0, np.int32))})
         return made.with_rewards(trajectories) if has_rewards else made
 
     @classmethod
@@ -176,6 +181,11 @@ class ShardedExperience:
         return self.rows["_generated_tokens"]
 
     @property
+    def forward_tokens(self) -> Tensor:
+        lengths = self.rows["lengths"]
+        return lengths + self.rows["_repeated_tokens"] if "_repeated_tokens" in self.rows else lengths
+
+    @property
     def version_bounds(self) -> tuple[Tensor, Tensor]:
         return self.rows["_oldest_version"], self.rows["_newest_version"]
 
@@ -228,11 +238,14 @@ class ShardedExperience:
             if is_field:
                 check_shape(name, value, len(self), self.width)
             if is_field and value.dim() >= 2 and name not in ("pixel_values", "image_rows"):
-                tokens[name] = TokenRows.of_padded(value, self.lengths, dtype=TOKEN_DTYPES.get(name))
+                tokens[name] = TokenRows.of_padded(value, self.lengths, dtype=_KEPT_DTYPES.get(name))
             else:
                 rows[name] = value.detach().cpu()
         if any(isinstance(tensors.get(name), Tensor) for name in ("loss_mask", "weight_versions")):
             rows.update(_counts(tokens))
+        if "gaps" in tensors and tokens["gaps"].is_whole:
+            repeated = [sum(row_lengths(gaps)) - len(gaps) for gaps in tokens["gaps"].rows]
+            rows["_repeated_tokens"] = torch.tensor(repeated)
         return replace(self, rows=rows, tokens=tokens)
 
     def select(self, index: Tensor | Sequence[int]) -> ShardedExperience:
@@ -252,7 +265,7 @@ class ShardedExperience:
         """
         names = (*ROW_FIELDS, "pixel_values", "image_rows")
         rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
-        token_names = (*TOKEN_DTYPES, "supports", *(("routes",) if with_routes else ()))
+        token_names = (*_KEPT_DTYPES, "supports", *(("routes",) if with_routes else ()))
         tokens = {name: self.tokens[name] for name in token_names if name in self.tokens}
         if has_end is not None:
             rows["lengths"] = self.lengths + has_end
@@ -272,7 +285,8 @@ class ShardedExperience:
         names = [name for name in part.tokens if name != "supports"]
         tensors = {**part._padded(names, device), **part._support_tensors()}
         if device != _CPU:
-            for name, value in part._padded(["token_ids", "loss_mask"], _CPU).items():
+            read_on_host = [name for name in ("token_ids", "loss_mask", "gaps") if name in tensors]
+            for name, value in part._padded(read_on_host, _CPU).items():
                 remember(tensors[name], value)
         for name, value in _with_shown_images(part.rows).items():
             if name not in tensors and not name.startswith("_"):
@@ -298,7 +312,7 @@ class ShardedExperience:
         padded: dict[str, Tensor] = {}
         for name in names:
             flat = to_device(torch.from_numpy(self.tokens[name].flat()), device)
-            flat = flat.long() if TOKEN_DTYPES.get(name) == torch.int32 else flat
+            flat = flat.long() if _KEPT_DTYPES.get(name) == torch.int32 else flat
             fill = flat.new_full((*is_token.shape, *flat.shape[1:]), _PADDING.get(name, 0))
             padded[name] = fill.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
         return padded
@@ -325,7 +339,7 @@ class ShardedExperience:
     @property
     def table(self) -> dict[str, Tensor]:
         """Numbers of each row that all ranks need, [B]: the fields without tokens, and counts of its tokens."""
-        return {name: self.rows[name] for name in (*ROW_FIELDS, *COUNTS, "_support_bytes") if name in self.rows}
+        return {name: self.rows[name] for name in (*ROW_FIELDS, *COUNTS, *_FURTHER) if name in self.rows}
 
     @property
     def token_dtypes(self) -> dict[str, str]:

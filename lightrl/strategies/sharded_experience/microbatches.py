@@ -8,6 +8,8 @@ from typing import overload
 import torch
 
 from lightrl.experience import Experience
+from lightrl.functional import row_lengths
+from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.sharded_experience.experience import ShardedExperience
 
 
@@ -54,8 +56,10 @@ class Microbatches(Sequence[Experience]):
             yield part
 
     def lengths(self, index: int) -> list[int]:
-        """Return the tokens of the rows of one microbatch, without bringing it to the device."""
-        rows = self.rows[index]
+        """Return the tokens of what a model reads of one microbatch row by row, without bringing it to the device."""
+        rows, gaps = self.rows[index], self.experience.tokens.get("gaps")
+        if rows and gaps is not None:
+            return [length for row in rows for length in row_lengths(gaps.rows[row])]
         return self.experience.lengths[rows].tolist() if rows else [2]
 
     def _copied(self, index: int) -> Experience:
@@ -66,7 +70,7 @@ class Microbatches(Sequence[Experience]):
 
 
 def lengths_of(microbatches: Sequence[Experience]) -> list[list[int]]:
-    """Return the tokens of the rows of each microbatch."""
-    if isinstance(microbatches, Microbatches):
-        return [microbatches.lengths(index) for index in range(len(microbatches))]
-    return [microbatch.lengths.tolist() for microbatch in microbatches]
+    """Return the tokens of each row that a model reads, by microbatch."""
+    if not isinstance(microbatches, Microbatches):
+        return [branch_rows(microbatch)[0].lengths.tolist() for microbatch in microbatches]
+    return [microbatches.lengths(index) for index in range(len(microbatches))]

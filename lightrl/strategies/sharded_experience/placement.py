@@ -82,12 +82,12 @@ def place_rows(
         roles: the ranks of each role; the dp ranks of the first answer for the rows.
         ranks: all of the run.
     """
-    num, lengths = len(experience), experience.lengths.tolist()
+    num, num_tokens = len(experience), experience.forward_tokens.tolist()
     minibatch = torch.zeros(num, dtype=torch.int64)
     dp_ranks = {role.dp_size: torch.zeros(num, dtype=torch.int64) for role in roles}
     for index, units in enumerate(cut_minibatches(experience.units(unit), num_minibatches, seed)):
         minibatch[[row for rows in units for row in rows]] = index
-        sizes = [sum(lengths[row] for row in rows) for rows in units]
+        sizes = [sum(num_tokens[row] for row in rows) for rows in units]
         for dp_size, dp_rank in dp_ranks.items():
             for place, share in enumerate(balanced_shares(sizes, dp_size)):
                 dp_rank[[row for item in share for row in units[item]]] = place
@@ -137,11 +137,11 @@ def microbatch_rows(
         max_tokens: in one microbatch, or one unit.
         unit: rows that stay together.
     """
-    lengths, units = experience.lengths.tolist(), experience.units(unit)
+    num_tokens, units = experience.forward_tokens.tolist(), experience.units(unit)
     parts = []
     for share in shares(experience, ranks):
         here = set(share)
         local = [rows for rows in units if rows[0] in here]
-        parts.append(microbatch_bins(lengths, local, max_tokens) if local else [])
+        parts.append(microbatch_bins(num_tokens, local, max_tokens) if local else [])
     mine, most = parts[ranks.dp_rank], max(map(len, parts))
     return [*mine, *([] for _ in range(most - len(mine)))]

@@ -1,0 +1,5 @@
+"""Halves numbers."""
+
+
+def half(number):
+    return number / 3

@@ -1,0 +1,10 @@
+"""Knows nothing of training: reads a task, asks the model that the environment names, and writes its answer down."""
+
+import sys
+from pathlib import Path
+
+from openai import OpenAI
+
+messages = [{"role": "user", "content": sys.stdin.read()}]
+answer = OpenAI().chat.completions.create(model="policy", messages=messages)  # reads OPENAI_BASE_URL, OPENAI_API_KEY
+Path("answer.txt").write_text(answer.choices[0].message.content or "")

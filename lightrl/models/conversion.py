@@ -1,0 +1,255 @@
+"""The form of checkpoints: names and layouts of folders and servers on one side, of a model's modules on the other.
+
+transformers fuses the experts of a mixture into one parameter and renames parts of models with an image tower. Both
+directions go through its own functions, which are semi-private: all that lightrl uses of them is in this file.
+
+    folder, servers                                 module
+    mlp.experts.0.gate_proj.weight [I, H] … E  ◄─►  mlp.experts.gate_up_proj [E, 2I, H]
+    mlp.experts.0.up_proj.weight   [I, H] … E
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightrl.models.lora import is_adapter, merge
+from lightrl.models.model_spec import ModelSpec, check_loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Names of exported parameters: those of the model's modules, or those of its checkpoint.
+Names = Literal["module", "checkpoint"]
+
+_RULES = "lightrl_conversions"  # attribute of a model: the rules for its names
+NEEDED = "5.23"  # release of transformers
+# What lightrl needs of transformers beyond its documented interface, by module.
+SEMI_PRIVATE = {
+    "transformers.conversion_mapping": ("get_model_conversion_mapping",),
+    "transformers.core_model_loading": (
+        "PrefixChange",
+        "convert_and_load_state_dict_in_model",
+        "revert_weight_conversion",
+    ),
+    "transformers.modeling_utils": ("LoadStateDictConfig",),
+}
+
+
+def semi_private(name: str) -> Any:
+    """The function or class of transformers; raises ImportError with the needed release if that one lacks it."""
+    module = next(module for module, names in SEMI_PRIVATE.items() if name in names)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        import transformers
+
+        raise ImportError(
+            f"Reading and sending checkpoints needs {module}.{name} of transformers >= {NEEDED}, got "
+            f"{transformers.__version__}. Install that release."
+        ) from error
+
+
+def conversions(model: PreTrainedModel) -> list[Any]:
+    """Rules between the names of checkpoints and modules; called before a model is sharded, which renames its class."""
+    rules: list[Any] | None = vars(model).get(_RULES)
+    if rules is None:
+        rules = semi_private("get_model_conversion_mapping")(model, add_legacy=False)
+        setattr(model, _RULES, rules)
+    return rules
+
+
+def keep_first_axis(model: PreTrainedModel) -> bool:
+    """Whether parts along the first axis of a parameter come from the same parts of its checkpoint's tensors."""
+    for rule in conversions(model):
+        for operation in getattr(rule, "operations", ()):
+            kind = type(operation).__name__
+            is_apart = kind == "MergeModulelist" or (kind == "Concatenate" and operation.dim > 0)
+            if kind == "Transpose":
+                is_apart = 0 not in (operation.dim0, operation.dim1)
+            if not is_apart or len(rule.target_patterns) > 1:
+                return False
+    return True
+
+
+def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Names and tensors that a checkpoint has for one parameter; views of `tensor` where it was fused.
+
+    Args:
+        name: of the model's module, without adapters.
+        tensor: whole.
+    """
+    if getattr(model, "_weight_conversions", None) is None:  # a model that was not loaded has no prefix to restore
+        prefix = semi_private("PrefixChange")
+        model._weight_conversions = [one for one in conversions(model) if not isinstance(one, prefix)]
+    tensors: dict[str, Tensor] = semi_private("revert_weight_conversion")(model, {name: tensor.detach()})
+    return tensors
+
+
+def exported_tensors(model: PreTrainedModel, names: Names, name: str, sources: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Tensors to export for a name of `lora.exported_parameters`, with adapters merged, from its whole sources."""
+    tensor = merge(model, name, sources)
+    return {name: tensor} if names == "module" or is_adapter(name) else checkpoint_tensors(model, name, tensor)
+
+
+class _Slice:
+    """A tensor in a file, of which only what is indexed is read."""
+
+    def __init__(self, content: Any, on_read: Callable[[], None]) -> None:
+        self.get_shape = content.get_shape
+        self.get_dtype = content.get_dtype
+        self._content = content
+        self._on_read = on_read
+
+    def __getitem__(self, index: Any) -> Tensor:
+        self._on_read()
+        part: Tensor = self._content[index]
+        return part
+
+
+def load_parts(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    *,
+    device: torch.device,
+    on_read: Callable[[], None] = lambda: None,
+    renamed: Mapping[str, str] | None = None,
+    is_whole: bool = True,
+) -> None:
+    """Reads a checkpoint into a model, of sharded parameters this rank's shards only; replaces the parameters.
+
+    Args:
+        model: on `device`, with or without adapters, which stay as they are.
+        spec: has files, see `checkpoint_files`.
+        on_read: called before each read.
+        renamed: further name in a checkpoint → the name whose tensor it gets too.
+        is_whole: False if the model is a part, so that the checkpoint has other weights too.
+
+    Raises:
+        ValueError: if a weight is missing, has another shape than the config says, or is not finite.
+    """
+    from safetensors import safe_open
+
+    opened: list[Any] = [safe_open(file, framework="pt") for file in checkpoint_files(spec)]
+    slices = {name: _Slice(file.get_slice(name), on_read) for file in opened for name in file.keys()}  # noqa: SIM118
+    slices |= {name: slices[source] for name, source in (renamed or {}).items() if source in slices}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    config = semi_private("LoadStateDictConfig")(
+        dtype=spec.build_options["dtype"],
+        device_map={"": device},
+        weight_mapping=conversions(model),
+    )
+    with _bare_modules(model), _local_shapes(model), _one_at_a_time(), without_bars():
+        info, _ = semi_private("convert_and_load_state_dict_in_model")(model, slices, config)
+        model._adjust_missing_and_unexpected_keys(info)  # what the family leaves out, or does without
+        # On more ranks than experts some hold none, and no rule makes a tensor of nothing.
+        empty = {name for name, _ in model.named_parameters() if model.get_parameter(name).numel() == 0}
+        missing = set(info.missing_keys) - empty - set(getattr(model, "all_tied_weights_keys", None) or {})
+        if spec.head == "scalar" and "score.weight" in missing:  # a fresh head returns 0
+            missing -= {"score.weight", "score.bias"}
+            for parameter in model.score.parameters():
+                torch.nn.init.zeros_(parameter)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    if info.mismatched_keys:
+        name, shape, expected = sorted(info.mismatched_keys)[0]
+        raise ValueError(
+            f"Weight {name!r} of {spec.path!r} has shape {tuple(shape)} on this rank, but config.json says "
+            f"{tuple(expected)}. Use a config and a checkpoint that belong together."
+        )
+    if errors := sorted(pair for pair in info.conversion_errors.items() if pair[0] not in empty):
+        name, problem = errors[0]
+        raise ValueError(f"Weight {name!r} of {spec.path!r} cannot be converted: {problem}. Use an intact checkpoint.")
+    check_loaded(f"Model {spec.path!r}", model, missing, info.unexpected_keys if is_whole else ())
+
+
+def checkpoint_files(spec: ModelSpec) -> list[Path]:
+    """The safetensors files of a model, from a folder or the hub; none if its tensors cannot be read one by one."""
+    if spec.path is None or spec.options:
+        return []
+    from transformers.utils import cached_file
+
+    def find(name: str) -> Path | None:
+        path = cached_file(spec.path, name, _raise_exceptions_for_missing_entries=False)
+        return None if path is None else Path(path)
+
+    index = find("model.safetensors.index.json")
+    names = {"model.safetensors"} if index is None else set(json.loads(index.read_text())["weight_map"].values())
+    files = [find(name) for name in sorted(names)]
+    return [file for file in files if file is not None]
+
+
+@contextlib.contextmanager
+def _bare_modules(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, modules stand where their adapters have wrapped them, so that names are those without adapters."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name != "base_layer" and hasattr(child, "base_layer")
+    ]
+    for parent, name, child in wrapped:
+        bare = child.base_layer
+        while hasattr(bare, "base_layer"):  # one adapter for each of the module's parameters
+            bare = bare.base_layer
+        setattr(parent, name, bare)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
+
+
+@contextlib.contextmanager
+def _local_shapes(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `get_parameter` gives this rank's part, to whose shape some rules compare what was read."""
+    whole = model.get_parameter
+
+    def part(name: str) -> Tensor:
+        parameter: Any = whole(name)
+        held: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        return held
+
+    model.get_parameter = part
+    try:
+        yield
+    finally:
+        del model.get_parameter
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Inside, a tensor is read when it is needed; threads would read ahead of it, up to the whole model."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Hides Hugging Face's progress bar for files, which would interrupt the run's own."""
+    from transformers.utils import logging as transformers_logging
+
+    if not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()

@@ -1,0 +1,168 @@
+"""AgentCommand: runs a program as an agent, in a folder of its own, and leaves nothing of it behind.
+
+The sandbox's guard (lightrl/rewards/sandbox_guard) makes the folder: `work`, a copy of the template, where the program
+runs; `home`, `tmp` and `task.txt`. It kills the program and all that it started when the program ends, on cancellation,
+and when this process dies; it keeps the folder only of a program that exits with code 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import threading
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightrl.concurrency.owner import own_prefix
+from lightrl.errors import RolloutError
+from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits, what_to_allow
+from lightrl.rewards.sandbox_guard.guard import remove_folder
+from lightrl.trajectory import Prompt, plain_text
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "lightrl-agents-"
+_ENVIRONMENT = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}", "HOME": "{home}", "TMPDIR": "{tmp}"}
+_ENVIRONMENT |= {"ANTHROPIC_BASE_URL": "{root_url}", "ANTHROPIC_API_KEY": "{api_key}", "NO_PROXY": "127.0.0.1"}
+# Not all of /etc: root's programs may lie where only a right to read everything reaches them.
+_READABLE = (*SYSTEM_PATHS, "/sys", "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl")
+# The deadline bounds the CPU time; programs reserve far more memory than they use.
+_LIMITS = asdict(Limits(max_processes=1024, max_open_files=4096, output_kib=64))
+_LIMITS |= dict.fromkeys(("cpu_s", "memory_mib", "file_mib"), 1 << 30)
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """The result of an agent that leaves more than a reward."""
+
+    reward: float | None = None
+    workspace: str | None = None  # a folder for the reward, deleted after it
+    output: str = ""
+
+
+@dataclass
+class AgentCommand:
+    """A program that is called as any other agent; AgentWorkflow has the arguments."""
+
+    command: Sequence[str]
+    template: str | None
+    environment: Mapping[str, str]
+    timeout_s: float
+    decode: Callable[..., Any]  # makes text of a prompt without messages
+    layers: list[str] | None = None  # the protections in force, once known
+
+    async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
+        """Runs the program to its end; raises RolloutError if it cannot be started, or fails."""
+        workspace = f"{root_of(os.getpid())}/{secrets.token_hex(8)}/work"
+        is_kept = False
+        try:
+            reply = await _run_under_guard(self._request_of(workspace, prompt, base_url, api_key))
+            is_kept = reply["exit_code"] == 0
+        except OSError as error:
+            raise RolloutError(f"{self.command[0]} could not be started: {error}.") from error
+        finally:
+            delete_workspace(None if is_kept else workspace)
+        if reply["layers"] != self.layers:  # say it once
+            self.layers = reply["layers"]
+            log.info("Agents run with these layers of protection: %s.", ", ".join(self.layers) or "none")
+            if "namespaces" not in self.layers:
+                log.warning("Agents may reach the network, since they have no namespace of it. %s", what_to_allow())
+        if not is_kept:
+            code, limit = reply["exit_code"], reply["stopped_by"]
+            how = f"was stopped for its {limit}" if limit else f"exited: {code}"
+            raise RolloutError(f"{self.command[0]} {how}. It printed {reply['stdout'][-300:]!r}.")
+        return AgentResult(workspace=workspace, output=reply["stdout"])
+
+    def _request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+        """The line that the guard reads, as JSON."""
+        task = plain_text(prompt.messages) if prompt.messages else prompt.text(self.decode)
+        folder = workspace.removesuffix("/work")
+        values = {**prompt.fields, "task": task, "task_file": f"{folder}/task.txt", "workspace": workspace}
+        values |= {"home": f"{folder}/home", "tmp": f"{folder}/tmp", "api_key": api_key}
+        values |= {"base_url": base_url, "root_url": base_url.removesuffix("/v1")}
+
+        def fill(text: str) -> str:  # other braces stay
+            return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), text)
+
+        template = self.template and fill(self.template)
+        if template is not None and not Path(template).is_dir():
+            raise NotADirectoryError(f"workspace_template={self.template!r} leads to {template!r}, which is no folder")
+        environment = {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **self.environment}
+        is_named = any(re.search(r"\{task(_file)?\}", word) for word in (*self.command, *environment.values()))
+        environment = {name: fill(value) for name, value in environment.items()}
+        program = shutil.which(fill(self.command[0]), path=environment["PATH"])
+        if program is None:
+            raise FileNotFoundError("there is no such program")
+        program = os.path.abspath(program)  # noqa: PTH100  # a link keeps its name, which says what environment it is of
+        homes = {
+            *map(Path, environment["PATH"].split(os.pathsep)),
+            Path(program).parent,
+            Path(program).resolve().parent,
+        }
+        homes |= {home.parent for home in homes if home.name in ("bin", ".bin")} - {Path("/"), Path.home()}  # libraries
+        request: dict[str, Any] = {"command": [program, *map(fill, self.command[1:])], "environment": environment}
+        request |= {"template": template, "files": {"task.txt": task}, "stdin": "" if is_named else task}
+        request |= {"port": urlsplit(base_url).port, "layers": ["namespaces", "private_user", "landlock"]}
+        request |= {"folder": folder, "readable": [*_READABLE, *map(str, homes)], "unprotected": True}
+        return request | {"limits": _LIMITS | {"wall_s": self.timeout_s + 10}}  # the caller's deadline comes first
+
+
+def check_command(command: Sequence[str] | None, template: str | None) -> None:
+    """Raises ValueError if there is no such program or template; names with braces are checked when filled in."""
+    words = [] if command is None or isinstance(command, str) else command[:1]
+    if command is not None and not any("{" in word or shutil.which(word) for word in words):
+        raise ValueError(f"command must be a list that begins with a program on PATH, or its path, got {command!r}.")
+    if template is not None and "{" not in template and not Path(template).is_dir():
+        raise ValueError(f"workspace_template={template!r} must be a folder. Create it, or leave the setting out.")
+
+
+def delete_workspace(workspace: str | None) -> None:
+    """Deletes the folder that an agent left, in a thread: it may be large."""
+    if workspace is not None:
+        folder = Path(workspace).parent if _PREFIX in workspace else workspace
+        threading.Thread(target=remove_folder, args=(str(folder),), name="lightrl-delete").start()
+
+
+@functools.cache
+def root_of(process: int) -> str:
+    """The folder for those of this process, removed at its end; those of ended processes are removed now."""
+    root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
+    Path(root).chmod(0o711)  # a user of a program's own goes through it
+    atexit.register(remove_folder, root)
+    return root
+
+
+async def _run_under_guard(request: dict[str, Any]) -> dict[str, Any]:
+    """The guard's reply, or OSError; on cancellation the guard kills what runs, removes the folder, and is awaited."""
+    guard = await asyncio.create_subprocess_exec(
+        *GUARD_COMMAND, "", stdin=PIPE, stdout=PIPE, limit=1 << 22, start_new_session=True
+    )
+    assert guard.stdin is not None
+    assert guard.stdout is not None
+    try:
+        guard.stdin.write(json.dumps(request).encode() + b"\n")
+        reply = await guard.stdout.readline()
+        guard.stdin.close()
+        await guard.wait()
+    finally:
+        guard.stdin.close()
+        while guard.returncode is None:  # cancelled, perhaps again meanwhile
+            with contextlib.suppress(asyncio.CancelledError):
+                await guard.wait()
+    record: dict[str, Any] = json.loads(reply) if reply else {"problem": "the guard died, see its output above"}
+    if record["problem"] is not None:
+        raise OSError(record["problem"][:300])
+    return record

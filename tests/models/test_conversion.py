@@ -1,0 +1,130 @@
+"""The form of checkpoints: names and layouts of a folder, sent one parameter at a time, and read by parts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from benchmarks.families import TOKENIZER, family_spec, make_folder
+from lightrl.models import LoRA, ModelSpec, Role, conversion
+from lightrl.models.conversion import SEMI_PRIVATE, checkpoint_tensors, load_parts, semi_private
+from lightrl.models.lora import held_tensors, is_adapter
+from lightrl.strategies.empty_model import empty_model, give_memory
+
+
+def saved(folder):
+    tensors = {}
+    for file in Path(folder).glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def read(spec, **role):
+    model = empty_model(Role(spec, **role))
+    give_memory(model, torch.device("cpu"))
+    load_parts(model, spec, device=torch.device("cpu"))
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe", "qwen2_5_vl"])
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["fresh", "loaded"])
+def test_tensors_sent_one_by_one_are_those_of_the_folder(family, is_loaded, tmp_path):
+    spec = make_folder(family, str(tmp_path))
+    model = spec.load_model()
+    if not is_loaded:
+        fresh = type(model)(model.config)
+        fresh.load_state_dict(model.state_dict())
+        model = fresh
+    sent = {}
+    for name, tensor in held_tensors(model).items():
+        sent |= checkpoint_tensors(model, name, tensor)
+    expected = saved(tmp_path)
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(sent[name], expected[name]) for name in sent)
+
+
+def test_fused_experts_leave_with_a_name_for_each_and_as_views():
+    model = family_spec("qwen3_moe").load_model()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    fused = dict(model.named_parameters())[name]
+    tensors = checkpoint_tensors(model, name, fused)
+    assert len(tensors) == 8
+    assert torch.equal(tensors["model.layers.0.mlp.experts.3.up_proj.weight"], fused[3, 24:])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "qwen3_vl_moe"])
+def test_a_model_read_by_parts_equals_the_loaded_one(family, tmp_path):
+    spec = make_folder(family, str(tmp_path))
+    expected = held_tensors(spec.load_model())
+    tensors = held_tensors(read(spec))
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
+
+
+def test_weights_are_read_below_their_adapters(tmp_path):
+    spec = make_folder("qwen3_moe", str(tmp_path))
+    model = read(spec, lora=LoRA(rank=2))
+    expected = held_tensors(spec.load_model())
+    own = {name: value for name, value in held_tensors(model).items() if not is_adapter(name)}
+    assert all(torch.equal(value, expected[conversion_name(name)]) for name, value in own.items())
+    assert not any(value.requires_grad for value in own.values())
+
+
+def conversion_name(name):
+    return name.replace(".base_layer", "")
+
+
+def test_a_scalar_head_that_the_folder_lacks_returns_zero(tmp_path):
+    make_folder("qwen3", str(tmp_path))
+    model = read(ModelSpec(path=str(tmp_path), head="scalar", tokenizer=TOKENIZER))
+    assert not model.score.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda weight: weight.fill_(torch.nan), "NaN or infinity in weight 'model.norm.weight'", id="NaN"),
+        pytest.param(lambda weight: weight[:5].clone(), r"'model.norm.weight' .* has shape \(5,\)", id="shape"),
+        pytest.param(None, "lacks 1 weights of its config, for example 'model.norm.weight'", id="missing"),
+    ],
+)
+def test_a_damaged_weight_is_refused_by_name(change, message, tmp_path):
+    spec = make_folder("qwen3", str(tmp_path))
+    tensors = saved(tmp_path)
+    weight = tensors.pop("model.norm.weight")
+    if change is not None:
+        tensors["model.norm.weight"] = change(weight)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        read(spec)
+
+
+def test_each_shard_of_a_split_checkpoint_is_read(tmp_path):
+    spec = make_folder("qwen3_moe", str(tmp_path))
+    AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors").unlink()
+    assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 20
+    expected = held_tensors(spec.load_model())
+    assert all(torch.equal(value, expected[name]) for name, value in held_tensors(read(spec)).items())
+
+
+def test_all_that_is_used_of_transformers_beyond_its_interface_exists():
+    for names in SEMI_PRIVATE.values():
+        for name in names:
+            assert callable(semi_private(name))
+
+
+def test_an_older_transformers_is_named_in_the_error(monkeypatch):
+    monkeypatch.setitem(conversion.SEMI_PRIVATE, "transformers.conversion_mapping", ("gone",))
+    with pytest.raises(ImportError, match=r"needs transformers.conversion_mapping.gone of transformers >= 5.23"):
+        semi_private("gone")
+
+
+def test_adapters_of_experts_on_several_ranks_are_refused():
+    role = Role(family_spec("qwen3_moe"), lora=LoRA(target_parameters=("mlp.experts.down_proj",)))
+    with pytest.raises(ValueError, match=r"lora\.target_parameters can only be trained in one process"):
+        empty_model(role)

@@ -1,0 +1,392 @@
+"""Programs as agents: what they find, what they leave, and that nothing is left running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agent_cases import PROMPT, TOKENIZER, decode, encode, generate_with, scripted, user
+from chat_texts import END, started
+from waits import comes_true
+
+from lightrl.engines.fake_engine import FakeEngine
+from lightrl.errors import EngineError, RolloutError
+from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits
+from lightrl.trajectory import Prompt, Trajectory
+from lightrl.workflows import agent_command
+from lightrl.workflows.agent_command import delete_workspace
+from lightrl.workflows.agent_workflow import AgentWorkflow
+
+ASK = """
+import json, os, sys, urllib.request
+
+def ask(text, url=os.environ["OPENAI_BASE_URL"], key=os.environ["OPENAI_API_KEY"]):
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    answer = urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body, headers))
+    return json.load(answer)["choices"][0]["message"]["content"]
+"""
+TASK = Prompt("a", messages=[user("6*7?")], fields={"folder": "seven"})
+
+
+def workflow_of(program: str, *arguments: str, **settings: Any) -> AgentWorkflow:
+    command = [sys.executable, "-c", ASK + program, *arguments]
+    return AgentWorkflow(TOKENIZER, command=command, **{"agent_timeout_s": 30.0, "max_tokens": 400, **settings})
+
+
+def play(workflow: AgentWorkflow, engine: FakeEngine | None = None, prompt: Prompt = TASK) -> Trajectory:
+    return asyncio.run(workflow.run(prompt, generate_with(engine or scripted("42"))))
+
+
+def own_folders() -> list[Path]:
+    """The folders of rollouts of this process."""
+    return list(Path(tempfile.gettempdir()).glob(f"lightrl-agents-{os.getpid()}-*/*"))
+
+
+def guards() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "sandbox_guard" in "".join(child.cmdline())]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    assert comes_true(lambda: not own_folders())
+    assert comes_true(lambda: not guards())
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """Tasks of two rows; `seven` has a file, and a link to it."""
+    for name in ("six", "seven"):
+        (tmp_path / "tasks" / name / "src").mkdir(parents=True)
+        (tmp_path / "tasks" / name / "src" / "task.py").write_text(name)
+    (tmp_path / "tasks" / "seven" / "link.py").symlink_to("src/task.py")
+    return tmp_path / "tasks"
+
+
+def reward_of(trajectory: Trajectory, read: Callable[[Path], Any]) -> Any:
+    """What a reward reads in the workspace, which is deleted then, as the controller does it."""
+    assert trajectory.workspace is not None
+    try:
+        return read(Path(trajectory.workspace))
+    finally:
+        delete_workspace(trajectory.workspace)
+
+
+def test_a_program_reads_its_task_asks_the_policy_and_leaves_a_folder(template: Path) -> None:
+    program = "open('answer.txt', 'w').write(ask(sys.stdin.read())); print(sorted(os.listdir()), file=sys.stderr)"
+    trajectory = play(workflow_of(program, workspace_template=str(template / "{folder}")))
+    text = "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>"
+    assert decode(list(trajectory.token_ids)) == text
+    assert trajectory.agent_output == "['answer.txt', 'link.py', 'src']\n"
+    assert trajectory.rewards is None
+    read = reward_of(trajectory, lambda folder: [(folder / name).read_text() for name in ("answer.txt", "link.py")])
+    assert read == ["42", "seven"]
+    assert (template / "seven" / "src" / "task.py").read_text() == "seven"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "environment"),
+    [
+        ("ask(sys.argv[1])", ["{task}"], {}),
+        ("ask(open(sys.argv[1]).read())", ["{task_file}"], {}),
+        ("ask(os.environ['GOAL'])", [], {"GOAL": "{task}"}),
+        ("ask(sys.stdin.read(), os.environ['POLICY_URL'] + '/v1', os.environ['ANTHROPIC_API_KEY'])", [],
+         {"POLICY_URL": "{root_url}"}),
+        ("ask('6*7?' if sys.argv[1:] == ['{\"a\": {b}}', 'seven'] else '')", ["{\"a\": {b}}", "{folder}"], {}),
+    ],
+    ids=["an argument", "a file", "a variable", "an address of another name", "braces that stay, a column"],
+)  # fmt: skip
+def test_settings_name_where_a_program_finds_its_task_and_the_policy(
+    program: str, arguments: list[str], environment: dict[str, str]
+) -> None:
+    trajectory = play(workflow_of(program, *arguments, environment=environment))
+    assert "user\n6*7?<|im_end|>" in decode(list(trajectory.token_ids))
+    reward_of(trajectory, Path.is_dir)
+
+
+def test_a_program_sees_no_variable_of_the_run_and_has_its_own_home() -> None:
+    program = "ask('a'); print(*sorted(os.environ)); print(os.environ['HOME'] == os.getcwd()[:-4] + 'home')"
+    trajectory = play(workflow_of(program))
+    names, *rest = trajectory.agent_output.splitlines()
+    assert set(names.split()) - {"LC_CTYPE", "LANG"} == {
+        *("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
+        *("HOME", "TMPDIR", "PATH", "NO_PROXY"),
+    }
+    assert rest == ["True"]
+    reward_of(trajectory, Path.is_dir)
+
+
+def test_the_endpoint_is_the_only_network_and_the_folder_the_only_place_to_write(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    program = f"""
+import socket
+with socket.create_server(("127.0.0.1", 0)) as other:  # its own network
+    socket.create_connection(other.getsockname()).close()
+for place in (("192.0.2.1", 80), ("127.0.0.1", int(sys.argv[1]))):
+    try:
+        socket.create_connection(place, timeout=5)
+        print("reached", place)
+    except OSError:
+        pass
+try:
+    open({str(tmp_path / "file")!r}, "w")
+    print("wrote")
+except OSError:
+    pass
+ask("a")
+"""
+    tmp_path.chmod(0o777)
+    with socket.create_server(("127.0.0.1", 0)) as server, caplog.at_level(logging.INFO):
+        trajectory = play(workflow_of(program, str(server.getsockname()[1])))
+    reward_of(trajectory, Path.is_dir)
+    (said, *warnings) = [record.getMessage() for record in caplog.records if "agent_command" in record.name]
+    assert said.startswith("Agents run with these layers of protection: ")
+    if "namespaces" in said:
+        assert warnings == []
+        assert "reached" not in trajectory.agent_output
+    else:
+        assert "may reach the network" in warnings[0]
+    if "landlock" in said:
+        assert "wrote" not in trajectory.agent_output
+
+
+def test_many_programs_at_once_reach_their_own_sessions() -> None:
+    def script(prompt: list[int], sampling: Any, sample: int) -> list[int]:
+        return [*encode(decode(prompt).partition("user\n")[2].partition("<")[0]), END]
+
+    workflow = workflow_of("print(ask(sys.stdin.read()))")
+
+    async def scenario() -> list[Trajectory]:
+        generate = generate_with(started(FakeEngine(script=script)))
+        prompts = [Prompt(f"p{number}", messages=[user(f"[{number}]")]) for number in range(4)]
+        return await asyncio.gather(*(workflow.run(prompt, generate) for prompt in prompts))
+
+    for number, trajectory in enumerate(asyncio.run(scenario())):
+        assert trajectory.agent_output == f"[{number}]\n"
+        reward_of(trajectory, Path.is_dir)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("sys.exit('no key')", r"exited: 1\. It printed 'no key\\n'"),
+        ("print('hello')", r"without an answer of the policy.* It printed 'hello\\n'"),
+        ("ask('a'); os.kill(os.getpid(), 9)", r"exited: -9\."),
+        ("ask('a'); 1 / 0", "exited: 1.*ZeroDivisionError"),
+        ("print('x' * 10**6); ask('a'); sys.exit(2)", r"exited: 2\. It printed 'x{299}\\n'"),
+        ("ask('a', key='another')", "exited: 1.*401"),
+    ],
+    ids=["exits at once", "never calls", "is killed", "raises", "prints a lot", "has a wrong key"],
+)
+def test_a_program_that_fails_drops_its_trajectory_with_the_reason(program: str, message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
+        play(workflow_of(program))
+
+
+def test_the_end_of_long_output_is_kept() -> None:
+    trajectory = play(workflow_of("print('x' * 10**6); print(ask('a'))"))
+    assert trajectory.agent_output.endswith("x\n42\n")
+    assert 1000 < len(trajectory.agent_output) <= 1 << 16
+    reward_of(trajectory, Path.is_dir)
+
+
+def test_a_program_at_its_deadline_is_killed_with_its_children() -> None:
+    program = "import subprocess; subprocess.Popen(['sleep', '97531'], start_new_session=True).wait()"
+    with pytest.raises(RolloutError, match=r"did not finish within 0\.5 s"):
+        play(workflow_of(program, agent_timeout_s=0.5))
+    assert comes_true(lambda: not running("97531"))
+
+
+def test_children_that_a_program_leaves_are_killed_and_ask_nothing_more() -> None:
+    program = """
+import subprocess
+ask("a")
+late = "import time, urllib.request; time.sleep(0.3); open('late.txt', 'w')"
+for _ in range(3):
+    subprocess.Popen([sys.executable, "-c", late], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "97532"])
+"""
+    trajectory = play(workflow_of(program))
+    assert not running("97532")
+    time.sleep(0.4)
+    assert reward_of(trajectory, os.listdir) == []
+
+
+@pytest.mark.extra
+def test_a_program_that_forks_without_end_is_stopped() -> None:
+    program = "import time\nfor _ in range(1100):\n    if os.fork() == 0:\n        time.sleep(97533)\ntime.sleep(97533)"
+    with pytest.raises(RolloutError, match=r"(was stopped for its processes|exited: 1\..*BlockingIOError)"):
+        play(workflow_of(program))
+
+
+def running(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if mark in (process.info["cmdline"] or []):
+                found.append(process)
+    return found
+
+
+def test_a_program_is_killed_when_the_engine_fails() -> None:
+    def fail(prompt: list[int], sampling: Any, sample: int) -> list[int]:
+        raise EngineError("no server is left")
+
+    program = "import subprocess\ntry:\n    ask('a')\nexcept OSError:\n    subprocess.run(['sleep', '97534'])"
+    with pytest.raises(EngineError, match="no server is left"):
+        play(workflow_of(program), started(FakeEngine(script=fail)))
+    assert comes_true(lambda: not running("97534"))
+
+
+def test_no_room_for_a_request_is_a_truncated_trajectory() -> None:
+    trajectory = play(workflow_of("ask('a')\nask('x' * 500)", truncated_reward=-1.0))
+    assert trajectory.is_truncated
+    assert (trajectory.rewards or [0.0])[-1] == -1.0
+    assert trajectory.workspace is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "Set either agent, a function, or command"),
+        ({"command": ["true"], "agent": len}, "Set either agent, a function, or command"),
+        (
+            {"command": "claude -p"},
+            "command must be a list that begins with a program on PATH, or its path, got 'claude -p'",
+        ),
+        ({"command": []}, r"command must be a list .* got \[\]"),
+        ({"command": ["no-such-program"]}, r"command must be a list .* got \['no-such-program'\]"),
+        ({"command": ["true"], "workspace_template": "nowhere"}, "workspace_template='nowhere' must be a folder"),
+        ({"command": ["true"], "workspace_template": __file__}, "workspace_template=.* must be a folder"),
+        ({"agent": len, "workspace_template": "/usr"}, "workspace_template='/usr' has no effect without command"),
+        ({"agent": len, "environment": {"A": "b"}}, "environment=.* has no effect without command"),
+    ],
+)
+def test_settings_that_lead_nowhere_are_refused_before_anything_starts(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AgentWorkflow(TOKENIZER, **settings)
+    with pytest.raises(ValueError, match=message):
+        AgentWorkflow.check_settings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"workspace_template": "tasks/{folder}"}, "leads to '.*tasks/seven', which is no folder"),
+        ({"command": ["{folder}/run"]}, r"\{folder\}/run could not be started: there is no such program"),
+    ],
+)
+def test_names_that_a_row_fills_in_badly_drop_its_trajectory(settings: dict[str, Any], message: str) -> None:
+    workflow = AgentWorkflow(TOKENIZER, **{"command": [sys.executable, "-c", ""], **settings})
+    with pytest.raises(RolloutError, match=message):
+        play(workflow)
+
+
+def test_a_full_disk_drops_the_trajectory_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a small disk")
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "large").write_bytes(b"x" * 100_000)
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        agent_command.root_of.cache_clear()
+        with pytest.raises(RolloutError, match=r"could not be started: .*No space left on device"):
+            play(workflow_of("ask('a')", workspace_template=str(tmp_path / "template")))
+        assert comes_true(lambda: not list(disk.glob("*/*")))
+    finally:
+        agent_command.root_of.cache_clear()
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.extra
+def test_a_killed_run_leaves_no_process_and_the_next_one_no_folder(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from test_agent_command import *
+play(workflow_of("import subprocess; ask('a'); subprocess.run(['sleep', '97535'])"))
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    tmp_path.chmod(0o755)
+    run = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        assert comes_true(lambda: running("97535"))
+        kept = next(tmp_path.glob("lightrl-agents-*"))
+        run.send_signal(signal.SIGKILL)
+    finally:
+        run.kill()
+        run.wait()
+    assert comes_true(lambda: not running("97535"))
+    assert comes_true(lambda: not list(kept.iterdir()))
+    code = code.replace("97535", "0")
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_of_tokens_alone_is_a_task_of_its_text() -> None:
+    trajectory = play(workflow_of("ask(sys.stdin.read())"), prompt=PROMPT)
+    assert f"user\n{decode([5])}<|im_end|>" in decode(list(trajectory.token_ids))
+    reward_of(trajectory, Path.is_dir)
+
+
+def test_where_namespaces_are_refused_landlock_leaves_the_endpoints_port_alone(tmp_path: Path) -> None:
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 7):
+        pytest.skip("Landlock bounds TCP from Linux 6.7")
+    program = (
+        "import socket, sys\nfor port in sys.argv[1:]:\n    try:\n        socket.create_connection(('127.0.0.1', port))"
+    )
+    program += "\n        print(port)\n    except PermissionError:\n        pass"
+    with socket.create_server(("127.0.0.1", 0)) as endpoint, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [server.getsockname()[1] for server in (endpoint, other)]
+        request = {
+            "command": [sys.executable, "-c", program, *map(str, ports)],
+            "environment": {},
+            "folder": str(tmp_path / "agent"),
+            "template": None,
+            "files": {},
+            "stdin": "",
+            "port": ports[0],
+            "layers": ["private_user", "landlock"],
+            "readable": [*SYSTEM_PATHS, sys.prefix, sys.base_prefix],
+            "unprotected": True,
+            "limits": asdict(Limits(memory_mib=1 << 20)),
+        }
+        for folder in (tmp_path, tmp_path.parent, tmp_path.parents[1]):
+            folder.chmod(0o755)
+        line = json.dumps(request).encode() + b"\n"
+        guard = subprocess.Popen([*GUARD_COMMAND, ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert guard.stdin is not None
+            assert guard.stdout is not None
+            guard.stdin.write(line)
+            guard.stdin.flush()
+            reply = json.loads(guard.stdout.readline())
+        finally:
+            guard.communicate()
+    if "landlock" not in reply["layers"]:
+        pytest.skip("this system refuses Landlock")
+    assert (reply["stdout"], reply["exit_code"]) == (f"{ports[0]}\n", 0)
+    assert [path.name for path in sorted((tmp_path / "agent").iterdir())] == ["home", "tmp", "work"]
