@@ -67,7 +67,7 @@ class FSDP2Model(SingleModel):
         add_run_inside(model)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
             # The strategy has compiled the layers before it sharded them.
-            made = {"value_head": value_head, "compile_layers": False, "replays_routes": replays_routes}
+            made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "replays_routes": replays_routes}
             self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
             device_type = self._root.run_inside(lambda: model.device.type)  # inside, it is where it computes
         reshard(self._root)

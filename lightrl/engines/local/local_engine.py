@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -336,7 +336,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         auto = "float32" if self.device.type == "cpu" else "bfloat16"
         self._dtype = dtype = getattr(torch, auto if self.dtype == "auto" else self.dtype)
         if family is None:
-            settings = {"prefill_tokens": self.prefill_tokens, "record_routes": self.record_routes}
+            settings: dict[str, Any] = {"prefill_tokens": self.prefill_tokens, "record_routes": self.record_routes}
             return HuggingFaceDecoder(config, dtype=dtype, device=self.device, **settings)
         decoder = LlamaDecoder(config, family, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
         decoder.cache_bytes = self.key_value_bytes
