@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.checks.bounds import check_choice
 from lightrl.functional.branches import BranchRows
 from lightrl.functional.device_copy import to_device
 from lightrl.functional.packing import microbatch_bins
 from lightrl.functional.rows import (
+    NATIVE,
     check_trajectories,
     every_token,
     padded_rows,
     reward_fields,
+    route_rows,
     row_fields,
     support_codes,
     support_fields,
@@ -71,6 +74,7 @@ class Experience:
     supports: Tensor | None = None  # uint8 [S], in host memory: the codes of all supports (functional/supports.py)
     support_starts: Tensor | None = None  # int64 [B], in host memory: where the codes of a row begin
     support_sizes: Tensor | None = None  # int64 [B], in host memory: bytes of its codes
+    routes: Tensor | None = None  # uint8 [B, T, w], the experts that each token was sampled with (models/routes.py)
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], of a user's own calls
 
     def __post_init__(self) -> None:
@@ -95,6 +99,9 @@ class Experience:
         others: Any = row_fields(trajectories)
         if any(item.supports is not None for item in trajectories):
             others |= support_fields([support_codes(item) for item in trajectories])
+        routes = route_rows(trajectories)
+        if routes is not None:
+            others["routes"] = pad_sequence([*map(torch.tensor, routes)], batch_first=True, padding_value=NATIVE)
         if any(item.gaps is not None for item in trajectories):
             others["gaps"] = padded_rows([item.gaps or [0] * len(item.token_ids) for item in trajectories], 0, np.int64)
         others["rewards"], token_rewards = reward_fields(trajectories)

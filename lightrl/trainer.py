@@ -45,6 +45,7 @@ from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import CheckpointConnector, RolloutLoop, RolloutStage, StepLog, check_resume, logging_allowed
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
+from lightrl.models.routes import NOT_COMPILED, RouteLayout
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -265,7 +266,7 @@ class Trainer(RLTrainer):
                     warnings.filterwarnings("ignore", message, category)
             try:
                 if isinstance(module, RLModule) and needs_rewards and vars(rank_zero_only)["rank"] == 0:
-                    self._check_engine(is_fit=is_fit)
+                    self._check_engine(module, is_fit=is_fit)
                     self._stage.start_reward_worker(module)
                 yield
             except torch.OutOfMemoryError as error:
@@ -396,7 +397,11 @@ class Trainer(RLTrainer):
                     "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
                 )
 
-    def _check_engine(self, *, is_fit: bool) -> None:
+    def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:
+        if is_fit and isinstance(self.strategy, FSDP2Strategy) and self.strategy.compile_layers:
+            records = getattr(self.engine, "record_routes", False) is not False
+            if records and RouteLayout.of(module.models()["policy"].spec.load_config()) is not None:
+                raise ValueError(NOT_COMPILED)
         if not isinstance(self.engine, ServerEngine):
             return
         self.engine.check()

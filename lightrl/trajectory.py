@@ -372,6 +372,8 @@ class Trajectory:
     rewards: Sequence[float] | None = None  # float64 [T], for rewards per token; then `reward` is their sum
     # uint8, the codes of the T tokens' supports (functional/supports.py); None if no distribution was truncated.
     supports: Sequence[int] | None = None
+    # uint8 [T * w], the experts of the T tokens (models/routes.py); None if the engine returned none.
+    routes: Sequence[int] | None = None
     # int32 [T], how many tokens between it and the one before it in its conversation; None if all are 0.
     gaps: Sequence[int] | None = None
     turns: list[Turn] = field(default_factory=list)
@@ -438,24 +440,25 @@ class Trajectory:
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def with_lists(self) -> Trajectory:
-        """A copy for user code: its per-token fields are lists, made when they are first read; it has no supports."""
+        """A copy for user code: its per-token fields are lists, made when first read; without supports and routes."""
         values = dict(vars(self))
         arrays = {name: values.pop(name) for name in TOKEN_FIELDS if isinstance(values.get(name), TokenArray)}
-        arrays.pop("supports", None)
+        for name in _ONLY_FOR_TRAINING:
+            arrays.pop(name, None)
         copy = object.__new__(type(self))
         copy.__dict__.update(values, _arrays=arrays)
         for name in arrays.keys() & {"rewards", "gaps"}:  # `__getattr__` is not called, since the class has a default
             setattr(copy, name, arrays[name].tolist())
         return copy
 
-    def to_bytes(self, prompt: bytes | None = None, *, with_supports: bool = True) -> bytes:
+    def to_bytes(self, prompt: bytes | None = None, *, for_training: bool = True) -> bytes:
         """Encodes for other processes and checkpoints, without an object for each token.
 
             length of the prompt's JSON, of the other JSON (8 bytes each) | both | the per-token fields as stored
 
         Args:
             prompt: the prompt's `encode_json`, made once for a group; b"" if the reader has the prompt.
-            with_supports: False for readers that do not train.
+            for_training: False leaves out supports and routes.
 
         Raises:
             TypeError, ValueError: if JSON cannot hold a field.
@@ -464,7 +467,7 @@ class Trajectory:
         parts: list[bytes] = []
         for name in TOKEN_FIELDS:
             values = vars(self)[name]
-            is_sent = values is not None and (with_supports or name != "supports")
+            is_sent = values is not None and (for_training or name not in _ONLY_FOR_TRAINING)
             parts += values.stored if is_sent else (b"", b"")
         prompt = encode_json(self.prompt) if prompt is None else prompt
         other_json = encode_json({**others, "lengths": [*map(len, parts)]})
@@ -482,7 +485,7 @@ class Trajectory:
         lengths = iter(values.pop("lengths"))
         for name, num_numbers, num_ends in zip(TOKEN_FIELDS, lengths, lengths, strict=True):
             middle, end = start + num_numbers, start + num_numbers + num_ends
-            is_none = num_numbers == 0 and name in ("rewards", "supports", "gaps")
+            is_none = num_numbers == 0 and name in ("rewards", "gaps", *_ONLY_FOR_TRAINING)
             array: TokenArray[float] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
             values[name] = None if is_none else array
             start = end
@@ -529,8 +532,10 @@ TOKEN_FIELDS: dict[str, tuple[str, bool]] = {
     "completion_ids": ("i", False),
     "rewards": ("d", True),
     "supports": ("B", False),
+    "routes": ("B", False),
     "gaps": ("i", True),
 }
+_ONLY_FOR_TRAINING = ("supports", "routes")  # bytes that nobody reads as numbers
 
 
 @dataclass

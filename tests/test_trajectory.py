@@ -31,7 +31,7 @@ def rich_trajectory() -> Trajectory:
     num = len(trajectory.token_ids)
     trajectory.prompt = replace(trajectory.prompt, fields={"answer": "½ \ud83d", "nested": [1, None]})
     trajectory.turns = [Turn(2, 5), Turn(7, 9, "length")]
-    trajectory.rewards, trajectory.supports = [0.5] * num, [200, 1, 0] * num
+    trajectory.rewards, trajectory.supports, trajectory.routes = [0.5] * num, [200, 1, 0] * num, [3, 255] * num
     trajectory.gaps = [0] * (num - 2) + [3, 0]
     trajectory.metrics = {"accuracy": np.float32(0.5)}  # type: ignore[dict-item]  # as a reward may return it
     trajectory.call_outputs = {"score": 0.25, "logprobs": np.arange(num, dtype=np.float32)}
@@ -52,13 +52,13 @@ def test_a_trajectory_survives_both_encodings() -> None:
             assert is_shared[0] == is_shared[1]
 
 
-def test_bytes_may_lack_the_prompt_and_supports() -> None:
+def test_bytes_may_lack_the_prompt_supports_and_routes() -> None:
     trajectory = rich_trajectory()
-    data = trajectory.to_bytes(b"", with_supports=False)
+    data = trajectory.to_bytes(b"", for_training=False)
     other = Prompt("other", token_ids=[1])
     made = Trajectory.from_bytes(data, other)
     assert made.prompt is other
-    assert (made.supports, made.token_ids) == (None, trajectory.token_ids)
+    assert (made.supports, made.routes, made.token_ids) == (None, None, trajectory.token_ids)
     assert Trajectory.from_bytes(trajectory.to_bytes(encode_json(other))).prompt == other
 
 
@@ -74,11 +74,11 @@ def test_a_copy_with_lists_makes_them_when_they_are_read_and_can_be_copied() -> 
     seen = trajectory.with_lists()
     assert "token_ids" not in vars(seen)
     assert type(seen.token_ids) is type(seen.rewards) is type(seen.loss_mask) is list
-    assert seen.supports is None
+    assert seen.supports is seen.routes is None
     seen.token_ids = seen.token_ids[:1]
     assert (type(seen.token_ids), len(trajectory.token_ids) > 1) == (list, True)
     seen = trajectory.with_lists()
-    trajectory.supports = None
+    trajectory.supports = trajectory.routes = None
     assert replace(seen, completion="x").token_ids == trajectory.token_ids
     assert pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen) == trajectory
     with pytest.raises(AttributeError, match=r"Trajectory has no 'tokens'; it has .*'token_ids'"):

@@ -25,13 +25,16 @@ class Completion:
     finish_reason: FinishReason
     # uint8, the codes of the tokens' supports (`functional.encode_supports`); None unless `sampling.is_truncated`.
     supports: Sequence[int] | None = None
+    # uint8, the experts of the tokens of prompt and completion, without the last (models/routes.py); None for none.
+    routes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_array("token_ids", self.token_ids))
         object.__setattr__(self, "logprobs", token_array("behavior_logprobs", self.logprobs))
         object.__setattr__(self, "weight_versions", token_array("weight_versions", self.weight_versions))
-        if self.supports is not None:
-            object.__setattr__(self, "supports", token_array("supports", self.supports))
+        for name in ("supports", "routes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, token_array(name, getattr(self, name)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields in plain Python, for checkpoints."""

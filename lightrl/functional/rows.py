@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrl.functional.supports import EVERY_TOKEN, support_ends
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Trajectory, token_array
 
 
 def padded_rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor:
@@ -38,6 +38,32 @@ def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, list[Any]
         return rewards, None
     check_trajectories(trajectories)
     return rewards, [np.asarray(_token_rewards(item), np.float32) for item in trajectories]
+
+
+NATIVE = 255  # each byte of the routes of a token that are not known (models/routes.py)
+
+
+def route_rows(trajectories: Sequence[Trajectory]) -> list[Any] | None:
+    """Return the routes of each row's tokens, arrays [T, w]; None if no row has any.
+
+    Raises:
+        ValueError: if trajectories have routes of different widths, which are of different models.
+    """
+    widths = {len(item.routes) // len(item.token_ids) for item in trajectories if item.routes is not None}
+    if len(widths) > 1:
+        raise ValueError(
+            f"Trajectories have routes of {sorted(widths)} bytes for each token. All must be of one model: let the "
+            "engine serve the trainer's."
+        )
+    if not widths:
+        return None
+    width = widths.pop()
+    return [
+        np.full((len(item.token_ids), width), NATIVE, np.uint8)
+        if item.routes is None
+        else token_array("routes", item.routes).numpy().reshape(-1, width)
+        for item in trajectories
+    ]
 
 
 def support_codes(trajectory: Trajectory) -> Tensor:
@@ -85,6 +111,11 @@ def _check_tokens(trajectory: Trajectory) -> None:
         raise ValueError(
             f"A trajectory of prompt {trajectory.prompt.id!r} has the supports of {coded} tokens and {num} token_ids. "
             "Join those of its completions with functional.joined_supports."
+        )
+    if trajectory.routes is not None and num and len(trajectory.routes) % num:
+        raise ValueError(
+            f"A trajectory of prompt {trajectory.prompt.id!r} has {len(trajectory.routes)} bytes of routes for {num} "
+            "token_ids; each token needs equally many. Join those of its completions with models.routes.joined_routes."
         )
     for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards", "gaps"):
         values = getattr(trajectory, name)

@@ -7,6 +7,7 @@ Reading order:
     conversion.py     names and layouts of checkpoints and servers ◄─► those of a model's modules
     lora.py           adapters trained instead of weights
     moe.py            the blocks with experts, their routers
+    routes.py         the experts that each token was sampled with, recorded and replayed
     images.py         models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate

@@ -36,5 +36,12 @@ def router_of(block: nn.Module) -> nn.Module:
 
 
 def num_experts(block: nn.Module) -> int:
-    """Return E, the number of experts of a MoE block, of whose parameters this rank may hold some only."""
-    return next(weight.shape[0] for weight in router_of(block).parameters() if weight.dim() == 2)
+    """Return E, the number of experts of a MoE block, of which this rank may hold some only.
+
+    Raises:
+        ValueError: if its router has no matrix.
+    """
+    for weight in router_of(block).parameters():
+        if weight.dim() == 2:
+            return weight.shape[0]
+    raise ValueError(f"The router of {type(block).__name__} has no matrix of a row for each expert.")

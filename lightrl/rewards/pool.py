@@ -97,7 +97,7 @@ class RewardPool(Supervisor[bytes]):
 
     def _request_of(self, trajectory: Trajectory) -> tuple[bytes, int]:
         try:
-            request = trajectory.to_bytes(self._prompt_bytes(trajectory.prompt), with_supports=False)
+            request = trajectory.to_bytes(self._prompt_bytes(trajectory.prompt), for_training=False)
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"Prompt {trajectory.prompt.id!r} or its trajectory cannot be sent to the reward process as JSON: "

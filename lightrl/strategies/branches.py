@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrl.experience import ON_HOST, Experience, row_codes
 from lightrl.functional import BranchRows, on_host, row_spans, support_ends
-from lightrl.functional.rows import support_fields
+from lightrl.functional.rows import NATIVE, support_fields
 from lightrl.models import Outputs
 
 
@@ -26,7 +26,7 @@ def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs],
     tensors: dict[str, Tensor] = {}
     for name, value in experience.tensors().items():
         if name not in (*ON_HOST, "gaps"):
-            fill = -1 if name == "weight_versions" else 0
+            fill = {"weight_versions": -1, "routes": NATIVE}.get(name, 0)
             tensors[name] = value[rows.trees] if value.dim() < 2 else rows.spread(value, fill)
     tensors |= {"lengths": rows.lengths, "loss_mask": tensors["loss_mask"] & rows.is_first, **_supports(experience)}
 

@@ -28,10 +28,10 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import check_local
 from lightrl.concurrency.owner import own_mark
-from lightrl.functional import can_compile
 from lightrl.models import ParallelModel, RoleMesh, models_made_by
 from lightrl.models.conversion import conversions
 from lightrl.models.moe import moe_blocks, router_of
+from lightrl.models.routes import recompute_contexts
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
@@ -40,7 +40,7 @@ from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, empty_out, make_place, role_meshes
 from lightrl.strategies.shared_folder import check_all_see
-from lightrl.strategies.single import LogprobSettings, decoder_layers
+from lightrl.strategies.single import LogprobSettings, compiles, decoder_layers
 
 if TYPE_CHECKING:
     import lightning as L
@@ -67,7 +67,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         offload_to_cpu: keep shards, gradients and optimizer state in CPU memory.
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory,
             because no rank keeps whole gradients, and more communication.
-        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs.
+        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts, since
+            compiled layers cannot replay an engine's routes.
         hang_timeout_s: end the run if a rank waits this long for another; the error names the other. Before training,
             while models are read, it is 25 minutes unless this is longer.
         save_async: train on while a checkpoint is written, from a copy in CPU memory. The next save, or the end of the
@@ -241,7 +242,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"FSDP2Strategy needs models that name their decoder layers in _no_split_modules, which "
                 f"{type(model).__name__} does not."
             )
-        is_compiled = can_compile(self.root_device.type) if self.compile_layers is None else self.compile_layers
+        is_compiled = compiles(model, self.root_device, self.compile_layers)
         for layer in layers:
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             if is_compiled:
@@ -249,7 +250,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             if is_mixed:  # probes and scores run outside of the Trainer's autocast
                 layer.forward = torch.autocast(self.root_device.type, torch.bfloat16)(layer.forward)
             if self.activation_checkpointing and trains:
-                layer.forward = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
+                checkpointed = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
+                layer.forward = functools.partial(checkpointed, context_fn=recompute_contexts)
             policy = mixed if is_mixed else MixedPrecisionPolicy()
             for block in moe_blocks(layer).values() if is_mixed else ():  # routers are gathered in float32
                 shard(router_of(block), reshard_after_forward=self.reshard_after_forward)
@@ -284,10 +286,15 @@ class FSDP2Strategy(ModelParallelStrategy):
     ) -> ParallelModel:
         """The ParallelModel of a role's model that `setup` has sharded."""
         ranks = self.ranks.of_role(role)
-        return self._model_here(model, settings, ranks, value_head) if ranks.is_here else OtherRanksModel()
+        return self._model_here(model, settings, ranks, value_head, role) if ranks.is_here else OtherRanksModel()
 
     def _model_here(
-        self, model: PreTrainedModel, settings: LogprobSettings, ranks: Ranks, value_head: torch.nn.Linear | None
+        self,
+        model: PreTrainedModel,
+        settings: LogprobSettings,
+        ranks: Ranks,
+        value_head: torch.nn.Linear | None,
+        role: str,
     ) -> ParallelModel:
         return FSDP2Model(
             model,
@@ -296,6 +303,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             value_head=value_head,
             reduce_every_microbatch=self.reduce_every_microbatch,
             is_offloaded=self._offloads,
+            replays_routes=role == "policy",
         )
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -44,6 +44,7 @@ class FSDP2Model(SingleModel):
         value_head: a critic's, sharded too.
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
         is_offloaded: whether the strategy keeps all shards in CPU memory.
+        replays_routes: as of SingleModel.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class FSDP2Model(SingleModel):
         value_head: torch.nn.Linear | None = None,
         reduce_every_microbatch: bool = False,
         is_offloaded: bool = False,
+        replays_routes: bool = True,
     ) -> None:
         self.ranks = ranks
         self.reduce_every_microbatch = reduce_every_microbatch
@@ -65,8 +67,8 @@ class FSDP2Model(SingleModel):
         add_run_inside(model)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
             # The strategy has compiled the layers before it sharded them.
-            make = functools.partial(super().__init__, value_head=value_head, compile_layers=False)
-            self._root.run_inside(make, model, settings)
+            made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "replays_routes": replays_routes}
+            self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
             device_type = self._root.run_inside(lambda: model.device.type)  # inside, it is where it computes
         reshard(self._root)
         self.layouts = {}  # the number of its calls depends on the rows

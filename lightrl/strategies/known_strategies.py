@@ -66,7 +66,7 @@ def parallel_model(
     check_strategy(strategy)
     if isinstance(strategy, FSDP2Strategy):
         return strategy.parallel_model(model, settings, role=role, value_head=value_head)
-    return SingleModel(model, settings, value_head=value_head)
+    return SingleModel(model, settings, value_head=value_head, replays_routes=role == "policy")
 
 
 def ranks_of(strategy: Strategy) -> Ranks:

@@ -184,7 +184,12 @@ class Parallel3DStrategy(FSDP2Strategy):
         return (self.schedule, self.stages_per_rank) if pp > 1 or pp == self.pp else ("1F1B", 1)
 
     def _model_here(
-        self, model: PreTrainedModel, settings: LogprobSettings, ranks: Ranks, value_head: torch.nn.Linear | None
+        self,
+        model: PreTrainedModel,
+        settings: LogprobSettings,
+        ranks: Ranks,
+        value_head: torch.nn.Linear | None,
+        role: str,
     ) -> Parallel3DModel:
         assert isinstance(ranks, ProcessRanks)
         return Parallel3DModel(self._splits[model], settings, group=ranks.control_group)

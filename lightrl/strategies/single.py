@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +47,8 @@ from lightrl.models import (
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.images import input_embeddings
 from lightrl.models.lora import Part, exported_parameters, held_tensors
+from lightrl.models.moe import moe_blocks
+from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import TOLERANCE, NotPackable, PackedRows, arguments, make_packable
@@ -199,8 +202,9 @@ class SingleModel:
         settings: what the engine does to the logits.
         value_head: a critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
         form: how padding is removed; None picks, for each microbatch, the cheapest that is exact for this model.
-        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs. The first layer's code serves all
-            layers of like shapes, and microbatches of any lengths.
+        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts. The
+            first layer's code serves all layers of like shapes, and microbatches of any lengths.
+        replays_routes: route tokens by the experience's routes, if it has any; False for models other than the policy.
 
     Raises:
         ValueError: if `form` is not exact for the model, or the model cannot have a head on its body.
@@ -214,6 +218,7 @@ class SingleModel:
         value_head: torch.nn.Linear | None = None,
         form: Form | None = None,
         compile_layers: bool | None = None,
+        replays_routes: bool = True,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -235,7 +240,9 @@ class SingleModel:
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
-        if can_compile(model.device.type) if compile_layers is None else compile_layers:
+        self.routes = Routes(model) if replays_routes else None
+        self.is_compiled = compiles(model, model.device, compile_layers)
+        if self.is_compiled:
             for layer in decoder_layers(model):
                 layer.compile(dynamic=True)
 
@@ -337,7 +344,8 @@ class SingleModel:
         else:
             for picked, token_ids in self._token_rectangles(experience):
                 inputs = self._layer_input(experience, picked, token_ids)
-                hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+                with self._replaying(experience, picked, slice(token_ids.shape[1])):
+                    hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
                 rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
                 yield picked[rows], columns, hidden[rows, columns]
 
@@ -348,11 +356,20 @@ class SingleModel:
         images = experience.image_rows[rows]
         return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, images)}
 
+    def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
+        """Route a forward over the tokens at these rows and columns of the experience as the engine did."""
+        if self.routes is None or experience.routes is None:
+            return nullcontext()
+        if self.is_compiled:
+            raise ValueError(NOT_COMPILED)
+        return self.routes.replaying(experience.routes[rows, columns].flatten(0, -2))
+
     def _choose(self, experience: Experience) -> tuple[str, Plan]:
         """The cheapest exact form for this microbatch, and its plan if prompts can be shared."""
         if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
             return "packed", []
-        if self.form in ("packed", "rectangles") or not self.layouts:
+        replays = self.routes is not None and experience.routes is not None  # not with shared prompts
+        if self.form in ("packed", "rectangles") or not self.layouts or replays:
             return self.form or "rectangles", []
         prompts = find_shared_prompts(experience)
         if self.form is not None:
@@ -376,7 +393,8 @@ class SingleModel:
         inputs = self._layer_input(experience, all_rows, experience.token_ids)
         inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()} | starts
         body = self.model.base_model
-        hidden = body(**inputs, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
+        with self._replaying(experience, packed.rows, packed.columns):
+            hidden = body(**inputs, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
         rows, columns = predicting_positions(experience.loss_mask)
         return rows, columns, hidden[packed.starts[rows] + columns]
 
@@ -387,7 +405,9 @@ class SingleModel:
         parts: list[tuple[Tensor, ...]] = []
         for picked, token_ids in self._token_rectangles(experience):
             width = token_ids.shape[1] + 1
-            logits = self.model(**self._layer_input(experience, picked, token_ids), use_cache=False).logits
+            inputs = self._layer_input(experience, picked, token_ids)
+            with self._replaying(experience, picked, slice(width - 1)):
+                logits = self.model(**inputs, use_cache=False).logits
             logits = torch.nn.functional.pad(logits, (0, 0, 0, 1))
             masks = settings.masks(None if masked is None else masked[picked, :width], logits.device)
             ids = ids_to_read(
@@ -403,6 +423,11 @@ class SingleModel:
             parts.append((picked[rows], columns, *results))
         rows, columns, logprobs, entropy, ids = (torch.cat(values) for values in zip(*parts, strict=True))
         return rows, columns, as_outputs(logprobs, entropy, ids, candidates)
+
+
+def compiles(model: torch.nn.Module, device: torch.device, compile_layers: bool | None) -> bool:
+    """Whether to compile the decoder layers: as set; None compiles those without experts on NVIDIA GPUs."""
+    return can_compile(device.type) and not moe_blocks(model) if compile_layers is None else compile_layers
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

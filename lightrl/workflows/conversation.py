@@ -22,6 +22,7 @@ from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.functional import joined_supports, support_ends
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, opened, with_turn
+from lightrl.models.routes import joined_routes, spliced_routes
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, TokenArray, Trajectory, Turn, plain_text
 
 # Arguments of known templates that let earlier thinking stay, or leave thinking out.
@@ -159,6 +160,7 @@ class Conversation:
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
         self.gaps: TokenArray[int] | None = None  # Trajectory.gaps, once there is a branch
         self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a distribution was truncated
+        self.routes: TokenArray[int] | None = None  # of all tokens, once a completion has had some
         self._add_read(token_ids)
 
     def copy(self) -> Conversation:
@@ -173,7 +175,9 @@ class Conversation:
         self._opening = self.renderer.opened_thinking(self.prompt, self.token_ids)
         logprobs, versions = completion.logprobs, completion.weight_versions
         generated: TokenArray[bool] = TokenArray.of_runs([(True, len(completion.token_ids))], "?")
-        self._add(completion.token_ids, logprobs, versions, generated, supports=completion.supports)
+        self._add(
+            completion.token_ids, logprobs, versions, generated, supports=completion.supports, routes=completion.routes
+        )
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
         return self._text_of_turn(completion.token_ids)
 
@@ -232,6 +236,7 @@ class Conversation:
             other.loss_mask[start:],
             supports=codes if codes is None or start == 0 else codes[int(support_ends(codes)[start - 1]) :],
         )
+        self.routes = spliced_routes((self.routes, first + num), first, (other.routes, len(other.token_ids)), start)
         self.turns += [
             replace(turn, start=turn.start - start + first, end=turn.end - start + first)
             for turn in other.turns
@@ -268,6 +273,7 @@ class Conversation:
             metrics=metrics,
             # What follows was read: a byte for each token.
             supports=None if self.supports is None else self.supports[: len(self.supports) - num_after],
+            routes=None if self.routes is None else self.routes[: len(self.routes) // len(self.token_ids) * last.end],
             gaps=None if self.gaps is None else self.gaps[: last.end],
         )
 
@@ -284,8 +290,11 @@ class Conversation:
         loss_mask: Sequence[bool],
         *,
         supports: Sequence[int] | None = None,
+        routes: Sequence[int] | None = None,
     ) -> None:
-        self.supports = joined_supports([(len(self.token_ids), self.supports), (len(token_ids), supports)])
+        num_before, num_added = len(self.token_ids), len(token_ids)
+        self.supports = joined_supports([(num_before, self.supports), (num_added, supports)])
+        self.routes = joined_routes(self.routes, num_before, routes, num_added)
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)

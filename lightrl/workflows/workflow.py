@@ -17,6 +17,7 @@ from lightrl.engines.engine import Completion
 from lightrl.errors import RewardError, RolloutError
 from lightrl.functional import joined_supports, support_ends
 from lightrl.models.chat_template import ChatTemplate
+from lightrl.models.routes import joined_routes
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn, token_array
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class SingleTurn(Workflow):
             is_truncated=completion.finish_reason == "length",
             turns=[Turn(start, start + num_new, completion.finish_reason)],
             supports=joined_supports([(start, None), (num_new, completion.supports)]),
+            routes=joined_routes(None, start, completion.routes, num_new),
         )
 
     def _of_prompt(self, prompt: Prompt) -> tuple[TokenArray[int], TokenArray[float], str]:

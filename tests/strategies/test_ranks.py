@@ -35,6 +35,7 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     items = random_trajectories()[:3]
     for index, item in enumerate(items):
         item.sample, item.reward, item.metrics = index, None, {"accuracy": 0.1 * index} if index else {}
+    items[1].routes = [1, 2, 3] * len(items[1].token_ids)
     groups = [Group(7, items[0].prompt, items)]
     experience = ShardedExperience.from_trajectories(items, has_rewards=False)
     (group,) = groups_of(json.loads(json.dumps(summaries_of(groups))))
@@ -42,6 +43,7 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     assert torch.equal(remote.lengths, experience.lengths)
     assert torch.equal(remote.loss_token_counts, experience.loss_token_counts)
     assert remote.rows_here == []
+    assert remote.tokens["routes"].empty.shape == experience.tokens["routes"].empty.shape == (0, 3)
     with pytest.raises(ValueError, match=r"'token_ids' is per token, and this rank has the tokens of 0 of these 3"):
         remote.token_ids  # noqa: B018
     for actual, expected in zip(group.trajectories, items, strict=True):

@@ -10,6 +10,7 @@ Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,13 +18,21 @@ import torch
 from torch import Tensor
 
 from lightrl.models.images import input_embeddings, new_model
+from lightrl.models.routes import Routes
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PretrainedConfig
 
 
+log = logging.getLogger(__name__)
+
+
 class Decoder(Protocol):
     """A model as LocalEngine needs it. One thread at a time calls it, in `torch.inference_mode` or not."""
+
+    # Routes (models/routes.py) of the tokens of the latest `append`, [T, w] for each sequence, or of the latest `step`,
+    # [n, w]; None if it records none.
+    latest_routes: Sequence[Tensor] | None
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -128,19 +137,29 @@ class HuggingFaceDecoder:
 
     Args:
         prefill_tokens: most tokens, with padding, in one forward over prompts.
+        record_routes: record which experts tokens take; None does where a family's can be recorded.
 
     Raises:
-        ValueError: if the model keeps anything else, as linear attention, convolutions and recurrent layers do.
+        ValueError: if routes cannot be recorded but must be, or the model keeps anything else than key-values, as
+            linear attention, convolutions and recurrent layers do.
     """
 
     def __init__(
-        self, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, prefill_tokens: int = 8192
+        self,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefill_tokens: int = 8192,
+        record_routes: bool | None = None,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
         self._prefill_tokens = prefill_tokens
+        self._routes: Routes | None = None  # records if set
+        self._recorded = torch.zeros(0)  # routes of the latest forward, [b, T, w]
         self._accepted = set(inspect.signature(self._model.forward).parameters)
         if config.is_encoder_decoder or not self._keeps_key_values():
             raise ValueError(
@@ -148,6 +167,9 @@ class HuggingFaceDecoder:
                 f"{config.model_type!r} keep something else, such as the state of linear attention or of a "
                 "convolution, or the index of sparse attention. Use SGLangEngine, or another model."
             )
+        self.latest_routes: Sequence[Tensor] | None = None
+        if record_routes is not False:
+            self._record_routes(is_required=record_routes is True)
         parameters = dict(self._model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         ties = dict(self._model.named_parameters(remove_duplicate=False))
@@ -180,6 +202,26 @@ class HuggingFaceDecoder:
         )
 
     @torch.no_grad()
+    def _record_routes(self, is_required: bool) -> None:
+        """Record routes from now on, if the model has experts and their routes can be recorded; runs two tokens."""
+        routes = Routes(self._model)
+        if not routes.blocks:
+            if is_required:
+                raise ValueError(
+                    f"record_routes is true, but {type(self._model).__name__} has no experts to record. Omit it."
+                )
+            return
+        self._routes = routes
+        two = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
+        try:
+            self._forward(two, torch.ones_like(two), torch.arange(2, device=self._device)[None], None, None)
+        except ValueError as error:
+            if is_required:
+                raise
+            log.warning("The trainer's router chooses the experts of each token: %s", error)
+            self._routes = None
+
+    @torch.no_grad()
     def write(self, name: str, tensor: Tensor) -> None:
         if name not in self._tied:
             self._targets[name].copy_(tensor)
@@ -194,6 +236,7 @@ class HuggingFaceDecoder:
         longest = max(len(sequence) for sequence in sequences)
         logits: list[Tensor | None] = [None] * len(sequences)
         prefixes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sequences]
+        routes = [torch.zeros(0)] * len(sequences)
         for chunk in like_lengths(sequences, self._prefill_tokens):
             token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
             columns = torch.arange(token_ids.shape[1], device=self._device)
@@ -206,9 +249,12 @@ class HuggingFaceDecoder:
             for place, index in enumerate(chunk):
                 logits[index] = outputs[place, output_columns[place]].float()
                 length = len(sequences[index])
+                if self._routes is not None:
+                    routes[index] = self._recorded[place, :length]
                 prefixes[index] = [
                     (layer.keys[place, :, :length], layer.values[place, :, :length]) for layer in cache.layers
                 ]
+        self.latest_routes = None if self._routes is None else routes
         present = self._is_token.shape[1]
         width = max(present, longest)
         mask = torch.zeros(len(owners), width, dtype=torch.int64, device=self._device)
@@ -244,6 +290,7 @@ class HuggingFaceDecoder:
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._is_token = torch.cat([self._is_token, torch.ones_like(token_ids)[:, None]], dim=1)
         self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions[:, None], self._cache, None)
+        self.latest_routes = None if self._routes is None else [*self._recorded[:, 0]]
         next_logits: Tensor = logits[:, -1].float()
         return next_logits
 
@@ -298,7 +345,12 @@ class HuggingFaceDecoder:
             arguments["position_ids"] = positions
         if "logits_to_keep" in self._accepted and last is not None:
             arguments["logits_to_keep"] = last
-        outputs = self._model(**arguments)
+        if self._routes is None:
+            outputs = self._model(**arguments)
+        else:
+            with self._routes.recording() as recorded:
+                outputs = self._model(**arguments)
+            self._recorded = recorded().view(*positions.shape, -1).cpu()
         return outputs.past_key_values, outputs.logits
 
 

@@ -177,6 +177,7 @@ class LlamaDecoder:
         from transformers import AutoModelForCausalLM
 
         self.cache_bytes: float | None = None
+        self.latest_routes: Sequence[Tensor] | None = None  # these families have no experts
         settings: Any = config
         self._num_heads: int = settings.num_attention_heads
         self._num_kv_heads: int = settings.num_key_value_heads

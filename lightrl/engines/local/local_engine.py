@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -123,6 +123,8 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         device: where to decode; None is the trainer's CUDA device, or the CPU.
         fast_path: False runs Hugging Face's code for every model.
         prefill_tokens: most prompt tokens, with padding, in one forward; bounds the memory of a wave's prefill.
+        record_routes: return which experts each token took, so that the trainer takes the same (models/routes.py); None
+            does for models with experts, except for families whose routes cannot be recorded.
         boundary_timeout_s: how long `pause`, `load_weights` and `close` wait for the token in progress.
     """
 
@@ -138,6 +140,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         device: str | None = None,
         fast_path: bool = True,
         prefill_tokens: int = 8192,
+        record_routes: bool | None = None,
         boundary_timeout_s: float = 120.0,
     ) -> None:
         check_bounds(1, max_batch=max_batch, prefill_tokens=prefill_tokens, threads=threads)
@@ -157,6 +160,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.fast_path = fast_path
         self.prefill_tokens = prefill_tokens
+        self.record_routes = record_routes
         self.boundary_timeout_s = boundary_timeout_s
 
         self.key_value_bytes: float | None = None  # set before `start`; None: on a GPU half of what is then free
@@ -328,11 +332,12 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
             return torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)
 
     def _make_decoder(self, config: PretrainedConfig) -> Decoder:
-        family = find_family(config) if self.fast_path else None
+        family = find_family(config) if self.fast_path and not self.record_routes else None
         auto = "float32" if self.device.type == "cpu" else "bfloat16"
         self._dtype = dtype = getattr(torch, auto if self.dtype == "auto" else self.dtype)
         if family is None:
-            return HuggingFaceDecoder(config, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
+            settings: dict[str, Any] = {"prefill_tokens": self.prefill_tokens, "record_routes": self.record_routes}
+            return HuggingFaceDecoder(config, dtype=dtype, device=self.device, **settings)
         decoder = LlamaDecoder(config, family, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
         decoder.cache_bytes = self.key_value_bytes
         if self.device.type == "cuda" and decoder.cache_bytes is None:

@@ -43,10 +43,15 @@ class Row:
     owner: Any = None  # the completion's owner; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
     supports: list[bytes] = field(default_factory=list)  # codes of the tokens' supports, if sampling is truncated
+    routes: list[bytes] = field(default_factory=list)  # routes of its tokens but the last, if the decoder records them
 
     def codes(self) -> TokenArray[int] | None:
         """The codes of the supports, end to end; None if sampling is not truncated."""
         return TokenArray(b"".join(self.supports), "B") if self.sampling.is_truncated else None
+
+    def joined_routes(self) -> TokenArray[int] | None:
+        """The routes of its tokens but the last, end to end; None if the decoder records none."""
+        return TokenArray.of_stored(b"".join(self.routes), b"", "B") if self.routes else None
 
 
 class RunningBatch:
@@ -114,6 +119,7 @@ class RunningBatch:
         logits = self._decoder.append(prompts, owners, *images)
         for row in rows:
             row.version_changes = [(0, weight_version)]
+        self._add_routes(rows, owners)
         self._fill_rows(rows, [0] * len(rows))
         self._widen(1)
         self._fill_uniforms(first)
@@ -123,7 +129,9 @@ class RunningBatch:
         """Samples one token in every row."""
         n = self.size
         self._widen(int(self._lengths[:n].max()) + 1)
-        self._sample(0, n, self._decoder.step(self._current[:n], self._positions[:n], self._longest()))
+        logits = self._decoder.step(self._current[:n], self._positions[:n], self._longest())
+        self._add_routes(self._rows, range(n))
+        self._sample(0, n, logits)
 
     def retire(self) -> list[tuple[Row, Completion]]:
         """Removes finished rows; returns them with their completions, in slot order."""
@@ -152,12 +160,12 @@ class RunningBatch:
             ids = TokenArray[int].of_stored(self._token_ids[slot, :length].tobytes(), b"", "i")
             of_ids = TokenArray[float].of_stored(logprobs.tobytes(), b"", "f")
             reason: FinishReason = "stop" if is_stopped[slot] else "length"
-            completions.append((row, Completion(ids, of_ids, versions, reason, row.codes())))
+            completions.append((row, Completion(ids, of_ids, versions, reason, row.codes(), row.joined_routes())))
         self._drop(set(finished))
         return completions
 
     def read(self) -> None:
-        """Copies the sampled tokens to the host; only this and truncated supports wait for the device."""
+        """Copies the sampled tokens to the host; only this, truncated supports and routes wait for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -183,6 +191,7 @@ class RunningBatch:
                 _versions(row.version_changes, length),
                 "abort",
                 row.codes(),
+                row.joined_routes(),
             )
             for slot, (row, length) in enumerate(zip(self._rows, self._lengths[: self.size].tolist(), strict=True))
         }
@@ -195,6 +204,7 @@ class RunningBatch:
             [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, starts, strict=True)], rows
         )
         self._decoder.append(sequences, owners, *images)
+        self._add_routes(rows, owners)
         lengths = [len(part.token_ids) for part in starts]
         self._fill_rows(rows, lengths)
         self._widen(max(lengths) + 1)
@@ -205,6 +215,8 @@ class RunningBatch:
             self._token_ids[slot, :length] = part.token_ids
             self._logprobs[slot, :length] = part.logprobs
             row.supports = [bytes(part.supports or ())]
+            if part.routes is not None:
+                row.routes = [bytes(part.routes)]
             row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
 
     def recompute(self, weight_version: int) -> None:
@@ -249,6 +261,13 @@ class RunningBatch:
             self._sampled.append((self._rows[first:end], supports.nonzero().cpu().numpy(), token_ids.cpu().numpy()))
             if len(self._sampled) == _MAX_SAMPLED:
                 self._encode_supports()
+
+    def _add_routes(self, rows: Sequence[Row], owners: Sequence[int]) -> None:
+        """Gives each row those latest routes of the decoder that its owner names."""
+        if (latest := self._decoder.latest_routes) is not None:
+            of_owner = [routes.numpy().tobytes() for routes in latest]
+            for row, owner in zip(rows, owners, strict=True):
+                row.routes.append(of_owner[owner])
 
     def _encode_supports(self) -> None:
         """Gives rows the codes of their latest supports, of several steps at once: numpy's calls cost most of it."""

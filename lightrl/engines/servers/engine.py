@@ -64,6 +64,7 @@ from lightrl.errors import EngineError
 from lightrl.models import context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.lora import AdapterShape
+from lightrl.models.routes import RouteLayout
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder
 
@@ -115,6 +116,9 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             trainer updates. This needs `StalenessControl(0)`.
         adapters: with LoRA, `merged` sends whole weights with the adapters in them; `served` sends the base once and
             then only adapters, one per version, which a request keeps until its end; see sync/served_adapters.py.
+        record_routes: return which experts each token took, so that the trainer takes the same (models/routes.py); None
+            does for models with experts if every server can: those that are started here, and others with SGLang's
+            `enable_return_routed_experts`.
         timeouts: how long to wait for what.
     """
 
@@ -137,6 +141,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         trainer_host: str | None = None,
         placement: Literal["separate", "colocated"] = "separate",
         adapters: Literal["merged", "served"] = "merged",
+        record_routes: bool | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
     ) -> None:
         if urls is not None and servers is not None:
@@ -171,11 +176,13 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self.trainer_host = trainer_host
         self.placement = placement
         self.adapters: Literal["merged", "served"] = adapters
+        self.record_routes = record_routes
         self.timeouts = timeouts
 
         self.fleet = ServerFleet()  # the servers and their states; a new one at each start
         self.expected_adapters: tuple[AdapterShape, int] | None = None  # shape, number of versions
         self._config: PretrainedConfig | None = None
+        self._route_layout: RouteLayout | None = None  # layout of the model's routes, if they are wanted
         self._token: str | None = None
         self._num_connections = MAX_CONNECTIONS  # to each server, within the limit of open files
         self._processes: list[ServerProcess] = []  # started here
@@ -267,6 +274,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
             receiver_urls = [entry.receiver for entry in entries if entry.receiver]
             self._check_routes(urls)
         urls = None if urls is None else [as_url(url) for url in urls]
+        self._route_layout = None if self.record_routes is False else RouteLayout.of(config)
         self.weight_version = -1
         self._processes = []
         self._members = self._parts = None
@@ -457,8 +465,9 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         assert self._scratch is not None
         home, timeouts, fleet = self._home, self.timeouts, self.fleet
         self._config = config
-        limits = RequestLimits(int(config.get_text_config().vocab_size), context_tokens(config), ImageReader.of(config))
         home.call(members.identify_all(), timeouts.request_s * 2)
+        vocab_size = int(config.get_text_config().vocab_size)
+        limits = RequestLimits(vocab_size, context_tokens(config), ImageReader.of(config), self._returned_routes())
         dtype = self._sent_dtype()
         transport = make_transport(
             self.transport,
@@ -494,6 +503,29 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         is_colocated = self.placement == "colocated"
         parts = {"home": home, "members": members, "requests": requests, "sync": sync, "timeouts": timeouts}
         return _Parts(members, leader, requests, make(**parts, config=config, is_colocated=is_colocated))
+
+    def _returned_routes(self) -> RouteLayout | None:
+        """The layout of the routes to ask for; None if none are wanted, or not every server returns them.
+
+        Raises:
+            ValueError: if `record_routes` is true, and the model has no experts or a server does not return them.
+        """
+        without = [server.url for server in self.fleet.in_state() if not (server.info and server.info.returns_routes)]
+        layout = self._route_layout
+        if self.record_routes and layout is None:
+            raise ValueError("record_routes is true, but the model has no experts. Omit it.")
+        if self.record_routes and without:
+            raise ValueError(
+                f"record_routes is true, but {without[0]} does not return its experts. Start it with "
+                "SGLang's enable_return_routed_experts, or omit record_routes."
+            )
+        if layout is not None and without:
+            log.warning(
+                "The trainer's router chooses the experts of each token, since %s does not return them. SGLang "
+                "does if it was started with enable_return_routed_experts.",
+                without[0],
+            )
+        return None if without else layout
 
     def _sent_dtype(self) -> torch.dtype | None:
         """The dtype of all servers if it is narrower than float32; None sends the trainer's own."""

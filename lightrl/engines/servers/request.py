@@ -6,6 +6,7 @@ tokens so far as part of its prompt.
 
 from __future__ import annotations
 
+import base64
 import gc
 import hashlib
 import itertools
@@ -21,6 +22,7 @@ from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
 from lightrl.models.images import ImageReader, data_url, refusal
+from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _ABOVE_0_NATS = 1e-3  # rounding
@@ -42,6 +44,8 @@ class Answer:
     weight_versions: TokenArray[int] = NO_IDS
     finish: str = "abort"
     supports: TokenArray[int] | None = None  # codes; None if the server did not send the supports
+    # int32 [tokens of prompt and completion but the last * layers * k], expert ids; None if it did not send them.
+    experts: Any = None
     problem: str = ""  # why it is unusable
 
 
@@ -82,6 +86,8 @@ class CompletionDraft:
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
     supports: TokenArray[int] = _NO_CODES
+    route_layout: RouteLayout | None = None  # how to lay out the routes; None does not ask for them
+    routes: TokenArray[int] | None = None  # routes of the prompt and the tokens so far, as far as they are known
     finish_reason: FinishReason | None = None
     images: RequestImages | None = None
     adapter: AdapterVersion | None = None  # adapter of the latest request
@@ -135,6 +141,8 @@ class CompletionDraft:
                     "top_p or top_k needs. Use SGLang 0.5.20 or later."
                 )
             self.supports = TokenArray.joined([self.supports, answer.supports], "B")
+        if self.route_layout is not None and token_ids:
+            self._add_routes(answer, server, self.route_layout)
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
@@ -147,7 +155,29 @@ class CompletionDraft:
     def completion(self) -> Completion:
         """Completion so far; its finish reason is `abort` while more is to come."""
         supports = self.supports if self.sampling.is_truncated else None
-        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason or "abort", supports)
+        reason, num_rows = self.finish_reason or "abort", len(self.prompt) + len(self.token_ids)
+        routes = None if self.routes is None else self.routes[: len(self.routes) // num_rows * (num_rows - 1)]
+        return Completion(self.token_ids, self.logprobs, self.weight_versions, reason, supports, routes)
+
+    def _add_routes(self, answer: Answer, server: str, layout: RouteLayout) -> None:
+        num_known, num_added = len(self.prompt) + len(self.token_ids), len(answer.token_ids)
+        added = None
+        if answer.experts is not None:
+            try:
+                shape = num_known + num_added - 1, layout.num_layers, -1
+                added = layout.encode(answer.experts.reshape(shape))
+            except ValueError as error:
+                raise MalformedAnswer(
+                    f"{server} answered /generate with routes of another model: {error}. Check that it serves the "
+                    "trainer's model, or set record_routes to false."
+                ) from error
+        elif answer.finish != "abort":
+            raise MalformedAnswer(
+                f"{server} did not return the experts of its tokens (return_routed_experts). A server needs "
+                "enable_return_routed_experts, and a gateway must pass the field on: set router to null, or "
+                "record_routes to false."
+            )
+        self.routes = joined_routes(self.routes, num_known, added, num_added)
 
     def _is_end(self, token: int) -> bool:
         return token in self.sampling.stop_token_ids and len(self.token_ids) >= self.sampling.min_new_tokens
@@ -181,6 +211,7 @@ class RawAnswer:
     spans: Sequence[Mapping[str, Any]]  # such as `{"version": "7", "start": 0, "end": 12}`
     finish: str
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
+    experts: str | None = None  # those of `Answer`, in base64
 
 
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
@@ -216,7 +247,8 @@ def _checked(raw: RawAnswer) -> Answer:
             problem=f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions and the finish "
             f"reason {raw.finish!r}; the numbers must be equal, the reason stop, length or abort"
         )
-    return Answer(token_ids, logprobs, versions, raw.finish, supports)
+    experts = None if raw.experts is None else np.frombuffer(base64.b64decode(raw.experts), np.int32)
+    return Answer(token_ids, logprobs, versions, raw.finish, supports, experts)
 
 
 def _support_codes(supports: Sequence[Sequence[int]], token_ids: Sequence[int]) -> TokenArray[int]:

@@ -31,6 +31,7 @@ from lightrl.engines.servers.sync.adapter_versions import AdapterVersions
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.models.images import ImageReader
+from lightrl.models.routes import RouteLayout, joined_routes
 from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
 
@@ -55,6 +56,7 @@ class RequestLimits:
     vocab_size: int
     max_context: int | None  # tokens of prompt and completion
     image_reader: ImageReader | None  # how it reads images; None if it takes none
+    route_layout: RouteLayout | None = None  # layout of the routes that it returns; None if it returns none
 
 
 @dataclass(eq=False)
@@ -90,23 +92,23 @@ class RequestLoop:
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
         request_images = RequestImages.of(limits.image_reader, images, token_ids) if images else None
+        shared: dict[str, Any] = {"images": request_images, "vocab_size": limits.vocab_size}
+        shared |= {"route_layout": limits.route_layout}
         with self.home.counted():
             if n == 1:
-                draft = CompletionDraft(token_ids, sampling, images=request_images, vocab_size=limits.vocab_size)
+                draft = CompletionDraft(token_ids, sampling, **shared)
                 if started is not None:
                     draft.token_ids = token_array("token_ids", started.token_ids)
                     draft.logprobs = token_array("behavior_logprobs", started.logprobs)
                     draft.weight_versions = token_array("weight_versions", started.weight_versions)
                     draft.supports = token_array("supports", started.supports or ())
+                    draft.routes = joined_routes(None, len(token_ids), started.routes, len(draft.token_ids))
                 self._drafts[sampling.seed] = draft
                 try:
                     return [await self._generate(draft, session)]
                 finally:
                     self._drafts.pop(sampling.seed, None)
-            drafts = [
-                CompletionDraft(token_ids, sampling, sample, images=request_images, vocab_size=limits.vocab_size)
-                for sample in range(n)
-            ]
+            drafts = [CompletionDraft(token_ids, sampling, sample, **shared) for sample in range(n)]
             tasks = [asyncio.ensure_future(self._generate(draft, session)) for draft in drafts]
             try:
                 return list(await asyncio.gather(*tasks))

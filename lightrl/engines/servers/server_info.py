@@ -36,6 +36,7 @@ class ServerInfo:
         computes_in: torch's name of the coarsest dtype that it computes in, or `auto`.
         world_size: its ranks, of tensor and pipeline parallelism together.
         is_vllm: whether it holds weights as vLLM does; see ServerLayout.
+        returns_routes: whether it can return the experts of each token.
     """
 
     identity: str | None = None
@@ -50,6 +51,7 @@ class ServerInfo:
     computes_in: str = "auto"
     world_size: int = 1
     is_vllm: bool = False
+    returns_routes: bool = False
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
         """Layouts that it may have; `dtype` if that is known from an earlier load."""

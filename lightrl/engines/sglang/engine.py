@@ -37,6 +37,8 @@ class SGLangEngine(ServerEngine):
         args: dict[str, Any] = {}
         if self.placement == "colocated" and torch.cuda.is_available():
             args["enable_memory_saver"] = True
+        if self._route_layout is not None:
+            args["enable_return_routed_experts"] = True
         if self.adapters == "served" and self.expected_adapters is not None:
             shape, num_versions = self.expected_adapters
             args |= shape.server_args(num_versions)

@@ -32,6 +32,8 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.is_truncated:
         body["return_sampling_mask"] = True
+    if draft.route_layout is not None:
+        body["return_routed_experts"] = True
     if images is not None:
         body["image_data"] = images.image_data
     if draft.adapter is not None:
@@ -58,4 +60,5 @@ def _parse(answer: Any) -> RawAnswer:
         spans,
         str(meta["finish_reason"]["type"]),
         None if chosen is None else meta["output_token_sampling_mask"],
+        meta.get("routed_experts"),
     )

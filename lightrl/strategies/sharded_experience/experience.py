@@ -26,7 +26,15 @@ from lightrl.experience import (
 )
 from lightrl.functional import EVERY_TOKEN, row_lengths, to_device
 from lightrl.functional.device_copy import remember
-from lightrl.functional.rows import check_trajectories, reward_fields, row_fields, support_codes, support_fields
+from lightrl.functional.rows import (
+    NATIVE,
+    check_trajectories,
+    reward_fields,
+    route_rows,
+    row_fields,
+    support_codes,
+    support_fields,
+)
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.sharded_experience.token_rows import TokenRows, Values
 from lightrl.trajectory import Trajectory, token_array
@@ -42,6 +50,7 @@ TOKEN_DTYPES = {
     "behavior_logprobs": torch.float32,
     "weight_versions": torch.int32,
 }
+_PADDING = {"weight_versions": -1, "routes": NATIVE}
 _KEPT_DTYPES = {**TOKEN_DTYPES, "gaps": torch.int32}  # gaps only if a trajectory has some
 # Numbers of each row that follow from its tokens; all ranks know them.
 COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_version")
@@ -103,6 +112,9 @@ class ShardedExperience:
         if any(item.supports is not None for item in trajectories):
             tokens["supports"] = TokenRows([support_codes(item).numpy() for item in trajectories], _NO_CODES)
             rows["_support_bytes"] = _row_sizes(tokens["supports"])
+        routes = route_rows(trajectories)
+        if routes is not None:
+            tokens["routes"] = TokenRows(routes, routes[0][:0])
         made = cls({**rows, **_counts(tokens)}, tokens)
         if any(item.gaps is not None for item in trajectories):
             gaps = [np.asarray(item.gaps or [0] * len(item.token_ids), np.int32) for item in trajectories]
@@ -243,19 +255,21 @@ class ShardedExperience:
         rows = {name: value if name == "pixel_values" else value[index] for name, value in self.rows.items()}
         return replace(self, rows=rows, tokens=tokens)
 
-    def rollout_part(self, has_end: Tensor | None = None) -> ShardedExperience:
+    def rollout_part(self, has_end: Tensor | None = None, *, with_routes: bool = True) -> ShardedExperience:
         """Keep what the rollout gave and nothing else: all that a model infers from.
 
         Args:
             has_end: bool [B], rows that get one more token, a loss token: the state before it is that after the
                 trajectory.
+            with_routes: False leaves out the experts that tokens were sampled with.
         """
         names = (*ROW_FIELDS, "pixel_values", "image_rows")
         rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
-        tokens = {name: self.tokens[name] for name in (*_KEPT_DTYPES, "supports") if name in self.tokens}
+        token_names = (*_KEPT_DTYPES, "supports", *(("routes",) if with_routes else ()))
+        tokens = {name: self.tokens[name] for name in token_names if name in self.tokens}
         if has_end is not None:
             rows["lengths"] = self.lengths + has_end
-            ends = {"loss_mask": True, "weight_versions": -1, "supports": EVERY_TOKEN[0]}
+            ends = {"loss_mask": True, "weight_versions": -1, "supports": EVERY_TOKEN[0], "routes": NATIVE}
             longer = set(has_end.nonzero()[:, 0].tolist())
             tokens = {name: values.with_end(longer, ends.get(name, 0)) for name, values in tokens.items()}
         return replace(self, rows=rows, tokens=tokens)
@@ -286,8 +300,9 @@ class ShardedExperience:
         if "pixel_values" in rows:
             rows["pixel_values"], rows["image_rows"] = self.rows["pixel_values"][:0], rows["image_rows"] - 1
         tokens = {
-            name: TokenRows([np.zeros((2, *values.empty.shape[1:]), values.empty.dtype)], values.empty)
+            name: TokenRows([np.full((2, *values.empty.shape[1:]), fill, values.empty.dtype)], values.empty)
             for name, values in self.tokens.items()
+            for fill in [NATIVE if name == "routes" else 0]
         }
         return replace(self, rows=rows, tokens=tokens).dense(device=device)
 
@@ -298,7 +313,7 @@ class ShardedExperience:
         for name in names:
             flat = to_device(torch.from_numpy(self.tokens[name].flat()), device)
             flat = flat.long() if _KEPT_DTYPES.get(name) == torch.int32 else flat
-            fill = flat.new_full((*is_token.shape, *flat.shape[1:]), -1 if name == "weight_versions" else 0)
+            fill = flat.new_full((*is_token.shape, *flat.shape[1:]), _PADDING.get(name, 0))
             padded[name] = fill.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
         return padded
 
@@ -328,8 +343,9 @@ class ShardedExperience:
 
     @property
     def token_dtypes(self) -> dict[str, str]:
-        """The dtype of each field per token."""
-        return {name: values.empty.dtype.str for name, values in self.tokens.items()}
+        """The dtype of each field per token, such as `<f4`, or `(16,)|u1` for 16 numbers a token."""
+        kinds = {name: (values.empty.shape[1:], values.empty.dtype.str) for name, values in self.tokens.items()}
+        return {name: f"{shape}{dtype}" if shape else dtype for name, (shape, dtype) in kinds.items()}
 
 
 def _row_sizes(codes: TokenRows) -> Tensor:

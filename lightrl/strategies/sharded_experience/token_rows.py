@@ -89,7 +89,7 @@ class TokenRows:
 
     def with_end(self, rows: Collection[int], value: float) -> TokenRows:
         """Add one more token to these rows, if they are here."""
-        end = np.full(1, value, self.empty.dtype)
+        end = np.full((1, *self.empty.shape[1:]), value, self.empty.dtype)
         longer = [
             np.concatenate([values, end]) if row in rows and values is not None else values
             for row, values in enumerate(self.rows)

@@ -1,0 +1,283 @@
+"""Routes: the experts that each token was sampled with, recorded by the engine and replayed by the trainer.
+
+The trainer's router, in other precision or on other kernels, may choose other experts than the engine's did, and then
+trains a token with weights that never computed it. So routes travel with the tokens, as supports do:
+
+    engine ── routes ──► Completion ──► Trajectory ──► Experience ── replaying ──► top-k over the experts
+
+A token's routes are bytes: its k experts in each MoE block, first block first, a uint8 each, or an int16 in models of
+more than 256 experts. A block's experts with all bytes 255 are not known: it routes natively. A completion has the
+routes of its prompt too, but none of its last token, which nothing has read yet; a trajectory ends with 255s.
+
+Source: rollout routing replay, https://arxiv.org/abs/2510.11370.
+
+Shapes: N tokens of a forward, L MoE blocks, E experts of a block, k of them for a token, w bytes of a token's routes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightrl.errors import EngineError
+from lightrl.functional.rows import NATIVE
+from lightrl.models.images import new_model
+from lightrl.models.moe import moe_blocks, num_experts
+from lightrl.trajectory import TokenArray
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_TOPK: Any = {torch.topk, torch.Tensor.topk}
+_MASKS: Any = {torch.masked_fill, torch.Tensor.masked_fill}
+_OFF = "Set record_routes of the engine to false."
+_SAME_MODEL = "Let the engine serve the trainer's model, or set its record_routes to false."
+NOT_COMPILED = f"compile_layers is true, but compiled layers cannot replay the engine's routes. Omit it. Or: {_OFF}"
+
+
+@dataclass(frozen=True)
+class RouteLayout:
+    """How the routes of a model's tokens are laid out.
+
+    Example, a model of 3 layers, of which the first is dense:
+        RouteLayout(layers=(1, 2), num_layers=3, num_experts=128)
+    """
+
+    layers: tuple[int, ...]  # the decoder layer of each MoE block
+    num_layers: int  # dense ones too
+    num_experts: int  # E
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> RouteLayout | None:
+        """Return that of models of this config, built without memory; None if they have no experts."""
+        text = config.get_text_config()
+        if not any("expert" in name or "moe" in name for name in vars(text)):
+            return None
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            blocks = _routed_blocks(new_model(config))
+        layers = [re.search(r"layers\.(\d+)", name) for name in blocks]
+        if not blocks or None in layers:
+            return None
+        indices = tuple(int(layer[1]) for layer in layers if layer is not None)
+        return cls(indices, text.num_hidden_layers, num_experts(next(iter(blocks.values()))))
+
+    def encode(self, experts: np.ndarray[Any, np.dtype[Any]]) -> TokenArray[int]:
+        """Encode expert ids of all layers, dense ones too, [N, num_layers, k]; an id below 0 is not known.
+
+        Raises:
+            ValueError: if the model has no such expert.
+        """
+        ids = experts[:, self.layers]
+        if ids.max(initial=0) >= self.num_experts:
+            raise ValueError(f"an expert {ids.max()} of {self.num_experts}")
+        return TokenArray.of_stored(as_bytes(torch.from_numpy(ids), self.num_experts).numpy().tobytes(), b"", "B")
+
+
+def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The MoE blocks of a model; none if the number of experts of any is unknown: they then route natively."""
+    blocks = moe_blocks(model)
+    try:
+        return blocks if len({num_experts(block) for block in blocks.values()}) == 1 else {}
+    except ValueError:
+        return {}
+
+
+def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
+    """Encode experts [N, L, k] as bytes, uint8 [N, w]; those with an id below 0 are not known."""
+    ids = ids.where((ids >= 0).all(-1, keepdim=True), -1)  # -1 is 255 as uint8, twice 255 as int16
+    return ids.to(torch.uint8 if num_experts <= 2**8 else torch.int16).contiguous().view(torch.uint8).flatten(1)
+
+
+def joined_routes(
+    before: TokenArray[int] | None, num_before: int, added: Sequence[int] | None, num_added: int
+) -> TokenArray[int] | None:
+    """Return the routes of a conversation after more tokens; the first that are known of a token stay.
+
+    Args:
+        before: routes of the first `num_before` tokens; None if none of them is known.
+        added: a completion's: of those tokens and of `num_added` more, without the last; None if it has none.
+
+    Raises:
+        EngineError: if a completion has routes of another number of tokens.
+    """
+    num_rows = num_before + num_added - 1
+    if added is None:
+        if before is None:
+            return None
+        return TokenArray.joined([before, bytes([NATIVE]) * (len(before) // num_before * num_added)], "B")
+    if num_rows < 1 or len(added) % num_rows:
+        raise EngineError(
+            f"The engine returned {len(added)} bytes of routes for a prompt of {num_before} tokens and {num_added} of "
+            "a completion. Each token but the last needs equally many."
+        )
+    rows = np.asarray(added, np.uint8).reshape(num_rows, -1)
+    rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])
+    if before is not None:
+        old = np.asarray(before, np.uint8).reshape(num_before, -1)
+        is_known = (old != NATIVE).any(1, keepdims=True)
+        rows[:num_before] = np.where(is_known, old, rows[:num_before])
+    return TokenArray.of_stored(rows.tobytes(), b"", "B")
+
+
+def spliced_routes(
+    left: tuple[TokenArray[int] | None, int], end: int, right: tuple[TokenArray[int] | None, int], start: int
+) -> TokenArray[int] | None:
+    """Return the routes of a conversation's tokens up to `end`, then another's from `start`; each with its length."""
+    widths = [len(routes) // num for routes, num in (left, right) if routes is not None]
+    if not widths:
+        return None
+    both = [bytes([NATIVE]) * (widths[0] * num) if routes is None else bytes(routes) for routes, num in (left, right)]
+    return TokenArray.of_stored(both[0][: end * widths[0]] + both[1][start * widths[0] :], b"", "B")
+
+
+@dataclass
+class _Forward:
+    """Routes of one forward of a model: replayed, or recorded by its blocks."""
+
+    routes: Tensor | None = None  # uint8 [N, w], replayed; None records instead
+    recorded: list[Tensor] = field(default_factory=list)  # int64 [N, k] of each block
+
+
+# The forward that this thread is in. Blocks read it, and what they replay does not depend on who runs them when.
+_forward: ContextVar[_Forward | None] = ContextVar("routes of a forward", default=None)
+
+
+class Routes:
+    """Records or replays which experts the MoE blocks of a model choose.
+
+    Args:
+        model: of transformers; its blocks get a wrapped forward, which changes nothing outside of `recording` and
+            `replaying`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.blocks = _routed_blocks(model)
+        for index, block in enumerate(self.blocks.values()):
+            if getattr(block.forward, "func", None) is not _run_block:
+                place = index, len(self.blocks)
+                block.forward = functools.partial(_run_block, block.forward, place, num_experts(block))
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Callable[[], Tensor]]:
+        """Record one forward; after it, the function returns its routes, uint8 [N, w].
+
+        Raises:
+            ValueError: by the function, if a block has chosen its experts without a top-k.
+        """
+        forward = _Forward()
+
+        def read() -> Tensor:
+            if len(forward.recorded) != len(self.blocks) or len({ids.shape for ids in forward.recorded}) != 1:
+                kind = type(next(iter(self.blocks.values()))).__name__
+                raise ValueError(f"The routes of {kind} cannot be recorded: not each block takes one top-k. {_OFF}")
+            return as_bytes(torch.stack(forward.recorded, 1), num_experts(next(iter(self.blocks.values()))))
+
+        with _Within(forward):
+            yield read
+
+    def replaying(self, routes: Tensor | None) -> contextlib.AbstractContextManager[None]:
+        """Route one forward, and its recomputation in a backward, by these routes, uint8 [N, w]; by none, natively."""
+        return contextlib.nullcontext() if routes is None or not len(routes) else _Within(_Forward(routes))
+
+
+class _Within:
+    """A context that this thread is in a forward; any number of times, one after another."""
+
+    def __init__(self, forward: _Forward | None) -> None:
+        self._inner = forward
+        self._outer: _Forward | None = None
+
+    def __enter__(self) -> None:
+        self._outer = _forward.get()
+        _forward.set(self._inner)
+
+    def __exit__(self, *error: object) -> None:
+        _forward.set(self._outer)
+
+
+def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Return contexts of a checkpointed forward and of its recomputation, which replays the same routes.
+
+    It is the `context_fn` of `torch.utils.checkpoint.checkpoint`.
+    """
+    return contextlib.nullcontext(), _Within(_forward.get())
+
+
+def _run_block(run: Callable[..., Any], place: tuple[int, int], num_experts: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a MoE block, the `place[0]`-th of `place[1]`."""
+    forward = _forward.get()
+    if forward is None:
+        return run(*args, **kwargs)
+    given = None if forward.routes is None else _decode(forward.routes, *place, num_experts)
+    with _TopK(num_experts, given) as topk:
+        output = run(*args, **kwargs)
+    if given is None:
+        forward.recorded += topk.chosen
+    elif not topk.chosen:
+        raise ValueError(f"The routes of {run.__qualname__} cannot be replayed: it takes no top-k. {_OFF}")
+    return output
+
+
+def _decode(routes: Tensor, index: int, num_blocks: int, num_experts: int) -> Tensor:
+    """The experts of one block, int64 [N, k]; -1 for all of a token that are not known."""
+    size = 1 if num_experts <= 2**8 else 2
+    if routes.shape[1] % (num_blocks * size):
+        raise ValueError(
+            f"The engine's routes have {routes.shape[1]} bytes for each token, which {num_blocks} MoE blocks of "
+            f"{num_experts} experts cannot share. {_SAME_MODEL}"
+        )
+    width = routes.shape[1] // num_blocks
+    part = routes[:, index * width : (index + 1) * width].contiguous()
+    ids = (part if size == 1 else part.view(torch.int16)).long()
+    return ids.masked_fill((part == NATIVE).all(1, keepdim=True), -1)
+
+
+class _TopK(TorchFunctionMode):
+    """Replaces the top-k over the experts, or records it.
+
+    The values of a replayed expert are read from the scores, so the router gets a gradient; also where a limit to some
+    groups of experts has masked it.
+
+    Args:
+        num_experts: E; a top-k over anything else passes.
+        given: the experts to take instead, int64 [N, k]; -1 for a token that routes natively. None only records.
+    """
+
+    def __init__(self, num_experts: int, given: Tensor | None) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.given = given
+        self.chosen: list[Tensor] = []
+        self._masked: tuple[Any, Any] = None, None  # the latest masked scores, and what they were before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        scores = args[0] if args else kwargs.get("input")
+        if func in _MASKS:
+            self._masked = result, scores
+        if func not in _TOPK or scores.dim() != 2 or scores.shape[1] != self.num_experts:
+            return result
+        values, ids = result
+        if self.given is not None:
+            if self.given.shape != ids.shape:
+                raise ValueError(
+                    f"The engine's routes have shape {tuple(self.given.shape)} in a block that chooses "
+                    f"{tuple(ids.shape)}. {_SAME_MODEL}"
+                )
+            is_known = self.given >= 0
+            ids = torch.where(is_known, self.given, ids)
+            masked, unmasked = self._masked
+            values = torch.where(is_known, (unmasked if scores is masked else scores).gather(1, ids), values)
+        self.chosen.append(ids)
+        return torch.return_types.topk((values, ids))

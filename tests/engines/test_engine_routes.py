@@ -1,0 +1,127 @@
+"""Routes that engines return: LocalEngine's own, and those of servers, joined over requests."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+
+import numpy as np
+import pytest
+import torch
+from moe_cases import moe_model
+from tiny import tiny_model
+
+from lightrl import LocalEngine, Sampling
+from lightrl.engines import Completion
+from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
+from lightrl.engines.sglang.generation import read_answer, request_of
+from lightrl.models.routes import RouteLayout, Routes, joined_routes
+from lightrl.weights import Bucket
+
+LAYOUT = RouteLayout(layers=(1,), num_layers=2, num_experts=8)  # the first layer is dense
+
+
+def answered(num_tokens, experts=None, finish="length"):
+    """SGLang's answer; `experts` are one of layer 1 for each token."""
+    meta = {
+        "finish_reason": {"type": finish},
+        "output_token_logprobs": [[-1.0, 3, None]] * num_tokens,
+        "weight_version": "5",
+    }
+    if experts is not None:
+        both = np.array([[0, expert] for expert in experts], np.int32)
+        meta["routed_experts"] = base64.b64encode(both.tobytes()).decode()
+    return read_answer(json.dumps({"output_ids": [3] * num_tokens, "meta_info": meta}).encode())
+
+
+def draft(layout=LAYOUT):
+    return CompletionDraft([1, 2], Sampling(max_new_tokens=4), route_layout=layout)
+
+
+def test_only_a_draft_with_a_layout_asks_for_routes():
+    assert request_of(draft(), "id", "key")["return_routed_experts"] is True
+    assert "return_routed_experts" not in request_of(draft(None), "id", "key")
+
+
+def test_routes_of_a_completion_are_joined_over_its_requests():
+    one = draft()
+    one.add(answered(2, [5, 6, 7], "abort"), "http://there")
+    assert one.completion().routes == [5, 6, 7]
+    one.add(answered(2, [0, 0, 0, 1, 2]), "http://there")  # other weights computed the first three again
+    assert one.completion().routes == [5, 6, 7, 1, 2]
+
+
+def test_an_interrupted_request_may_lack_its_routes():
+    one = draft()
+    one.add(answered(2, None, "abort"), "http://there")
+    assert one.completion().routes is None
+    one.add(answered(2, [3, 4, 5, 6, -1]), "http://there")
+    assert one.completion().routes == [3, 4, 5, 6, 255]
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        pytest.param(None, "a gateway must pass the field on: set router to null", id="none"),
+        pytest.param([1, 2, 3, 4], "routes of another model", id="of another number of layers"),
+        pytest.param([1, 2, 3, 4, 8], "an expert 8 of 8", id="of more experts"),
+    ],
+)
+def test_a_finished_request_without_the_models_routes_is_refused(experts, message):
+    with pytest.raises(MalformedAnswer, match=message):
+        draft().add(answered(4, experts), "http://there")
+
+
+@pytest.fixture
+def engine_and_model():
+    model, engine = moe_model(), LocalEngine(threads=1)
+    engine.start(model.config)
+    engine.load_weights([Bucket(dict(model.named_parameters()))], weight_version=0)
+    yield engine, model
+    engine.close()
+
+
+def generated(engine, token_ids, num, **request):
+    (completion,) = asyncio.run(
+        engine.generate(token_ids, Sampling(max_new_tokens=num, seed=3), session="one", **request)
+    )
+    return completion
+
+
+def test_routes_do_not_depend_on_turns(engine_and_model):
+    engine, model = engine_and_model
+    prompt, observation = [4, 7, 5], [9, 8]
+    first = generated(engine, prompt, 4)
+    read = [*prompt, *first.token_ids, *observation]
+    second = generated(engine, read, 5)
+    token_ids = [*read, *second.token_ids]
+    routes = joined_routes(None, len(prompt), first.routes, 4)
+    routes = joined_routes(routes, len(read) - 2, None, 2)
+    routes = joined_routes(routes, len(read), second.routes, 5)
+    with torch.no_grad(), Routes(model).recording() as recorded:
+        model(input_ids=torch.tensor([token_ids[:-1]]), use_cache=False)
+    assert routes == [*recorded().flatten().tolist(), *[255] * 4]
+
+
+def test_a_completion_that_was_started_keeps_its_routes(engine_and_model):
+    engine, _ = engine_and_model
+    whole = generated(engine, [4, 7, 5], 6)
+    num_rows = 3 + 2 - 1
+    known = [9] * 4 + list(whole.routes[4 : num_rows * 4])  # as other weights have routed the first token
+    begun = Completion(whole.token_ids[:2], whole.logprobs[:2], [0, 0], "abort", routes=known)
+    assert Completion.from_state(begun.state_dict()).routes == known
+    continued = generated(engine, [4, 7, 5], 6, started=begun)
+    assert continued.token_ids == whole.token_ids
+    assert continued.routes == known + list(whole.routes[num_rows * 4 :])
+
+
+def test_routes_are_recorded_unless_they_are_not_wanted_or_there_are_none():
+    model = moe_model()
+    engine = LocalEngine(threads=1, record_routes=False)
+    engine.start(model.config)
+    engine.load_weights([Bucket(dict(model.named_parameters()))], weight_version=0)
+    assert generated(engine, [4, 7], 2).routes is None
+    engine.close()
+    with pytest.raises(ValueError, match="has no experts to record"):
+        LocalEngine(record_routes=True).start(tiny_model("llama").config)

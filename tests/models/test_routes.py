@@ -1,0 +1,221 @@
+"""models/routes.py: recorded routes replayed by a model, by SingleModel, and what joins them on their way."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from moe_cases import EACH_FAMILY, moe_model, moe_spec, sampled, some_tokens
+from tiny import tiny_spec
+from torch.utils.checkpoint import checkpoint
+
+from lightrl.errors import EngineError
+from lightrl.experience import Experience
+from lightrl.functional.rows import NATIVE
+from lightrl.models.moe import moe_blocks, router_of
+from lightrl.models.routes import RouteLayout, Routes, as_bytes, joined_routes, recompute_contexts, spliced_routes
+from lightrl.strategies.single import LogprobSettings, SingleModel, decoder_layers
+from lightrl.trajectory import TokenArray
+
+
+def logits(model, token_ids):
+    return model(input_ids=token_ids, use_cache=False).logits
+
+
+def gradients(model):
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def shifted(routes):
+    """Other experts for each token."""
+    return torch.where(routes == NATIVE, routes, (routes + 1) % 4)
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_own_routes_change_no_bit_and_others_train_the_router(family):
+    model, token_ids = moe_model(family), some_tokens(2, 7)
+    plain = logits(model, token_ids)
+    routes = Routes(model)
+    with torch.no_grad(), routes.recording() as recorded:
+        assert torch.equal(logits(model, token_ids), plain)
+    own = recorded()
+    assert own.shape[0] == 14
+    with routes.replaying(own):
+        replayed = logits(model, token_ids)
+    assert torch.equal(replayed, plain)
+    plain.square().sum().backward()
+    of_plain = gradients(model)
+    model.zero_grad()
+    replayed.square().sum().backward()
+    assert all(torch.equal(value, of_plain[name]) for name, value in gradients(model).items())
+    model.zero_grad()
+    with routes.replaying(shifted(own)):
+        other = logits(model, token_ids)
+    assert not torch.allclose(other, plain, atol=1e-3)
+    other.square().sum().backward()
+    for block in moe_blocks(model).values():
+        assert next(router_of(block).parameters()).grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.extra)])
+def test_an_expert_outside_of_the_top_k_has_a_weight_with_a_gradient(family):
+    model = moe_model(family, num_hidden_layers=1 if family == "qwen3_moe" else 2)
+    block = list(moe_blocks(model).values())[-1]
+    routes, hidden = Routes(model), torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), routes.recording() as recorded:
+        block(hidden)
+    others = torch.stack([torch.tensor(sorted({0, 1, 2, 3} - set(row.tolist()))) for row in recorded()])
+    with routes.replaying(as_bytes(others[:, None], 4)):
+        block(hidden).square().sum().backward()
+    rows = router_of(block).weight.grad.abs().amax(1)
+    assert (rows[others.unique()] > 0).all()
+
+
+def test_tokens_without_known_routes_route_natively():
+    model, token_ids = moe_model(), some_tokens(1, 8)
+    routes = Routes(model)
+    with torch.no_grad(), routes.recording() as recorded:
+        plain = logits(model, token_ids)
+    mixed = shifted(recorded())
+    mixed[:5] = NATIVE
+    with torch.no_grad(), routes.replaying(mixed):
+        replayed = logits(model, token_ids)
+    assert torch.allclose(replayed[:, :5], plain[:, :5], atol=1e-5)
+    assert not torch.allclose(replayed[:, 5:], plain[:, 5:], atol=1e-3)
+
+
+def test_a_recomputed_layer_takes_the_routes_of_its_own_forward():
+    model, token_ids = moe_model(), some_tokens(2, 6)
+    routes = Routes(model)
+    with torch.no_grad(), routes.recording() as recorded:
+        logits(model, token_ids)
+    parts = shifted(recorded()).split(6)
+
+    def run():
+        model.zero_grad()
+        outputs = []
+        for row, part in enumerate(parts):
+            with routes.replaying(part):
+                outputs.append(logits(model, token_ids[row : row + 1]))
+        torch.cat(outputs).square().sum().backward()  # when the first forward's routes are long gone
+        return gradients(model)
+
+    kept = run()
+    for layer in decoder_layers(model):
+        forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = functools.partial(forward, context_fn=recompute_contexts)
+    again = run()
+    assert kept.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in kept.items())
+
+
+@pytest.mark.parametrize("family", EACH_FAMILY)
+def test_an_engines_routes_are_those_of_a_forward_and_give_its_logprobs(family):
+    model = moe_model(family)
+    experience = Experience.from_trajectories(sampled(model))
+    assert (experience.routes[0, experience.lengths[0] - 1 :] == NATIVE).all()
+    assert (experience.routes[0, : experience.lengths[0] - 1] != NATIVE).all()
+    single = SingleModel(model, LogprobSettings())
+    (replayed,) = single.forward([experience])
+    (native,) = single.forward([replace(experience, routes=None)])
+    assert torch.allclose(replayed.logprobs[experience.loss_mask], native.logprobs[experience.loss_mask], atol=1e-5)
+    assert torch.allclose(replayed.logprobs, experience.behavior_logprobs, atol=1e-5)
+
+
+def test_replay_does_not_depend_on_how_rows_are_cut_or_padded():
+    model = moe_model()
+    experience = Experience.from_trajectories(sampled(model))
+    experience = replace(experience, routes=shifted(experience.routes))
+    reference = None
+    for form in ("rectangles", "packed"):
+        single = SingleModel(model, LogprobSettings(), form=form)
+        for parts in ([experience], [experience.select([row]) for row in range(3)]):
+            model.zero_grad()
+            single.forward_backward(parts, lambda _, outputs: outputs.logprobs.sum(), torch.Tensor.backward)
+            found = gradients(model)
+            reference = reference or found
+            for name, value in found.items():
+                assert torch.allclose(value, reference[name], atol=1e-5), (form, len(parts), name)
+    model.zero_grad()
+    single.forward_backward(
+        [replace(experience, routes=None)], lambda _, outputs: outputs.logprobs.sum(), torch.Tensor.backward
+    )
+    assert any(not torch.allclose(value, reference[name], atol=1e-3) for name, value in gradients(model).items())
+
+
+def test_shared_prompts_are_not_used_and_another_role_routes_natively():
+    model = moe_model()
+    experience = Experience.from_trajectories(sampled(model))
+    changed = replace(experience, routes=shifted(experience.routes))
+    (whole,) = SingleModel(model, LogprobSettings(), form="rectangles").forward([changed])
+    (shared,) = SingleModel(model, LogprobSettings(), form="shared_rows").forward([changed])
+    assert torch.equal(shared.logprobs, whole.logprobs)
+    (other_role,) = SingleModel(model, LogprobSettings(), replays_routes=False).forward([changed])
+    assert torch.allclose(other_role.logprobs, experience.behavior_logprobs, atol=1e-5)
+
+
+def test_compiled_layers_refuse_routes(monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **settings: None)
+    model = moe_model()
+    experience = Experience.from_trajectories(sampled(model))
+    single = SingleModel(model, LogprobSettings(), compile_layers=True)
+    with pytest.raises(ValueError, match="compile_layers is true, but compiled layers cannot replay"):
+        list(single.forward([experience]))
+
+
+def test_routes_of_another_model_are_refused():
+    model, token_ids = moe_model(), some_tokens(1, 3)
+    routes = Routes(model)
+    for width, message in ((5, "5 bytes for each token, which 2 MoE blocks of 4 experts"), (6, r"shape \(3, 3\)")):
+        with routes.replaying(torch.zeros(3, width, dtype=torch.uint8)), pytest.raises(ValueError, match=message):
+            logits(model, token_ids)
+
+
+def test_experts_are_bytes_where_they_fit_and_an_unknown_one_makes_all_of_a_block_unknown():
+    ids = torch.tensor([[[0, 2], [1, -1]]])
+    assert as_bytes(ids, 4).tolist() == [[0, 2, 255, 255]]
+    wide = as_bytes(torch.tensor([[[300, 2]], [[-1, -1]]]), 384)
+    assert wide.shape == (2, 4)
+    assert wide.view(torch.int16).tolist() == [[300, 2], [-1, -1]]
+
+
+def test_a_model_with_more_than_256_experts_replays_its_own_routes():
+    model, token_ids = moe_model(num_experts=300), some_tokens(1, 5)
+    routes = Routes(model)
+    with torch.no_grad(), routes.recording() as recorded:
+        plain = logits(model, token_ids)
+    assert recorded().shape == (5, 8)
+    with torch.no_grad(), routes.replaying(recorded()):
+        assert torch.equal(logits(model, token_ids), plain)
+
+
+def test_the_layout_knows_which_layers_have_experts():
+    assert RouteLayout.of(tiny_spec().load_config()) is None
+    layout = RouteLayout.of(moe_spec("deepseek_v3").load_config())
+    assert layout == RouteLayout(layers=(1,), num_layers=2, num_experts=4)
+    experts = np.array([[[9, 9], [3, 1]], [[0, 0], [-1, -1]]], np.int32)  # of the dense layer too
+    assert layout.encode(experts) == [3, 1, 255, 255]
+    with pytest.raises(ValueError, match="an expert 4 of 4"):
+        layout.encode(experts + 1)
+
+
+def test_routes_of_a_branch_follow_those_of_the_first_conversation():
+    left, right = TokenArray([1, 2, 3, 255], "B"), TokenArray([7, 8, 9], "B")
+    assert spliced_routes((left, 4), 4, (right, 3), 1) == [1, 2, 3, 255, 8, 9]
+    assert spliced_routes((None, 2), 2, (right, 3), 2) == [255, 255, 9]
+    assert spliced_routes((left, 4), 3, (None, 2), 1) == [1, 2, 3, 255]
+    assert spliced_routes((None, 4), 4, (None, 3), 1) is None
+
+
+def test_the_first_routes_that_are_known_of_a_token_stay():
+    first = joined_routes(None, 2, [1, 2, 3], 2)  # a prompt of 2 tokens, a completion of 2, a byte each
+    assert first == [1, 2, 3, 255]
+    read = joined_routes(first, 4, None, 1)
+    assert read == [1, 2, 3, 255, 255]
+    assert joined_routes(read, 5, [9, 9, 9, 4, 5, 6], 2) == [1, 2, 3, 4, 5, 6, 255]
+    assert joined_routes(None, 2, None, 3) is None
+    with pytest.raises(EngineError, match="5 bytes of routes for a prompt of 2 tokens and 2 of a completion"):
+        joined_routes(None, 2, [0] * 5, 2)
