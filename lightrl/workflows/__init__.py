@@ -4,7 +4,8 @@ Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
     multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
       turn_log.py     what was answered, for a resumed run; a journal of it on the disk
-      tools.py        an environment of functions that the policy calls
+      tools.py        an environment of functions that the policy calls, and of tools on servers
+      openenv.py      environments of an OpenEnv server
     agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI
       agent_session.py, chat_protocol.py  its requests as tokens; the requests and answers themselves
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lightrl.workflows.agent_workflow import AgentWorkflow
     from lightrl.workflows.environment import Environment, RetryWithFeedback
     from lightrl.workflows.multi_turn import MultiTurn
+    from lightrl.workflows.openenv import OpenEnv, OpenEnvTools
     from lightrl.workflows.tools import ToolEnvironment
     from lightrl.workflows.workflow import SingleTurn, Workflow
 
@@ -27,6 +29,8 @@ _HOMES = {
     "AgentWorkflow": "agent_workflow",
     "Environment": "environment",
     "MultiTurn": "multi_turn",
+    "OpenEnv": "openenv",
+    "OpenEnvTools": "openenv",
     "RetryWithFeedback": "environment",
     "SingleTurn": "workflow",
     "ToolEnvironment": "tools",
@@ -34,7 +38,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "AgentWorkflow", "Environment", "MultiTurn", "RetryWithFeedback", "SingleTurn", "ToolEnvironment", "Workflow",
+    "AgentWorkflow", "Environment", "MultiTurn", "OpenEnv", "OpenEnvTools", "RetryWithFeedback", "SingleTurn",
+    "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)
