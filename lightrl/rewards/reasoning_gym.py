@@ -58,7 +58,7 @@ def rows(
     places = [(name, start, size, json.dumps(one, sort_keys=True)) for name, one in arguments.items()]
     for index in range(size):
         for place in places:
-            entry = _dataset(*place)[index]
+            entry = dataset_of(*place)[index]
             answer = str(entry["answer"])
             yield {"question": entry["question"], "answer": answer, "dataset": place[0], _FIELD: [*place, index]}
 
@@ -80,7 +80,7 @@ def reward(trajectory: Trajectory) -> dict[str, float]:
     *place, index = trajectory.prompt.fields[_FIELD]
     text = trajectory.completion.rpartition("</think>")[2]
     answer = (_ANSWER_TAG.findall(text) or [text])[-1].strip()
-    dataset = _dataset(*place)
+    dataset = dataset_of(*place)
     entry = dataset[index]
     try:
         score = float(dataset.score_answer(answer, entry=entry))
@@ -90,7 +90,7 @@ def reward(trajectory: Trajectory) -> dict[str, float]:
 
 
 @functools.lru_cache(maxsize=256)
-def _dataset(name: str, seed: int, size: int, arguments: str) -> Any:
+def dataset_of(name: str, seed: int, size: int, arguments: str) -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
@@ -98,7 +98,7 @@ def _dataset(name: str, seed: int, size: int, arguments: str) -> Any:
             f'The data set {name!r} needs reasoning-gym ({error}). Install it: pip install "lightrl[reasoning_gym]".'
         ) from error
     try:
-        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(arguments))
+        return reasoning_gym.createdataset_of(name, seed=seed, size=size, **json.loads(arguments))
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(
             f"datasets: reasoning-gym cannot make {name!r} with arguments {arguments}: {error}. Its gallery lists the "

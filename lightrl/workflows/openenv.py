@@ -101,7 +101,7 @@ class _Session(ToolServer):
         content = result.get("content") if isinstance(result, dict) else None
         if content is None:
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        return text_of_parts(content, is_error=bool(result["is_error"]))
+        return text_of_parts(content, is_error=bool(observation["result"]["is_error"]))
 
     async def close(self) -> None:
         if self._http is not None:

