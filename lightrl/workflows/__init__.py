@@ -5,7 +5,7 @@ Reading order:
     multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
       turn_log.py     what was answered, for a resumed run; a journal of it on the disk
       tools.py        an environment of functions that the policy calls, and of tools on servers
-      openenv.py      environments of an OpenEnv server
+      mcp_tools.py, openenv.py  tools of an MCP server; environments of an OpenEnv server
     agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI
       agent_session.py, chat_protocol.py  its requests as tokens; the requests and answers themselves
 
@@ -19,6 +19,7 @@ from lightrl import loaded_on_first_use
 if TYPE_CHECKING:
     from lightrl.workflows.agent_workflow import AgentWorkflow
     from lightrl.workflows.environment import Environment, RetryWithFeedback
+    from lightrl.workflows.mcp_tools import MCPServer
     from lightrl.workflows.multi_turn import MultiTurn
     from lightrl.workflows.openenv import OpenEnv, OpenEnvTools
     from lightrl.workflows.tools import ToolEnvironment
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AgentWorkflow": "agent_workflow",
     "Environment": "environment",
+    "MCPServer": "mcp_tools",
     "MultiTurn": "multi_turn",
     "OpenEnv": "openenv",
     "OpenEnvTools": "openenv",
@@ -38,8 +40,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "AgentWorkflow", "Environment", "MultiTurn", "OpenEnv", "OpenEnvTools", "RetryWithFeedback", "SingleTurn",
-    "ToolEnvironment", "Workflow",
+    "AgentWorkflow", "Environment", "MCPServer", "MultiTurn", "OpenEnv", "OpenEnvTools", "RetryWithFeedback",
+    "SingleTurn", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)
