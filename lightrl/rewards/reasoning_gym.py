@@ -98,7 +98,7 @@ def dataset_of(name: str, seed: int, size: int, arguments: str) -> Any:
             f'The data set {name!r} needs reasoning-gym ({error}). Install it: pip install "lightrl[reasoning_gym]".'
         ) from error
     try:
-        return reasoning_gym.createdataset_of(name, seed=seed, size=size, **json.loads(arguments))
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(arguments))
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(
             f"datasets: reasoning-gym cannot make {name!r} with arguments {arguments}: {error}. Its gallery lists the "

@@ -174,7 +174,8 @@ def test_the_command_exports_and_pushes_a_whole_run(hub: Any, tmp_path: Path) ->
     trainer.save_checkpoint(checkpoint)
     command = [sys.executable, "-m", "lightrl", "export", str(checkpoint), "--to", str(tmp_path / "export")]
     command += ["--push", "me/digits", "--run_code_of_checkpoint"]
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+    modules = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "PYTHONPATH": modules}
     wrong = subprocess.run(command, env={**environment, "HF_TOKEN": "x"}, capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "HTTP status 401" in wrong.stderr
