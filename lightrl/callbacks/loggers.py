@@ -1,7 +1,7 @@
 """Calls that Lightning's Logger lacks: tables, images, models, and settings that MLflow takes.
 
-Weights & Biases, MLflow and TensorBoard each have their own; CSVLogger has none. To be called on rank 0, whose loggers
-are real. All of it is in the run's folder too, so a logger that fails is warned of and the run continues.
+Weights & Biases, MLflow, TensorBoard and Comet each have their own; CSVLogger has none. To be called on rank 0, whose
+loggers are real. All of it is in the run's folder too, so a logger that fails is warned of and the run continues.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 log = logging.getLogger(__name__)
 
 _MLFLOW_NAME_CHARS = 250  # the longest parameter's name
+_without_tables: set[type[Logger]] = set()  # kinds that have been warned of
 
 
 def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:
-    """Rows as a table with every column that occurs; MLflow appends them to the run's table of that name."""
+    """Rows as a table with every column that occurs; MLflow appends them to the run's table of that name.
+
+    A logger of a kind without tables is warned of once; CSVLogger's folder has the rows anyway.
+    """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for logger in loggers:
         with _warned_of(logger, f"the table {name}"):
@@ -32,6 +37,13 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
                 logger.experiment.log_table(logger.run_id, data, f"{name}.json")
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text(name, _html_table(columns, rows), step)
+            elif isinstance(logger, CometLogger):
+                cells = [[row.get(column) for column in columns] for row in rows]
+                logger.experiment.log_table(f"{name}-{step:06d}.csv", tabular_data=cells, headers=columns)
+            elif not isinstance(logger, CSVLogger | DummyLogger) and type(logger) not in _without_tables:
+                _without_tables.add(type(logger))
+                kind = type(logger).__name__
+                log.warning("%s has no tables, so the table %s is in the run's folder only.", kind, name)
 
 
 def log_image(loggers: Iterable[Logger], path: Path, step: int) -> None:

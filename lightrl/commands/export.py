@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightrl.commands.console import reported
+from lightrl.commands.hub import Hub, write_card
 from lightrl.models import ModelSpec
 from lightrl.models.model_folder import (
     HEAD_STAYS_BEHIND,
@@ -36,6 +38,7 @@ def export_checkpoint(
     tokenizer: str | None = None,
     merged: bool = False,
     run_code_of_checkpoint: bool = False,
+    push: str | None = None,
 ) -> None:
     """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit-equal.
 
@@ -50,9 +53,11 @@ def export_checkpoint(
         merged: merge LoRA adapters into their base model, which is loaded for that.
         run_code_of_checkpoint: import and run what the checkpoint names beyond transformers' own classes: a model
             class, a tokenizer function, a base model's remote code.
+        push: a repository of the hub that the folder is uploaded to, with a model card of the run.
 
     Raises:
-        ValueError: if it is not a checkpoint of lightrl, lacks the role, names code to run, or `to` has other files.
+        ValueError: if it is not a checkpoint of lightrl, lacks the role, names code to run, `to` has other files, or
+            the hub refuses.
     """
     check_model_folder(to, asked_by="lightrl export")
     meta, state = _read(checkpoint)
@@ -79,13 +84,19 @@ def export_checkpoint(
     if description.body is not None:
         tensors = description.with_head(tensors, state("value_head.")["weight"])
     source = tokenizer or description.tokenizer
+    hub = None if push is None else Hub(push)
     with replaced_folder(to) as folder:
         description.save(tensors, folder, merged=merged)
         if source is not None:
             ModelSpec(config={"model_type": "any"}, tokenizer=source).load_tokenizer().save_pretrained(folder)
+        if hub is not None:
+            base = json.loads(description.config).get("_name_or_path")
+            write_card(folder, repo=hub.repo, checkpoint=checkpoint, role=role, base=base)
     log.info("Exported the %s of %s to %s.", role, checkpoint, to)
     if any(other.body == role for other in descriptions.values()):
         log.info(HEAD_STAYS_BEHIND)
+    if hub is not None:
+        hub.upload(to, f"The {role} of {checkpoint.name}, exported by lightrl")
 
 
 def _read(checkpoint: Path) -> tuple[JsonObject, Callable[[str], dict[str, Tensor]]]:
@@ -114,6 +125,7 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file, or the folder of a sharded checkpoint")
     parser.add_argument("--to", type=Path, required=True, help="the folder; an earlier export there is replaced")
     parser.add_argument("--role", default="policy", help="policy (default), critic, reward_model, ...")
+    parser.add_argument("--push", metavar="REPO", help="upload it to the hub too, with a model card; needs a token")
     parser.add_argument("--merged", action="store_true", help="merge LoRA adapters into their base model")
     parser.add_argument("--tokenizer", help="a hub name, a folder, or package.function; default: the checkpoint's")
     parser.add_argument(

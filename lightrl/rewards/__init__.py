@@ -14,6 +14,7 @@ Reward functions:
     code_tests.py    programs against tests, in a sandbox (sandbox.py; its processes are in sandbox_guard/)
     text_rewards.py  pattern, tags, length, repetition, JSON
     llm_judge.py     LLMJudge: a model with a rubric
+    reasoning_gym.py rows and reward of reasoning-gym's data sets
     environment_reward.py  the rewards that a workflow's environment gave
 
 May import: errors, checks, concurrency, trajectory. No torch: a worker starts in a fraction of a second. To add a

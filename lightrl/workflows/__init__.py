@@ -4,7 +4,8 @@ Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
     multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
       turn_log.py     what was answered, for a resumed run; a journal of it on the disk
-      tools.py        an environment of functions that the policy calls
+      tools.py        an environment of functions that the policy calls, and of tools on servers
+      mcp_tools.py, openenv.py  tools of an MCP server; environments of an OpenEnv server
     agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI or Anthropic; agent_command.py: a program
       agent_session.py   its requests as tokens; completion_parser.py: completions as thinking, text and calls
       agent_protocol.py  a request and its answer: chat_protocol.py, messages_protocol.py, responses_protocol.py
@@ -19,7 +20,9 @@ from lightrl import loaded_on_first_use
 if TYPE_CHECKING:
     from lightrl.workflows.agent_workflow import AgentWorkflow
     from lightrl.workflows.environment import Environment, RetryWithFeedback
+    from lightrl.workflows.mcp_tools import MCPServer
     from lightrl.workflows.multi_turn import MultiTurn
+    from lightrl.workflows.openenv import OpenEnv, OpenEnvTools
     from lightrl.workflows.tools import ToolEnvironment
     from lightrl.workflows.workflow import SingleTurn, Workflow
 
@@ -27,7 +30,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "AgentWorkflow": "agent_workflow",
     "Environment": "environment",
+    "MCPServer": "mcp_tools",
     "MultiTurn": "multi_turn",
+    "OpenEnv": "openenv",
+    "OpenEnvTools": "openenv",
     "RetryWithFeedback": "environment",
     "SingleTurn": "workflow",
     "ToolEnvironment": "tools",
@@ -35,7 +41,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "AgentWorkflow", "Environment", "MultiTurn", "RetryWithFeedback", "SingleTurn", "ToolEnvironment", "Workflow",
+    "AgentWorkflow", "Environment", "MCPServer", "MultiTurn", "OpenEnv", "OpenEnvTools", "RetryWithFeedback",
+    "SingleTurn", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

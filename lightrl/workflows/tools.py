@@ -18,6 +18,7 @@ the policy reads the error and may try again.
 from __future__ import annotations
 
 import ast
+import asyncio
 import functools
 import inspect
 import json
@@ -25,9 +26,11 @@ import math
 import operator
 import queue
 import re
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lightrl.checks.user_code import function_of, user_code
 from lightrl.concurrency.in_thread import CallTimeout, call_within
@@ -36,6 +39,7 @@ from lightrl.rewards.sandbox import Limits, LocalSandbox
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt
 from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
+_T = TypeVar("_T")
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _THOUGHT = re.compile(r"\A(?:(?!<think>).)*?</think>|(<tool_call>.*?</tool_call>)|<think>.*?(?:</think>|\Z)", re.DOTALL)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -132,13 +136,19 @@ class Tool:
             schema = get_json_schema(function)
         return cls(schema["function"]["name"], function, schema)
 
+    @classmethod
+    def served(cls, server: ToolServer, schema: JsonObject) -> Tool:
+        """A tool that a server runs."""
+        name = schema["function"]["name"]
+        return cls(name, functools.partial(server.call, name), schema)
+
     def mismatch(self, arguments: JsonMapping) -> str | None:
         """Says what is wrong with the arguments of a call, for the policy to read; None if they are right."""
         try:
             inspect.signature(self.function).bind(**arguments)
         except TypeError as error:
             return f"{error}"
-        properties = self.schema["function"]["parameters"]["properties"]
+        properties = self.schema["function"]["parameters"].get("properties", {})
         for name, value in arguments.items():
             expected = properties.get(name, {}).get("type")
             allowed = _TYPES.get(expected, ()) if isinstance(expected, str) else ()
@@ -148,11 +158,53 @@ class Tool:
         return None
 
 
+class ToolServer(ABC):
+    """Tools that a server runs, with a session for each trajectory, which its first call opens."""
+
+    @abstractmethod
+    def schemas(self) -> Sequence[JsonObject]:
+        """JSON schemas of the tools, as chat templates take them; asked for once, when the run starts."""
+
+    @abstractmethod
+    def open(self) -> ToolServer:
+        """The server with a session of its own."""
+
+    @abstractmethod
+    async def call(self, name: str, /, **arguments: object) -> object:
+        """Calls a tool.
+
+        Raises:
+            RolloutError: without a cause, if the server failed: the trajectory is dropped.
+            ValueError: if the tool failed, for the policy to read.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends the session; called once, also if there was no call."""
+
+
+def text_of_parts(content: Sequence[JsonMapping], *, is_error: bool) -> str:
+    """A tool's result in MCP's form as text; raises ValueError with that text for an error.
+
+    The policy reads of an image or a sound only that there is one.
+    """
+    text = "\n".join(part["text"] if part["type"] == "text" else f"({part['type']}, not shown)" for part in content)
+    if is_error:
+        raise ValueError(text)
+    return text
+
+
+def run_apart(work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+    """The result of a coroutine in an event loop of its own, as the caller may be in one; TimeoutError if too late."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(asyncio.run, asyncio.wait_for(work, timeout_s)).result()
+
+
 class ToolEnvironment(Environment):
     """Runs the tools that a completion calls and shows their results; a completion without calls is the last turn.
 
     Args:
-        tools: functions, sync or async, or their dotted paths.
+        tools: functions, sync or async, their dotted paths, or servers with tools, such as MCPServer.
         environment: answers completions without calls, which then need not be the last; a class, or a function without
             arguments.
         parser: finds the calls in a completion; a function or its dotted path.
@@ -168,7 +220,7 @@ class ToolEnvironment(Environment):
 
     def __init__(
         self,
-        tools: Sequence[str | Callable[..., object]],
+        tools: Sequence[str | ToolServer | Callable[..., object]],
         environment: Callable[[], Environment] | None = None,
         *,
         parser: str | ToolParser = parse_hermes,
@@ -177,11 +229,13 @@ class ToolEnvironment(Environment):
         tool_timeout_s: float = 10.0,
         has_side_effects: bool = False,
     ) -> None:
-        described = [Tool.of(tool) for tool in tools]
+        self.servers = [tool.open() for tool in tools if isinstance(tool, ToolServer)]
+        described = [Tool.of(tool) for tool in tools if not isinstance(tool, ToolServer)]
+        described += [Tool.served(server, schema) for server in self.servers for schema in server.schemas()]
         self.tools = {tool.name: tool for tool in described}
-        if not tools or len(self.tools) < len(described):
+        if not described or len(self.tools) < len(described):
             names = [tool.name for tool in described]
-            raise ValueError(f"tools needs at least one function, and a different name for each, got {names}.")
+            raise ValueError(f"tools needs at least one tool, and a different name for each, got {names}.")
         self.environment = environment() if environment is not None else None
         self.parser: ToolParser = function_of(parser, "parser")
         self.max_calls = max_calls
@@ -224,6 +278,8 @@ class ToolEnvironment(Environment):
         return own if self.environment is None else own | dict(await self._ask("metrics"))
 
     async def close(self) -> None:
+        for server in self.servers:
+            await server.close()
         if self.environment is not None:
             await self._ask("close")
 

@@ -1,0 +1,106 @@
+"""Rows and reward of reasoning-gym's data sets, by name; `pip install "lightrl[reasoning_gym]"`.
+
+    data:
+      class_path: PromptDataModule
+      init_args:
+        train:
+          source: lightrl.rewards.reasoning_gym.rows
+          arguments: {datasets: {leg_counting: {max_animals: 3}, spell_backward: {}}, size: 500}
+    model: {init_args: {reward: lightrl.rewards.reasoning_gym.reward}}
+
+A row keeps where its entry comes from, and the reward makes the entry again: some do not survive JSON.
+
+Source: https://github.com/open-thought/reasoning-gym, 0.1.25.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lightrl.checks.bounds import check_bounds
+from lightrl.trajectory import JsonObject, Trajectory
+
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SPLITS = ("train", "validation", "test")
+_FIELD = "reasoning_gym"  # the column that says where an entry comes from
+
+
+def rows(
+    split: str = "train",
+    *,
+    datasets: Sequence[str] | Mapping[str, JsonObject],
+    size: int = 500,
+    seed: int = 0,
+) -> Iterator[JsonObject]:
+    """Rows of some data sets in turn: `question`, `answer` (an example of one), `dataset`.
+
+    Entry i of a data set is a function of its seed + i, so each split and seed has a range of them to itself.
+
+    Args:
+        split: `train`, `validation` or `test`.
+        datasets: names, or names with the arguments of each, such as its difficulty.
+        size: rows of each data set.
+        seed: of the entries; another one gives others.
+
+    Raises:
+        ValueError: if reasoning-gym is not installed, has no such data set, or refuses an argument.
+    """
+    check_bounds(1, 1_000_000, size=size)
+    check_bounds(0, 1000, seed=seed)
+    if split not in _SPLITS:
+        raise ValueError(f"split={split!r} must be one of {', '.join(_SPLITS)}. Set it in the data source.")
+    start = (seed * len(_SPLITS) + _SPLITS.index(split)) * 1_000_000
+    arguments = datasets if isinstance(datasets, Mapping) else {name: {} for name in datasets}
+    places = [(name, start, size, json.dumps(one, sort_keys=True)) for name, one in arguments.items()]
+    for index in range(size):
+        for place in places:
+            entry = dataset_of(*place)[index]
+            answer = str(entry["answer"])
+            yield {"question": entry["question"], "answer": answer, "dataset": place[0], _FIELD: [*place, index]}
+
+
+def reward(trajectory: Trajectory) -> dict[str, float]:
+    """The data set's own score of the answer, 0 to 1, with `accuracy` (a full score).
+
+    The answer is the text in the last `<answer>…</answer>`, otherwise what follows the thinking. One on which the
+    scorer raises ValueError or TypeError, as some do on text that is no number, is wrong.
+
+    Raises:
+        ValueError: if the prompt is not of `rows`.
+    """
+    if _FIELD not in trajectory.prompt.fields:
+        raise ValueError(
+            f"Prompt {trajectory.prompt.id!r} has no column {_FIELD!r}. Set data.train to the source "
+            "lightrl.rewards.reasoning_gym.rows."
+        )
+    *place, index = trajectory.prompt.fields[_FIELD]
+    text = trajectory.completion.rpartition("</think>")[2]
+    answer = (_ANSWER_TAG.findall(text) or [text])[-1].strip()
+    dataset = dataset_of(*place)
+    entry = dataset[index]
+    try:
+        score = float(dataset.score_answer(answer, entry=entry))
+    except (ValueError, TypeError):
+        score = 0.0
+    return {"reward": score, "accuracy": float(score >= 1.0)}
+
+
+@functools.lru_cache(maxsize=256)
+def dataset_of(name: str, seed: int, size: int, arguments: str) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ValueError(
+            f'The data set {name!r} needs reasoning-gym ({error}). Install it: pip install "lightrl[reasoning_gym]".'
+        ) from error
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(arguments))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"datasets: reasoning-gym cannot make {name!r} with arguments {arguments}: {error}. Its gallery lists the "
+            "names and arguments."
+        ) from error

@@ -1,0 +1,110 @@
+"""MCPServer: tools of a server of the Model Context Protocol, for ToolEnvironment; `pip install "lightrl[mcp]"`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightrl.errors import RolloutError
+from lightrl.trajectory import JsonObject
+from lightrl.workflows.tools import ToolServer, run_apart, text_of_parts
+
+_START_TIMEOUT_S = 60.0  # a program may import much before it answers
+
+
+class MCPServer(ToolServer):
+    """A program that speaks MCP on its standard input and output, or a server of streamable HTTP.
+
+    Each trajectory has a session, which its first call opens: a process of the program, or a connection.
+
+    Args:
+        command: the program and its arguments; or
+        url: of the server, such as `http://127.0.0.1:8000/mcp`.
+        environment: variables of the program beside a few that are safe to inherit, such as PATH.
+
+    Raises:
+        ValueError: unless one of `command` and `url` is given.
+    """
+
+    def __init__(
+        self, command: Sequence[str] = (), url: str | None = None, *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        if bool(command) == (url is not None):
+            raise ValueError(f"MCPServer takes either a command or a url, got command={command!r} and url={url!r}.")
+        self.where = (tuple(command), url, tuple((environment or {}).items()))
+        self.name = url or " ".join(command)
+        self._owner: asyncio.Task[None] | None = None
+        self._client: Any = None
+
+    def schemas(self) -> list[JsonObject]:
+        try:
+            return _tools_of(*self.where)
+        except Exception as error:  # the package's own errors come in groups of any kind
+            raise ValueError(
+                f"The MCP server {self.name!r} cannot list its tools: {_first(error)}. Start it, or fix command or url."
+            ) from error
+
+    def open(self) -> MCPServer:
+        return copy.copy(self)
+
+    async def call(self, name: str, /, **arguments: object) -> str:
+        try:
+            if self._owner is None:
+                await self._connect()
+            result = await self._client.call_tool(name, arguments)
+            parts = [part.model_dump() for part in result.content]
+        except Exception as error:  # noqa: BLE001  # the package has errors of many kinds
+            raise RolloutError(f"The MCP server {self.name!r} failed in {name}: {_first(error)}.") from None
+        return text_of_parts(parts, is_error=bool(result.is_error))
+
+    async def close(self) -> None:
+        if self._owner is not None:
+            self._ends.set()
+            await asyncio.gather(self._owner, return_exceptions=True)
+
+    async def _connect(self) -> None:
+        """Starts the task that opens and closes the client, which must be the same one."""
+        self._ends = asyncio.Event()
+        opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._own(opened))
+        await asyncio.wait({opened, self._owner}, return_when=asyncio.FIRST_COMPLETED)
+        self._client = opened.result() if opened.done() else self._owner.result()
+
+    async def _own(self, opened: asyncio.Future[Any]) -> None:
+        async with _client(*self.where) as client:
+            opened.set_result(client)
+            await self._ends.wait()
+
+
+def _client(command: tuple[str, ...], url: str | None, environment: tuple[tuple[str, str], ...]) -> Any:
+    """The client of a server, to be entered; raises ValueError without the package."""
+    try:
+        from mcp import Client, StdioServerParameters, stdio_client
+    except ImportError as error:
+        raise ValueError(f'it needs the package mcp ({error}): pip install "lightrl[mcp]"') from error
+    if url is not None:
+        return Client(url)
+    return Client(stdio_client(StdioServerParameters(command=command[0], args=[*command[1:]], env=dict(environment))))
+
+
+@functools.lru_cache(maxsize=64)
+def _tools_of(*where: Any) -> list[JsonObject]:
+    async def ask() -> list[JsonObject]:
+        async with _client(*where) as client:
+            tools = (await client.list_tools()).tools
+        return [
+            {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            for tool in tools
+        ]
+
+    return [{"type": "function", "function": function} for function in run_apart(ask(), _START_TIMEOUT_S)]
+
+
+def _first(error: BaseException) -> str:
+    """The text of an error, or of the first in a group of them."""
+    while inner := getattr(error, "exceptions", None):
+        error = inner[0]
+    return str(error) or repr(error)

@@ -1,0 +1,257 @@
+"""OpenEnv: environments that an OpenEnv server runs, a session for each trajectory; OpenEnvTools: those made of tools.
+
+    ws://…/ws   {"type": "reset" | "step" | "close", "data": {…}}
+              → {"type": "observation", "data": {"observation": {…}, "reward": 0.0, "done": false}}
+
+Source: https://github.com/meta-pytorch/OpenEnv, 0.10. Only aiohttp is needed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+
+import aiohttp
+
+from lightrl.errors import RolloutError
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt
+from lightrl.workflows.environment import Environment, Step
+from lightrl.workflows.tools import ToolEnvironment, ToolParser, ToolServer, parse_hermes, run_apart, text_of_parts
+
+_MAX_BYTES = 2**26  # the longest message of a server
+_START_TIMEOUT_S = 30.0  # to ask for the schemas, once
+
+
+class _Session(ToolServer):
+    """One connection to a server, which is one environment there; opened by the first message."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.reward, self.is_done = 0.0, False  # of the calls since `take`
+        self._http: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+
+    async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
+        """The data of the server's answer; raises RolloutError, without a cause: it is not the policy's fault."""
+        try:
+            if self._socket is None:
+                self._http = aiohttp.ClientSession()
+                self._socket = await self._http.ws_connect(f"{self.url}/ws", max_msg_size=_MAX_BYTES)
+            with suppress(ConnectionResetError):  # what a closing server said last is read below
+                await self._socket.send_json({"type": kind, "data": data})
+            message = await self._socket.receive()
+        except aiohttp.WSServerHandshakeError as error:
+            raise RolloutError(
+                f"{self.url} is no OpenEnv server: /ws answers with HTTP status {error.status}. Set url to one."
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise RolloutError(f"No OpenEnv server answers at {self.url}: {error}. Start it, or fix url.") from None
+        if message.type != aiohttp.WSMsgType.TEXT:
+            raise RolloutError(
+                f"The OpenEnv server {self.url} closed the connection during a {kind} "
+                f"(code {self._socket.close_code}). Its log says why."
+            )
+        return self._data_of(kind, message.data)
+
+    def _data_of(self, kind: str, text: str) -> JsonObject:
+        try:
+            answer = json.loads(text)
+            is_error, data = answer["type"] == "error", answer["data"]
+            if is_error or isinstance(data["observation"], dict):
+                return self._refuse(kind, data) if is_error else dict(data)
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise RolloutError(f"{self.url} is no OpenEnv server: it answered a {kind} with {text:.200}. Set url to one.")
+
+    def _refuse(self, kind: str, data: JsonMapping) -> JsonObject:
+        fields = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in data.get("errors", ())]
+        full = "Increase its max_concurrent_envs. " if data.get("code") == "CAPACITY_REACHED" else ""
+        raise RolloutError(
+            f"The OpenEnv server {self.url} refused a {kind}: {data.get('message')} {full}"
+            f"({', '.join([str(data.get('code')), *fields])})."
+        )
+
+    def take(self) -> tuple[float, bool]:
+        """The sum of the rewards since the last time, and whether the environment is done."""
+        reward, self.reward = self.reward, 0.0
+        return reward, self.is_done
+
+    async def act(self, action: JsonMapping) -> JsonObject:
+        """The observation of a step, whose reward `take` returns."""
+        answer = await self.ask("step", action)
+        self.reward += float(answer.get("reward") or 0.0)
+        self.is_done = bool(answer.get("done"))
+        return dict(answer["observation"])
+
+    def schemas(self) -> Sequence[JsonObject]:
+        return _tools_at(self.url)
+
+    def open(self) -> _Session:
+        return self
+
+    async def call(self, name: str, /, **arguments: object) -> str:
+        observation = await self.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
+        if (error := observation.get("error")) is not None:
+            raise ValueError(error["message"])
+        result = observation.get("result")
+        content = result.get("content") if isinstance(result, dict) else None
+        if content is None:
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        return text_of_parts(content, is_error=bool(observation["result"]["is_error"]))
+
+    async def close(self) -> None:
+        if self._http is not None:
+            if self._socket is not None:
+                await self._socket.close()
+            await self._http.close()
+
+
+class OpenEnv(Environment):
+    """A text environment of an OpenEnv server: each completion is one of its actions.
+
+    Every trajectory has a session, so the server needs as many (`max_concurrent_envs`) as the run has trajectories in
+    flight. `reset` gets a seed made of the prompt's id, the same for the whole group.
+
+    Args:
+        url: of the server, such as `http://127.0.0.1:8000`.
+        action: the action's field that takes the completion.
+        observation: the observation's field that the policy reads; None for all fields, as JSON.
+        reset_fields: columns of the prompt's row that `reset` gets as arguments.
+
+    Raises:
+        ValueError: if no OpenEnv server answers, or its actions have no such field.
+    """
+
+    def __init__(
+        self, url: str, *, action: str = "message", observation: str | None = None, reset_fields: Sequence[str] = ()
+    ) -> None:
+        fields = _action_fields(url.rstrip("/"))
+        if action not in fields:
+            raise ValueError(
+                f"action={action!r} must be a field of the actions at url={url!r}: {', '.join(fields)}. Use "
+                "OpenEnvTools for a server whose actions call tools."
+            )
+        self.action, self.observation, self.reset_fields = action, observation, reset_fields
+        self.session = _Session(url)
+
+    async def reset(self, prompt: Prompt) -> str | None:
+        return _text_of(await _reset(self.session, prompt, self.reset_fields), self.observation)
+
+    async def step(self, completion: str) -> Step:
+        seen = await self.session.act({self.action: completion})
+        return _text_of(seen, self.observation), *self.session.take()
+
+    async def close(self) -> None:
+        await self.session.close()
+
+
+class OpenEnvTools(ToolEnvironment):
+    """An environment of an OpenEnv server that consists of tools: the policy calls them, the server gives the rewards.
+
+    The server's `list_tools` names the tools when the run starts; each call is a `call_tool`. The last turn is one
+    without calls, or one after which the server says done.
+
+    Args:
+        url: of the server.
+        observation: the field of the first observation that the policy reads; None for all fields, as JSON.
+        reset_fields: columns of the prompt's row that `reset` gets as arguments.
+        parser, max_calls, max_result_chars, tool_timeout_s: as for ToolEnvironment.
+
+    Raises:
+        ValueError: if no OpenEnv server answers, or it has no tools.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        observation: str | None = None,
+        reset_fields: Sequence[str] = (),
+        parser: str | ToolParser = parse_hermes,
+        max_calls: int = 4,
+        max_result_chars: int = 4000,
+        tool_timeout_s: float = 10.0,
+    ) -> None:
+        self.session, self.observation, self.reset_fields = _Session(url), observation, reset_fields
+        super().__init__(
+            [self.session],
+            parser=parser,
+            max_calls=max_calls,
+            max_result_chars=max_result_chars,
+            tool_timeout_s=tool_timeout_s,
+        )
+
+    @property
+    def keeps_state(self) -> bool:
+        return False  # the server has the state
+
+    async def reset(self, prompt: Prompt) -> str | None:
+        return _text_of(await _reset(self.session, prompt, self.reset_fields), self.observation)
+
+    async def step(self, completion: str) -> Step:
+        observation, _, is_last = await super().step(completion)
+        reward, is_done = self.session.take()
+        return observation, reward, is_last or is_done
+
+
+async def _reset(session: _Session, prompt: Prompt, fields: Sequence[str]) -> JsonObject:
+    missing = [name for name in fields if name not in prompt.fields]
+    if missing:
+        raise RolloutError(f"Prompt {prompt.id!r} has no column {', '.join(missing)}, which reset_fields names.")
+    arguments = {"seed": zlib.crc32(prompt.id.encode()), **{name: prompt.fields[name] for name in fields}}
+    return dict((await session.ask("reset", arguments))["observation"])
+
+
+def _text_of(observation: JsonMapping, field: str | None) -> str | None:
+    """What the policy reads of an observation; None if it has no fields."""
+    if field is None:
+        told = {name: value for name, value in observation.items() if name != "metadata"} or observation.get("metadata")
+        return json.dumps(told, ensure_ascii=False) if told else None
+    if field not in observation:
+        raise RolloutError(
+            f"The server's observation has no field observation={field!r} (its fields: {', '.join(observation)})."
+        )
+    value = observation[field]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _action_fields(url: str) -> list[str]:
+    async def ask() -> list[str]:
+        timeout = aiohttp.ClientTimeout(total=_START_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as http, http.get(f"{url}/schema") as response:
+            return list((await response.json())["action"]["properties"])
+
+    try:
+        return run_apart(ask(), _START_TIMEOUT_S)
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"No OpenEnv server answers at url={url!r}: {str(error) or repr(error):.300}. Start it, or fix url."
+        ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _tools_at(url: str) -> list[JsonObject]:
+    """Schemas of the server's tools, in the form that chat templates take."""
+
+    async def ask() -> list[JsonObject]:
+        session = _Session(url)
+        try:
+            answer = await session.ask("step", {"type": "list_tools"})
+        finally:
+            await session.close()
+        tools = answer["observation"]["tools"]
+        return [
+            {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
+            for tool in tools
+        ]
+
+    try:
+        functions = run_apart(ask(), _START_TIMEOUT_S)
+    except (RolloutError, asyncio.TimeoutError, KeyError) as error:
+        raise ValueError(f"url={url!r} must be an OpenEnv server with tools: {str(error) or repr(error)}") from error
+    return [{"type": "function", "function": function} for function in functions]
