@@ -70,7 +70,7 @@ def run_of(checkpoint: Path) -> Run | None:
 
 
 def write_card(folder: Path, *, repo: str, checkpoint: Path, role: str, base: str | None) -> None:
-    """Writes `README.md`, and the run's curve if it was drawn, into an exported folder."""
+    """Writes `README.md`, and copies the run's curve, if there is one, into an exported folder."""
     run = run_of(checkpoint)
     settings = {} if run is None else run.settings()
     data = {name: value for name, value in settings.items() if _DATA.match(name)}

@@ -55,12 +55,12 @@ def rows(
         raise ValueError(f"split={split!r} must be one of {', '.join(_SPLITS)}. Set it in the data source.")
     start = (seed * len(_SPLITS) + _SPLITS.index(split)) * 1_000_000
     arguments = datasets if isinstance(datasets, Mapping) else {name: {} for name in datasets}
-    places = [(name, start, size, json.dumps(one, sort_keys=True)) for name, one in arguments.items()]
+    sources = [(name, start, size, json.dumps(one, sort_keys=True)) for name, one in arguments.items()]
     for index in range(size):
-        for place in places:
-            entry = dataset_of(*place)[index]
+        for source in sources:
+            entry = dataset_of(*source)[index]
             answer = str(entry["answer"])
-            yield {"question": entry["question"], "answer": answer, "dataset": place[0], _FIELD: [*place, index]}
+            yield {"question": entry["question"], "answer": answer, "dataset": source[0], _FIELD: [*source, index]}
 
 
 def reward(trajectory: Trajectory) -> dict[str, float]:
@@ -77,10 +77,10 @@ def reward(trajectory: Trajectory) -> dict[str, float]:
             f"Prompt {trajectory.prompt.id!r} has no column {_FIELD!r}. Set data.train to the source "
             "lightrl.rewards.reasoning_gym.rows."
         )
-    *place, index = trajectory.prompt.fields[_FIELD]
+    *source, index = trajectory.prompt.fields[_FIELD]
     text = trajectory.completion.rpartition("</think>")[2]
     answer = (_ANSWER_TAG.findall(text) or [text])[-1].strip()
-    dataset = dataset_of(*place)
+    dataset = dataset_of(*source)
     entry = dataset[index]
     try:
         score = float(dataset.score_answer(answer, entry=entry))

@@ -23,7 +23,7 @@ class MCPServer(ToolServer):
     Args:
         command: the program and its arguments; or
         url: of the server, such as `http://127.0.0.1:8000/mcp`.
-        environment: variables of the program beside a few that are safe to inherit, such as PATH.
+        environment: variables of the program, which otherwise inherits only a few, such as PATH.
 
     Raises:
         ValueError: unless one of `command` and `url` is given.

@@ -31,7 +31,7 @@ class _Session(ToolServer):
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.reward, self.is_done = 0.0, False  # of the calls since `take`
+        self.reward, self.is_done = 0.0, False  # summed since the last `take`
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
@@ -142,8 +142,8 @@ class OpenEnv(Environment):
         return _text_of(await _reset(self.session, prompt, self.reset_fields), self.observation)
 
     async def step(self, completion: str) -> Step:
-        seen = await self.session.act({self.action: completion})
-        return _text_of(seen, self.observation), *self.session.take()
+        observation = await self.session.act({self.action: completion})
+        return _text_of(observation, self.observation), *self.session.take()
 
     async def close(self) -> None:
         await self.session.close()
@@ -207,10 +207,12 @@ async def _reset(session: _Session, prompt: Prompt, fields: Sequence[str]) -> Js
 
 
 def _text_of(observation: JsonMapping, field: str | None) -> str | None:
-    """What the policy reads of an observation; None if it has no fields."""
+    """The text that the policy gets of an observation; None if it has no fields."""
     if field is None:
-        told = {name: value for name, value in observation.items() if name != "metadata"} or observation.get("metadata")
-        return json.dumps(told, ensure_ascii=False) if told else None
+        fields = {name: value for name, value in observation.items() if name != "metadata"} or observation.get(
+            "metadata"
+        )
+        return json.dumps(fields, ensure_ascii=False) if fields else None
     if field not in observation:
         raise RolloutError(
             f"The server's observation has no field observation={field!r} (its fields: {', '.join(observation)})."
