@@ -168,6 +168,8 @@ def load_parts(
     if errors := sorted(pair for pair in info.conversion_errors.items() if pair[0] not in empty):
         name, problem = errors[0]
         raise ValueError(f"Weight {name!r} of {spec.path!r} cannot be converted: {problem}. Use an intact checkpoint.")
+    if is_whole:
+        model.tie_weights()  # a tied head has no values of its own
     with _bare_modules(model):  # adapters have no values yet
         check_loaded(f"Model {spec.path!r}", model, missing, info.unexpected_keys if is_whole else ())
 

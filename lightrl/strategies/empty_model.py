@@ -79,7 +79,8 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
     has_files = bool(checkpoint_files(role.spec)) and keep_first_axis(model)
     if has_files:
         load_parts(model, role.spec, device=device, on_read=ranks.step)
-    model.tie_weights()
+    else:
+        model.tie_weights()
     read_adapter = None if role.lora is None else adapter_reader(role.lora, role.spec.random_seed)
     made: dict[str, Tensor] = {}
     if not has_files and ranks.is_main:

@@ -90,7 +90,7 @@ def test_a_merged_mapping_is_no_key_that_stands_twice(config):
 
 def test_the_tools_of_a_configuration_are_as_the_page_on_environments_shows(settings, config):
     page = (Path(__file__).parents[2] / "docs/write-an-environment.md").read_text()
-    (text,) = re.findall(r"```yaml\n(.*?ToolEnvironment.*?)```", page.partition("## Tools")[2], re.DOTALL)
+    text, *_ = re.findall(r"```yaml\n(.*?ToolEnvironment.*?)```", page.partition("## Tools")[2], re.DOTALL)
     text = text.replace("my_project.tools.search", "lightrl.workflows.tools.python")
     config(yaml.safe_load(text), "tools.yaml")
     with pytest.raises(_BuiltError) as built:

@@ -59,7 +59,12 @@ def own_folders() -> list[Path]:
 
 
 def guards() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "sandbox_guard" in "".join(child.cmdline())]
+    alive = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended, and perhaps not awaited yet
+            if "sandbox_guard" in "".join(child.cmdline()):
+                alive.append(child)
+    return alive
 
 
 @pytest.fixture(autouse=True)
