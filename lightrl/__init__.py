@@ -154,7 +154,7 @@ _NAMES = {
     "callbacks": ["RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
         "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport"],
 }  # fmt: skip
-_HOMES = {name: room for room, names in _NAMES.items() for name in names}
+_HOMES = {name: package for package, names in _NAMES.items() for name in names}
 
 __all__ = [
     "__version__", "Trainer", "FSDP2Strategy", "Parallel3DStrategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO",

@@ -320,7 +320,7 @@ def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[S
         num_tokens: T.
         branches: the tokens whose gap is not 0, in order, and their gaps.
     """
-    starts, before = [0], [-1]  # by part of the tokens: its first token, and the token that it follows
+    starts, before = [0], [-1]  # each part's first token, and the token that it follows
     for start, gap in branches:
         starts.append(start)
         before.append(start - 1 - gap)

@@ -34,10 +34,11 @@ from lightrl.trajectory import Group, JsonObject, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
-# Rounding of a logprob in units of eps · (1 + mean |logprob|), since it grows with the logits. Healthy engines differ
-# by at most 0.2 of them for models of 0.1 M to 4 M parameters, 1.8 for one of 2,000 with very peaked distributions, and
-# 1.2 in bfloat16 for large ones, which is 0.12 nats. Depth, other kernels and longer sums add to that, so the factor is
-# 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and what is smaller is for digests.
+# Rounding of a logprob in units of eps · (1 + mean |logprob|), since it grows with the logits. The differences of
+# healthy engines are at most 0.2 units for models of 0.1 M to 4 M parameters, 1.8 for one of 2,000 with very peaked
+# distributions, and 1.2 in bfloat16 for large ones, which is 0.12 nats. Depth, other kernels and longer sums add to
+# that, so the factor is 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and what is smaller is for
+# digests.
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2

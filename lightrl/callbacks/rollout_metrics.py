@@ -332,8 +332,8 @@ def _is_flat(group: Group) -> bool:
     return rewards.count(rewards[0]) == len(rewards)
 
 
-# Mistyped monitors: a name near one that every run logs gets a warning before anything starts. The error comes as soon
-# as the names are known: after the sanity check, or one iteration.
+# Mistyped monitors: a name near one that every run logs gets a warning before anything starts. The error comes once all
+# names are known: after the sanity check, or one iteration.
 
 # Logged by every run that validates, whatever its reward and loss.
 ALWAYS_LOGGED = frozenset(

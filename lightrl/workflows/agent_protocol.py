@@ -42,7 +42,7 @@ class RequestRefused(Exception):
 
     Args:
         message: what is wrong and how to fix it.
-        status: of HTTP; the official clients retry 408, 409, 429 and 5xx unless told not to.
+        status: of HTTP; the official clients retry 408, 409, 429 and 5xx by default.
         code: one word for programs.
     """
 
@@ -62,7 +62,7 @@ class AgentRequest:
     """A request that can be served."""
 
     messages: list[JsonObject]  # for chat templates: contents are text, arguments of calls are objects
-    tools: list[JsonObject] = field(default_factory=list)  # that may be called: functions with JSON schemas
+    tools: list[JsonObject] = field(default_factory=list)  # functions with JSON schemas, which may be called
     max_new_tokens: int | None = None
     wants_logprobs: bool = False
 
@@ -94,7 +94,7 @@ class Exchange(ABC):
 
     served: ClassVar[str]  # names of fields that are served, refused for some values, or harmless
     refused: ClassVar[Refusals]
-    last_line: ClassVar[str] = ""  # of a stream
+    last_line: ClassVar[str] = ""  # ends a stream
 
     def __init__(self, body: object) -> None:
         if not isinstance(body, Mapping):
@@ -131,7 +131,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def read(self) -> AgentRequest:
-        """What `fields` ask of the policy."""
+        """Read the request to the policy from `fields`."""
 
     @abstractmethod
     def whole(self, answer: Answer) -> JsonObject:

@@ -51,7 +51,7 @@ class _Answered:
     conversation: Conversation
     keys: list[MessageKey]  # all messages', the answer's last
     tools: list[JsonObject]
-    call_ids: tuple[object, ...]  # of the answer, with its text
+    identity: tuple[object, ...]  # the answer's text and the ids of its calls
     num_prompt_tokens: int  # the request's; then comes the answer
 
 
@@ -106,7 +106,7 @@ class AgentSession:
             RequestRefused: if the session is over, or the chat template fails, which sets `failure`.
         """
         with self._failing():
-            keys = [self._keys.get(_call_ids(message), message_key(message)) for message in request.messages]
+            keys = [self._keys.get(_identity(message), message_key(message)) for message in request.messages]
             parent = self._find_parent(keys, request)
             if parent is None:
                 prompt = replace(self.prompt, messages=request.messages, token_ids=None)
@@ -203,11 +203,11 @@ class AgentSession:
         token_texts = [self.renderer.decode([token_id]) for token_id in shown]
         calls = [tool_call(f"call_{uuid.uuid4().hex[:24]}", call.name, dict(call.arguments)) for call in parsed.calls]
         answer = Answer(completion, parsed.content, parsed.reasoning, calls, prepared.num_prompt_tokens, token_texts)
-        key, call_ids = message_key(answer.message), _call_ids(answer.message)
+        key, identity = message_key(answer.message), _identity(answer.message)
         if calls:
-            self._keys[call_ids] = key
+            self._keys[identity] = key
         keys, num_prompt_tokens = [*prepared.keys, key], prepared.num_prompt_tokens
-        self._answered.append(_Answered(conversation, keys, request.tools, call_ids, num_prompt_tokens))
+        self._answered.append(_Answered(conversation, keys, request.tools, identity, num_prompt_tokens))
         return answer
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
@@ -221,7 +221,7 @@ class AgentSession:
 
     def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Answered | None:
         """The longest conversation that a request continues; of equals the one with its call ids, or the latest."""
-        ids = [_call_ids(message) for message in request.messages]
+        ids = [_identity(message) for message in request.messages]
         earlier = [
             answered
             for answered in reversed(self._answered)
@@ -229,7 +229,7 @@ class AgentSession:
             and len(answered.keys) < len(keys)
             and answered.keys == keys[: len(answered.keys)]
         ]
-        return max(earlier, key=lambda each: (len(each.keys), each.call_ids == ids[len(each.keys) - 1]), default=None)
+        return max(earlier, key=lambda each: (len(each.keys), each.identity == ids[len(each.keys) - 1]), default=None)
 
     async def _request_completion(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
         longest = self.max_tokens - len(token_ids)
@@ -258,7 +258,7 @@ class AgentSession:
         return completion
 
 
-def _call_ids(message: JsonMapping) -> tuple[object, ...]:
+def _identity(message: JsonMapping) -> tuple[object, ...]:
     return str(message["content"]).strip(), *(call.get("id") for call in message.get("tool_calls", []))
 
 
@@ -266,7 +266,7 @@ def _join(requests: Sequence[_Answered]) -> tuple[Conversation, int]:
     """All conversations as one, in order, and the number of rows: each request continues the longest prefix of it."""
     joined = requests[0].conversation.copy()
     ids = np.asarray(joined.token_ids)
-    rows = [(ids, np.arange(len(ids)))]  # by row: its token ids, and their positions in `joined`
+    rows = [(ids, np.arange(len(ids)))]  # token ids of each row, and their positions in `joined`
     for request in requests[1:]:
         conversation, num = request.conversation, request.num_prompt_tokens
         ids = np.asarray(conversation.token_ids)

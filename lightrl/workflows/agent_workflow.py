@@ -99,8 +99,8 @@ class AgentWorkflow(Workflow):
         self.agent_timeout_s = agent_timeout_s
         self.max_tokens = max_tokens
         self.truncated_reward = truncated_reward
-        found = None if tool_parser is None else function_of(tool_parser, "tool_parser")
-        self.parser = completion_parser(tokenizer, found, renderer)
+        parse_calls = None if tool_parser is None else function_of(tool_parser, "tool_parser")
+        self.parser = completion_parser(tokenizer, parse_calls, renderer)
         self.template: TurnRenderer = TurnRenderer(tokenizer)
         if self.template.chat_template is None:
             raise ValueError(

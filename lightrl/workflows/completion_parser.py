@@ -57,7 +57,7 @@ def _parse_with_template(
 ) -> ParsedCompletion:
     try:
         message = tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids), tools=list(tools))
-    except ValueError as error:  # of the template's content parsers
+    except ValueError as error:  # the template's content parsers raise it
         return replace(parse_text(text), calls=[ToolCall(error=f"the call cannot be read: {error}")])
     reasoning = message.get("reasoning_content") or message.get("thinking") or ""
     functions = [call.get("function", call) for call in message.get("tool_calls") or []]

@@ -160,7 +160,7 @@ class Conversation:
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
         self.gaps: TokenArray[int] | None = None  # Trajectory.gaps, once there is a branch
         self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a distribution was truncated
-        self.routes: TokenArray[int] | None = None  # of all tokens, once a completion has had some
+        self.routes: TokenArray[int] | None = None  # all tokens' experts, once a completion has some
         self._add_read(token_ids)
 
     def copy(self) -> Conversation:

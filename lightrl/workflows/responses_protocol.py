@@ -29,7 +29,7 @@ from lightrl.workflows.agent_protocol import (
 )
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of a custom tool
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # a custom tool's
 
 
 class ResponsesExchange(Exchange):
@@ -188,8 +188,8 @@ def _add_item(messages: list[JsonObject], item: JsonMapping) -> None:
         messages.append({"role": _ROLES[role], "content": text_of(item.get("content"))})
         return
     answer: JsonObject = {"role": "assistant", "content": ""}
-    is_begun = bool(messages) and messages[-1]["role"] == "assistant"
-    if is_begun and not (kind == "reasoning" and (messages[-1]["content"] or "tool_calls" in messages[-1])):
+    continues_answer = bool(messages) and messages[-1]["role"] == "assistant"
+    if continues_answer and not (kind == "reasoning" and (messages[-1]["content"] or "tool_calls" in messages[-1])):
         answer = messages.pop()
     if kind == "message":
         answer["content"] += text_of(item.get("content"))

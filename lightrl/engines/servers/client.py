@@ -67,7 +67,7 @@ class ServerClient(Connection, ABC):
         return await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries, read=read)
 
     async def has_route(self, path: str, timeout_s: float) -> bool:
-        """Whether it answers a GET of this path, which tells the kinds of servers apart."""
+        """Whether it answers a GET of this path, which shows its kind."""
         try:
             await self.request("GET", path, timeout_s=timeout_s, num_retries=0, read=None)
         except EngineError:

@@ -165,7 +165,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         self.urls = list(urls) if urls is not None else None
         self.num_servers = servers
         self.tp = tp
-        self.python: str | None = None  # of the environment that has the servers; set by each kind
+        self.python: str | None = None  # the servers' environment has it; set by each kind
         self.server_args = dict(server_args or {})
         self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.should_verify = True  # set before `start`; see `WeightSync.verify`

@@ -207,11 +207,11 @@ class RawAnswer:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    logprob_ids: Sequence[int]  # whose logprobs they are
+    logprob_ids: Sequence[int]  # the tokens that the logprobs belong to
     spans: Sequence[Mapping[str, Any]]  # such as `{"version": "7", "start": 0, "end": 12}`
     finish: str
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
-    experts: str | None = None  # those of `Answer`, in base64
+    experts: str | None = None  # `Answer.experts` in base64
 
 
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:

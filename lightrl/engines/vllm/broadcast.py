@@ -43,7 +43,7 @@ class NCCLGroup(BroadcastGroup):
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        self._communicator = None  # which ends it
+        self._communicator = None  # its last reference
 
 
 class VLLMBroadcast(BroadcastTransport):

@@ -46,9 +46,9 @@ class VLLMClient(ServerClient):
     async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         answer = await self.generate({"token_ids": token_ids, "sampling_params": params}, num_retries=0)
-        self._num_cached_of(answer)  # in the first answer of a run: a server that cannot tell is refused
-        places = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
-        return [0.0, *(float(place[str(token)]["logprob"]) for token, place in places)]
+        self._num_cached_of(answer)  # refuses, at a run's first answer, a server that does not report it
+        candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
 
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
         params = {"max_tokens": 1, "detokenize": False}

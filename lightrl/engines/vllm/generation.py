@@ -1,7 +1,7 @@
 """A completion as vLLM's requests and answers. Pure.
 
 vLLM returns the tokens of a truncated distribution in one of its runners only, and then needs `top_k` in every request.
-So a request asks for its likeliest tokens instead: those outside the support have no finite logprob.
+So a request asks for the most likely tokens instead: those outside the support have no finite logprob.
 
 Source: vLLM 0.32.0, entrypoints/scale_out/token_in_token_out/protocol.py and serving.py.
 """
@@ -47,13 +47,13 @@ def read_answer(content: bytes) -> Answer:
 def _parse(answer: Any) -> RawAnswer:
     (choice,) = answer["choices"]
     entries = choice["logprobs"]["content"] or []
-    likeliest = [entry["top_logprobs"] for entry in entries]
-    supports = [[one["token_id"] for one in tokens if one["logprob"] > _IMPOSSIBLE] for tokens in likeliest]
+    top_tokens = [entry["top_logprobs"] for entry in entries]
+    supports = [[one["token_id"] for one in tokens if one["logprob"] > _IMPOSSIBLE] for tokens in top_tokens]
     return RawAnswer(
         choice["token_ids"],
         [entry["logprob"] for entry in entries],
         [entry["token_id"] for entry in entries],
         choice["weight_versions"],
         str(choice["finish_reason"]),
-        supports if any(len(tokens) > 1 for tokens in likeliest) else None,
+        supports if any(len(tokens) > 1 for tokens in top_tokens) else None,
     )

@@ -16,5 +16,5 @@ Reading order:
     guard.py    requests and replies; collects output, enforces limits, kills
     program.py  starter, keeper and program: the three processes below the guard
     layers.py   the rights that a program gives up: namespaces, user, files, system calls, resources
-    door.py     what an agent has beside a program: its endpoint's port within the network namespace
+    door.py     an agent's endpoint: its port within the network namespace
 """

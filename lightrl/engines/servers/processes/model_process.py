@@ -35,7 +35,7 @@ class ModelProcess(ServerProcess):
     title: str  # such as SGLang; its package and its variables have this name too
     ours: ClassVar[Mapping[str, str]]  # arguments that lightrl sets, and by which setting
     defaults: ClassVar[Mapping[str, Any]]
-    cpu_defaults: ClassVar[Mapping[str, Any]]  # of the environment that was built for this machine's CPU
+    cpu_defaults: ClassVar[Mapping[str, Any]]  # for an environment that was built for this machine's CPU
 
     def __init__(
         self,
