@@ -18,7 +18,8 @@ _START_TIMEOUT_S = 60.0  # a program may import much before it answers
 class MCPServer(ToolServer):
     """A program that speaks MCP on its standard input and output, or a server of streamable HTTP.
 
-    Each trajectory has a session, which its first call opens: a process of the program, or a connection.
+    Each trajectory has a session: a process of the program, or a connection. Its first call opens it, within
+    `tool_timeout_s`; a later call waits again.
 
     Args:
         command: the program and its arguments; or
@@ -37,6 +38,7 @@ class MCPServer(ToolServer):
         self.where = (tuple(command), url, tuple((environment or {}).items()))
         self.name = url or " ".join(command)
         self._owner: asyncio.Task[None] | None = None
+        self._opened: asyncio.Future[Any]
         self._client: Any = None
 
     def schemas(self) -> list[JsonObject]:
@@ -52,7 +54,7 @@ class MCPServer(ToolServer):
 
     async def call(self, name: str, /, **arguments: object) -> str:
         try:
-            if self._owner is None:
+            if self._client is None:
                 await self._connect()
             result = await self._client.call_tool(name, arguments)
             parts = [part.model_dump() for part in result.content]
@@ -67,15 +69,15 @@ class MCPServer(ToolServer):
 
     async def _connect(self) -> None:
         """Starts the task that opens and closes the client, which must be the same one."""
-        self._ends = asyncio.Event()
-        opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._own(opened))
-        await asyncio.wait({opened, self._owner}, return_when=asyncio.FIRST_COMPLETED)
-        self._client = opened.result() if opened.done() else self._owner.result()
+        if self._owner is None:
+            self._ends, self._opened = asyncio.Event(), asyncio.get_running_loop().create_future()
+            self._owner = asyncio.create_task(self._own())
+        await asyncio.wait({self._opened, self._owner}, return_when=asyncio.FIRST_COMPLETED)
+        self._client = self._opened.result() if self._opened.done() else self._owner.result()
 
-    async def _own(self, opened: asyncio.Future[Any]) -> None:
+    async def _own(self) -> None:
         async with _client(*self.where) as client:
-            opened.set_result(client)
+            self._opened.set_result(client)
             await self._ends.wait()
 
 

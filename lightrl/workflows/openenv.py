@@ -34,9 +34,15 @@ class _Session(ToolServer):
         self.reward, self.is_done = 0.0, False  # summed since the last `take`
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._is_late = False  # an answer that nobody waits for any more is still to come
 
     async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
         """The data of the server's answer; raises RolloutError, without a cause: it is not the policy's fault."""
+        if self._is_late:
+            raise RolloutError(
+                f"The OpenEnv server {self.url} missed the deadline of a call, whose answer the next one would get. "
+                "Increase tool_timeout_s."
+            )
         try:
             if self._socket is None:
                 self._http = aiohttp.ClientSession()
@@ -44,6 +50,9 @@ class _Session(ToolServer):
             with suppress(ConnectionResetError):  # what a closing server said last is read below
                 await self._socket.send_json({"type": kind, "data": data})
             message = await self._socket.receive()
+        except asyncio.CancelledError:
+            self._is_late = True
+            raise
         except aiohttp.WSServerHandshakeError as error:
             raise RolloutError(
                 f"{self.url} is no OpenEnv server: /ws answers with HTTP status {error.status}. Set url to one."
@@ -184,10 +193,6 @@ class OpenEnvTools(ToolEnvironment):
             max_result_chars=max_result_chars,
             tool_timeout_s=tool_timeout_s,
         )
-
-    @property
-    def keeps_state(self) -> bool:
-        return False  # the server has the state
 
     async def reset(self, prompt: Prompt) -> str | None:
         return _text_of(await _reset(self.session, prompt, self.reset_fields), self.observation)

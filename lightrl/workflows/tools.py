@@ -262,7 +262,7 @@ class ToolEnvironment(Environment):
 
     @property
     def keeps_state(self) -> bool:
-        return self.environment is None or self.environment.keeps_state
+        return not self.servers and (self.environment is None or self.environment.keeps_state)
 
     def state_dict(self) -> JsonObject | None:
         inner = None if self.environment is None else self.environment.state_dict()

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 PRICE = {
     "name": "price",
@@ -16,6 +17,7 @@ for line in sys.stdin:
     if "id" not in request:
         continue
     if request["method"] == "initialize":
+        time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 0)
         info = {"name": "shop", "version": "1"}
         answer["result"] = {
             "protocolVersion": params["protocolVersion"],

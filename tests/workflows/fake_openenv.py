@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -82,6 +83,15 @@ class Dying(GuessDigit):
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
         return None if message["type"] == "step" else super().answer(message)
+
+
+class Slow(Shop):
+    """Its tool takes its time for milk."""
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        if message.get("data", {}).get("arguments") == {"item": "milk"}:
+            time.sleep(1.0)
+        return super().answer(message)
 
 
 class Full(GuessDigit):

@@ -55,10 +55,29 @@ def test_each_trajectory_has_a_session_and_reads_text_errors_and_that_there_is_a
     assert asyncio.run(two_trajectories()) == expected
 
 
-def test_the_servers_tools_are_shown_beside_functions() -> None:
+def test_the_servers_tools_are_shown_next_to_functions() -> None:
     tools = ["lightrl.workflows.tools.calculator", MCPServer(FAKE)]
     names = [schema["function"]["name"] for schema in ToolEnvironment(tools).tool_schemas()]
     assert names == ["calculator", "price"]
+
+
+def test_a_program_that_starts_slowly_is_waited_for_by_later_calls() -> None:
+    async def first_result() -> str:
+        environment = ToolEnvironment([MCPServer([*FAKE, "1.5"])], tool_timeout_s=0.5)
+        text = ""
+        try:
+            while not text.startswith("3"):
+                text = (await environment.step(call("tea")))[0][0]["content"]  # type: ignore[index]
+                assert text.startswith(("3", "Error: "))
+        finally:
+            await environment.close()
+        return text
+
+    assert asyncio.run(first_result()).startswith("3, call 1")
+
+
+def test_a_conversation_with_a_server_is_not_continued_after_a_resume() -> None:
+    assert not ToolEnvironment([MCPServer(FAKE)]).keeps_state
 
 
 @pytest.mark.bad_input

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from chat_texts import END, WITH_TOOLS, chat_prompt, chat_tokenizer, letters, played, writes
-from fake_openenv import Dying, Echo, Full, GuessDigit, Shop, openenv
+from fake_openenv import Dying, Echo, Full, GuessDigit, Shop, Slow, openenv
 
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt
@@ -185,3 +185,18 @@ def test_fields_that_are_not_there_are_named() -> None:
         flow = MultiTurn(chat_tokenizer(), lambda: OpenEnv(url, observation="board"))
         with pytest.raises(RolloutError, match=r"no field observation='board' \(its fields: metadata, text\)"):
             played(flow, said("7"))
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_call() -> None:
+    async def calls(url: str) -> str:
+        environment = OpenEnvTools(url, tool_timeout_s=0.2)
+        await environment.reset(Prompt("a", messages=[]))
+        try:
+            observation, *_ = await environment.step(CALL % '{"item": "milk"}')
+            await environment.step(CALL % '{"item": "tea"}')
+        finally:
+            await environment.close()
+        return str(observation)
+
+    with openenv(Slow) as url, pytest.raises(RolloutError, match=r"missed the deadline of a call.*tool_timeout_s"):
+        asyncio.run(calls(url))
