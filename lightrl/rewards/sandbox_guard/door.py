@@ -43,14 +43,21 @@ def send_port(door: int, port: int | None) -> None:
 def _relay(listener: socket.socket, port: int) -> None:
     while True:
         inside, _ = listener.accept()
-        with contextlib.suppress(OSError):  # the endpoint is closed
+        try:
             outside = socket.create_connection(("127.0.0.1", port))
-            for pair in ((inside, outside), (outside, inside)):
-                threading.Thread(target=_copy, args=pair, daemon=True).start()
+        except OSError:  # the endpoint is closed
+            inside.close()
+            continue
+        for pair in ((inside, outside), (outside, inside)):
+            threading.Thread(target=_copy, args=pair, daemon=True).start()
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
+    try:
         while data := source.recv(1 << 16):
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
+    except OSError:  # one end is gone; the other must not wait for it
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

@@ -69,7 +69,7 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
         os.setsid()
         if program.kind is not None and not layers.enter_namespaces(program.kind):
             program.layers.discard("namespaces")
-        for door in program.door:
+        for door in program.door if "namespaces" in program.layers else ():
             send_port(door, program.port)
         keeper = os.fork()
         if keeper:
