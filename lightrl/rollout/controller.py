@@ -36,6 +36,7 @@ from lightrl.rollout.workflow_pool import WorkflowPool
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
+from lightrl.workflows.agent_command import delete_workspace
 from lightrl.workflows.workflow import Workflow
 
 
@@ -384,8 +385,9 @@ class RolloutController:
         try:
             async with contextlib.aclosing(run) as results:
                 async for sample, result in results:
-                    if is_abandoned(asyncio.current_task()):
-                        return  # the workflow did not let itself be cancelled
+                    if is_abandoned(asyncio.current_task()):  # the workflow did not let itself be cancelled
+                        delete_workspace(getattr(result, "workspace", None))
+                        return
                     if not isinstance(result, Trajectory):
                         self._scheduler.counter.drop_failed(result, group.prompt)
                         on_done(sample, None)

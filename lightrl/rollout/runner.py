@@ -11,7 +11,6 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from lightrl.checks.printable import count_text
@@ -235,10 +234,8 @@ class Rewards:
         """
         loop = asyncio.get_running_loop()
         is_kept: asyncio.Future[bool] = loop.create_future()
-        if trajectory.workspace is not None and not Path(trajectory.workspace).is_dir():
-            self.drops.drop_failed(RewardError("The workspace is gone with an earlier run."), trajectory.prompt)
-            is_kept.set_result(False)
-            return is_kept
+        if trajectory.workspace is not None:
+            is_kept.add_done_callback(functools.partial(_end_workspace, trajectory))
         if not self._unsent:
             loop.call_soon(self._send)  # after all that arrived together
         self._unsent.append((trajectory, is_kept))
@@ -310,9 +307,6 @@ class Rewards:
     def _set(
         self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, result: asyncio.Future[RewardResult]
     ) -> None:
-        if trajectory.workspace is not None:
-            delete_workspace(trajectory.workspace)
-            trajectory.workspace = None
         if self._results.pop(is_kept, None) is None or result.cancelled() or is_kept.cancelled():
             is_kept.cancel()
             return
@@ -327,3 +321,9 @@ class Rewards:
             is_kept.set_exception(error)
             return
         is_kept.set_result(error is None)
+
+
+def _end_workspace(trajectory: Trajectory, _: object) -> None:
+    """Deletes what the reward has read, or will not read any more."""
+    delete_workspace(trajectory.workspace)
+    trajectory.workspace = None

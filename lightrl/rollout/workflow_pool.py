@@ -37,6 +37,7 @@ from lightrl.rollout.resume import InFlightCompletions
 from lightrl.rollout.tasks import Tasks
 from lightrl.trace import record
 from lightrl.trajectory import Prompt, Sampling, Trajectory
+from lightrl.workflows.agent_command import delete_workspace
 from lightrl.workflows.workflow import GroupResult, Workflow
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class _Worker:
     def on_result(self, key: int, sample: int | None, result: object) -> None:
         """The bytes of a trajectory of this run, or its error; None for all samples: the engine has failed."""
         if key not in self.runs:  # given up
+            if isinstance(result, bytes):
+                delete_workspace(Trajectory.from_bytes(result, Prompt("given up", token_ids=[])).workspace)
             return
         samples, results = self.runs[key]
         for each in [sample] if sample is not None else list(samples):

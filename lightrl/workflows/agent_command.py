@@ -1,4 +1,4 @@
-"""AgentCommand: runs a program as an agent, in a folder of its own, and leaves nothing of it behind.
+"""AgentCommand: runs a program as an agent, in a folder that lasts until the reward has read it.
 
 The sandbox's guard (lightrl/rewards/sandbox_guard) makes the folder: `work`, a copy of the template, where the program
 runs; `home`, `tmp` and `task.txt`. It kills the program and all that it started when the program ends, on cancellation,
@@ -19,6 +19,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,11 +31,13 @@ from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits, what_to_allow
 from lightrl.rewards.sandbox_guard.guard import remove_folder
+from lightrl.rewards.sandbox_guard.layers import unprotected_by
 from lightrl.trajectory import Prompt, plain_text
 
 log = logging.getLogger(__name__)
 
 _PREFIX = "lightrl-agents-"
+_GRACE_S = 10.0  # for a guard to kill what runs, and to remove its folder
 _ENVIRONMENT = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}", "HOME": "{home}", "TMPDIR": "{tmp}"}
 _ENVIRONMENT |= {"ANTHROPIC_BASE_URL": "{root_url}", "ANTHROPIC_API_KEY": "{api_key}", "NO_PROXY": "127.0.0.1"}
 # Not all of /etc: root's programs may lie where only a right to read everything reaches them.
@@ -62,11 +65,12 @@ class AgentCommand:
     environment: Mapping[str, str]
     timeout_s: float
     decode: Callable[..., Any]  # makes text of a prompt without messages
+    root: str  # has the folders; belongs to the process that computes rewards, since workflow workers may die before it
     layers: list[str] | None = None  # the protections in force, once known
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         """Runs the program to its end; raises RolloutError if it cannot be started, or fails."""
-        workspace = f"{root_of(os.getpid())}/{secrets.token_hex(8)}/work"
+        workspace = f"{self.root}/{secrets.token_hex(8)}/work"
         is_kept = False
         try:
             reply = await _run_under_guard(self._request_of(workspace, prompt, base_url, api_key))
@@ -78,6 +82,12 @@ class AgentCommand:
         if reply["layers"] != self.layers:  # say it once
             self.layers = reply["layers"]
             log.info("Agents run with these layers of protection: %s.", ", ".join(self.layers) or "none")
+            if unprotected := unprotected_by({*self.layers, "seccomp"}):
+                log.warning(
+                    "Agents run although nothing protects %s from them. %s See docs/security.md.",
+                    " and ".join(unprotected),
+                    what_to_allow(),
+                )
             if "namespaces" not in self.layers:
                 log.warning("Agents may reach the network, since they have no namespace of it. %s", what_to_allow())
         if not is_kept:
@@ -107,16 +117,15 @@ class AgentCommand:
         if program is None:
             raise FileNotFoundError("there is no such program")
         program = os.path.abspath(program)  # noqa: PTH100  # a link keeps its name, which says what environment it is of
-        homes = {
-            *map(Path, environment["PATH"].split(os.pathsep)),
-            Path(program).parent,
-            Path(program).resolve().parent,
-        }
-        homes |= {home.parent for home in homes if home.name in ("bin", ".bin")} - {Path("/"), Path.home()}  # libraries
+        own = {Path(program).parent, Path(program).resolve().parent}
+        folders = own | set(map(Path, environment["PATH"].split(os.pathsep)))
+        open_folders = {each for each in folders if each in own or Path.home() not in each.parents}  # ~/.local has keys
+        folders |= {folder.parent for folder in open_folders if folder.name in ("bin", ".bin")}  # libraries
+        folders -= {Path(), Path("/"), Path.home()}
         request: dict[str, Any] = {"command": [program, *map(fill, self.command[1:])], "environment": environment}
         request |= {"template": template, "files": {"task.txt": task}, "stdin": "" if is_named else task}
         request |= {"port": urlsplit(base_url).port, "layers": ["namespaces", "private_user", "landlock"]}
-        request |= {"folder": folder, "readable": [*_READABLE, *map(str, homes)], "unprotected": True}
+        request |= {"folder": folder, "readable": [*_READABLE, program, *map(str, folders)], "unprotected": True}
         return request | {"limits": _LIMITS | {"wall_s": self.timeout_s + 10}}  # the caller's deadline comes first
 
 
@@ -130,9 +139,13 @@ def check_command(command: Sequence[str] | None, template: str | None) -> None:
 
 
 def delete_workspace(workspace: str | None) -> None:
-    """Deletes the folder that an agent left, in a thread: it may be large."""
-    if workspace is not None:
-        folder = Path(workspace).parent if _PREFIX in workspace else workspace
+    """Deletes a folder of `root_of`, in a thread: it may be large. No other is touched: a file may name any."""
+    if workspace is None:
+        return
+    folder = Path(workspace).parent
+    root = folder.parent.resolve()
+    is_ours = root.name.startswith(_PREFIX) and root.parent == Path(tempfile.gettempdir()).resolve()
+    if is_ours and Path(workspace).name == "work" and not folder.is_symlink():
         threading.Thread(target=remove_folder, args=(str(folder),), name="lightrl-delete").start()
 
 
@@ -159,9 +172,12 @@ async def _run_under_guard(request: dict[str, Any]) -> dict[str, Any]:
         await guard.wait()
     finally:
         guard.stdin.close()
+        end_s = time.monotonic() + _GRACE_S
         while guard.returncode is None:  # cancelled, perhaps again meanwhile
-            with contextlib.suppress(asyncio.CancelledError):
-                await guard.wait()
+            if time.monotonic() > end_s:
+                guard.kill()  # the program's first process ends with it
+            with contextlib.suppress(asyncio.CancelledError, asyncio.TimeoutError):
+                await asyncio.wait_for(guard.wait(), _GRACE_S)
     record: dict[str, Any] = json.loads(reply) if reply else {"problem": "the guard died, see its output above"}
     if record["problem"] is not None:
         raise OSError(record["problem"][:300])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.agent_command import AgentCommand, AgentResult, check_command, delete_workspace
+from lightrl.workflows.agent_command import AgentCommand, AgentResult, check_command, delete_workspace, root_of
 from lightrl.workflows.agent_session import AgentSession
 from lightrl.workflows.completion_parser import completion_parser
 from lightrl.workflows.conversation import TurnRenderer
@@ -94,7 +95,8 @@ class AgentWorkflow(Workflow):
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
         if command is not None:
             self.agent_name = command[0]
-            agent = AgentCommand(command, workspace_template, environment or {}, agent_timeout_s, tokenizer.decode).run
+            rest = (environment or {}, agent_timeout_s, tokenizer.decode, root_of(os.getpid()))
+            agent = AgentCommand(command, workspace_template, *rest).run
         self.agent = function_of(agent or "", "agent")
         self.agent_timeout_s = agent_timeout_s
         self.max_tokens = max_tokens
@@ -148,7 +150,7 @@ class AgentWorkflow(Workflow):
         running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=self.agent_timeout_s, name=name))
         await wait_or_abandon(running, session.failure)
         if session.failure.done():
-            if running.done() and running.exception() is None:
+            if running.done() and not running.cancelled() and running.exception() is None:
                 delete_workspace(getattr(running.result(), "workspace", None))
             raise session.failure.result()
         try:
@@ -160,6 +162,7 @@ class AgentWorkflow(Workflow):
         result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
         number = finite_number(result.reward)
         if number is None and result.reward is not None:
+            delete_workspace(result.workspace)
             raise RolloutError(
                 f"{name} must return a finite number or None, got {returned!r:.80} for prompt {session.prompt.id!r}."
             )

@@ -42,7 +42,7 @@ def completion_parser(
         return functools.partial(_parse_with_renderer, _renderer(tokenizer, renderer))
     if tool_parser is None and getattr(tokenizer, "response_template", None) is not None:
         return functools.partial(_parse_with_template, tokenizer)
-    return lambda prompt_ids, token_ids, text, tools: parse_text(text, tool_parser or parse_hermes)
+    return functools.partial(_parse_with_function, tool_parser or parse_hermes)
 
 
 def parse_text(text: str, tool_parser: ToolParser | None = None) -> ParsedCompletion:
@@ -50,6 +50,16 @@ def parse_text(text: str, tool_parser: ToolParser | None = None) -> ParsedComple
     reasoning, content = split_thinking(text)
     calls = tool_parser(without_thinking(text)) if tool_parser is not None else []
     return ParsedCompletion(content.partition("<tool_call>")[0].strip() if calls else content, reasoning, calls)
+
+
+def _parse_with_function(
+    tool_parser: ToolParser,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    text: str,
+    tools: Sequence[JsonMapping],
+) -> ParsedCompletion:
+    return parse_text(text, tool_parser)
 
 
 def _parse_with_template(

@@ -1,6 +1,7 @@
 """One request and one task for a group: what comes of it is what one of each for every trajectory gives."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.runner import Rewards
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
+from lightrl.workflows.agent_command import root_of
 from lightrl.workflows.workflow import Generate, GroupGenerate, SingleTurn
 
 
@@ -260,26 +262,31 @@ def test_a_reward_that_comes_after_its_trajectory_was_given_up_sets_nothing() ->
 
 
 def test_a_workspace_lasts_until_its_reward_is_there_or_given_up(tmp_path: Path) -> None:
+    root = Path(root_of(os.getpid()))
+
     async def main() -> tuple[list[bool], list[str]]:
         reasons: list[str] = []
-        computing: list[asyncio.Future[RewardResult]] = [asyncio.get_running_loop().create_future() for _ in range(3)]
-        worker: Any = SimpleNamespace(compute_rewards=lambda trajectories: computing)
+        computing: list[asyncio.Future[RewardResult]] = [asyncio.get_running_loop().create_future() for _ in range(4)]
+        worker: Any = SimpleNamespace(compute_rewards=lambda trajectories: computing[: len(trajectories)])
         drops: Any = SimpleNamespace(drop_failed=lambda error, prompt: reasons.append(str(error)))
         rewards = Rewards(worker, drops, Tasks())
         made = []
-        for name in ("set", "failed", "given up", "of an earlier run"):
+        for name in ("set", "failed", "of another", "given up", "given up at once"):
             one = Trajectory(Prompt(name, token_ids=[1]), 0, 0, [1, 2], [False, True], [0.0, -1.0], [-1, 0], [2], "2")
-            one.workspace = str(tmp_path / name)
+            folder = (tmp_path if name == "of another" else root) / name / "work"
+            folder.mkdir(parents=True)
+            one.workspace = str(folder)
             made.append(one)
-        for one in made[:3]:
-            Path(str(one.workspace)).mkdir()
         kept = [rewards.compute(one) for one in made]
-        await asyncio.sleep(0.01)  # the requests are sent
-        assert all((tmp_path / name).is_dir() for name in ("set", "failed", "given up"))
+        rewards.cancel([kept[4]])
+        await until(lambda: not (root / "given up at once").exists())
+        assert all((root / name).is_dir() for name in ("set", "failed", "given up"))
         computing[0].set_result(RewardResult(1.0))
         computing[1].set_exception(RewardError("no"))
-        rewards.cancel([kept[2]])
-        await until(lambda: not list(tmp_path.iterdir()))
-        return [future.result() for future in (kept[0], kept[1], kept[3])], reasons
+        computing[2].set_result(RewardResult(1.0))
+        rewards.cancel([kept[3]])
+        await until(lambda: not list(root.iterdir()))
+        return [future.result() for future in kept[:3]], reasons
 
-    assert asyncio.run(main()) == ([True, False, False], ["The workspace is gone with an earlier run.", "no"])
+    assert asyncio.run(main()) == ([True, False, True], ["no"])
+    assert (tmp_path / "of another" / "work").is_dir()  # a path that only a file names is not deleted

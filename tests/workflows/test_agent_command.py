@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -122,6 +123,13 @@ def test_settings_name_where_a_program_finds_its_task_and_the_policy(
 ) -> None:
     trajectory = play(workflow_of(program, *arguments, environment=environment))
     assert "user\n6*7?<|im_end|>" in decode(list(trajectory.token_ids))
+    reward_of(trajectory, Path.is_dir)
+
+
+def test_a_workflow_worker_makes_the_folders_where_the_process_that_computes_rewards_keeps_them() -> None:
+    sent = pickle.loads(pickle.dumps(workflow_of("ask('a')")))
+    trajectory = play(sent)
+    assert Path(str(trajectory.workspace)).parents[1] == Path(agent_command.root_of(os.getpid()))
     reward_of(trajectory, Path.is_dir)
 
 
