@@ -138,6 +138,11 @@ def read_failures(path: str | Path) -> Iterator[Trajectory]:
                     f"{path}:{index} has no trajectory ({error!r}). Pass a failed_rewards.jsonl or a file of the "
                     "trajectory log."
                 ) from error
+            if trajectory.workspace is not None:
+                raise ValueError(
+                    f"{path}:{index} cannot be replayed: its reward read the workspace {trajectory.workspace}, which was "
+                    "deleted after it. The line's message says how it failed."
+                )
             trajectory.reward = None  # `rewards` stay: they came from an environment, before the reward function
             yield trajectory
 

@@ -67,6 +67,15 @@ def test_replay_tells_what_was_read_the_reward_the_time_and_the_failure(tmp_path
     assert "needs a reference" in str(wrong.message)
 
 
+@pytest.mark.bad_input
+def test_a_reward_that_read_a_workspace_cannot_be_replayed(tmp_path):
+    path, failed = tmp_path / "failed.jsonl", trajectory_that(sample=0)
+    failed.workspace = str(tmp_path / "work")
+    failures_of(lambda t: 1.0 / t.sample, path, failed)
+    with pytest.raises(ValueError, match=r"failed\.jsonl:1 cannot be replayed: its reward read the workspace .*work"):
+        replay(path, len)
+
+
 def test_replay_finds_out_that_a_reward_is_not_deterministic(tmp_path):
     path = write(tmp_path / "log.jsonl", trajectory_that(), trajectory_that())
     rows = replay(path, RewardPart("reward_functions.Counter", arguments={"start": 0}), search_paths=[HERE], num=1)
