@@ -140,7 +140,7 @@ def read_failures(path: str | Path) -> Iterator[Trajectory]:
                 ) from error
             if trajectory.workspace is not None:
                 raise ValueError(
-                    f"{path}:{index} cannot be replayed: its reward read the workspace {trajectory.workspace}, which is "
+                    f"{path}:{index} cannot be replayed: its reward read the workspace {trajectory.workspace}, now "
                     "deleted. The line's message says how it failed."
                 )
             trajectory.reward = None  # `rewards` stay: they came from an environment, before the reward function
