@@ -532,7 +532,9 @@ class GroupScheduler:
 
     def state_dict(self) -> State:
         """Positions in flight and groups not yet trained on; plain Python."""
-        in_flight = sorted([*self.running, *self._queued, *self._again])
+        groups = [*self.taken, *(group for group, _ in self.finished.values())]
+        ended = {group.id for group in groups if not all(map(_outlasts_its_run, group.trajectories))}
+        in_flight = sorted([*self.running, *self._queued, *self._again, *ended])
         started = self.started | {key: (item.started_version, item.results) for key, item in self.running.items()}
         return {
             "groups_per_iteration": self.settings.groups_per_iteration,
@@ -541,15 +543,17 @@ class GroupScheduler:
             "max_staleness": self.settings.max_staleness,
             "group_size": self.settings.group_size,
             "begun": [
-                [position, version, [_state_of(*result) for result in sorted(results.items())]]
+                [
+                    position,
+                    version,
+                    [_state_of(*item) for item in sorted(results.items()) if _outlasts_its_run(item[1])],
+                ]
                 for position, (version, results) in sorted(started.items())
             ],
             "redraws": [
                 [position, self._num_resamples[position]] for position in in_flight if position in self._num_resamples
             ],
-            "finished": [
-                group.state_dict() for group in [*self.taken, *(group for group, _ in self.finished.values())]
-            ],
+            "finished": [group.state_dict() for group in groups if group.id not in ended],
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -566,6 +570,11 @@ class GroupScheduler:
         for position, version, results in state["begun"] if continues else []:
             done = {sample: None if text is None else Trajectory.from_text(text) for sample, text in results}
             self.started[position] = (version, done)
+
+
+def _outlasts_its_run(trajectory: Trajectory | None) -> bool:
+    """False if its reward still needs the folder that an agent left, which ends with the run: it is sampled again."""
+    return trajectory is None or trajectory.workspace is None
 
 
 def _state_of(sample: int, trajectory: Trajectory | None) -> list[int | str | None]:

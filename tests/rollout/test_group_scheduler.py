@@ -199,6 +199,25 @@ def test_a_group_that_lost_a_trajectory_is_sampled_again_three_times_with_other_
     assert (scheduler.running, scheduler.finished, scheduler.state_dict()["redraws"]) == ({}, {}, [])
 
 
+def test_a_checkpoint_samples_again_what_waits_for_a_reward_of_a_workspace() -> None:
+    scheduler = GroupScheduler(rules(3, group_size=2))
+    whole, waiting, half = start_all(scheduler, 0, next_position=0)
+    for running in (whole, waiting):
+        for sample in range(2):
+            trajectory = trajectory_of(running, sample, version=0)
+            trajectory.workspace = "/tmp/left" if running is waiting and sample else None
+            if scheduler.record(running, sample, trajectory):
+                scheduler.settle(running.group)
+    for sample, workspace in enumerate(("/tmp/left", None)):
+        trajectory = trajectory_of(half, sample, version=0, reward=None if workspace else 1.0)
+        trajectory.workspace = workspace
+        half.results[sample] = trajectory
+    state = scheduler.state_dict()
+    assert state["in_flight"] == [waiting.group.id, half.group.id]
+    assert [group["id"] for group in state["finished"]] == [whole.group.id]
+    assert [[sample for sample, _ in results] for _, _, results in state["begun"]] == [[1]]
+
+
 def test_a_resampled_straggler_is_another_group_and_what_it_had_is_dropped() -> None:
     scheduler = GroupScheduler(rules(1, 1, group_size=3, redraw_stragglers=True))
     straggler, other = start_all(scheduler, 0, next_position=0)
