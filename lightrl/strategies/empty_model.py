@@ -32,7 +32,11 @@ _ROLE = "lightrl_role"  # attribute of a model without weights: where to get the
 
 
 def empty_model(role: Role) -> PreTrainedModel:
-    """The role's model with its buffers but without its weights, which `fill_model` loads."""
+    """The role's model with its buffers but without its weights, which `fill_model` loads.
+
+    Raises:
+        ValueError: for a quantized checkpoint, or adapters of parameters.
+    """
     from transformers import AutoModelForSequenceClassification, GenerationConfig
 
     spec = role.spec
@@ -42,6 +46,11 @@ def empty_model(role: Role) -> PreTrainedModel:
             "trainer.devices to 1, or remove them."
         )
     config = spec.load_config()
+    if any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config())):
+        raise ValueError(
+            f"Model {spec.path or spec.config!r} is quantized, and ranks would read its weights without their scales. "
+            "Use its unquantized checkpoint, or dequantize it and save_pretrained the result."
+        )
     make = new_model
     if spec.head == "scalar":
         make, config.num_labels = AutoModelForSequenceClassification.from_config, 1

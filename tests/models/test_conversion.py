@@ -103,6 +103,17 @@ def test_a_damaged_weight_is_refused_by_name(change, message, tmp_path):
         read(spec)
 
 
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_a_quantized_checkpoint_is_refused_before_its_weights_are_read(part, tmp_path):
+    spec = make_folder("qwen3" if part is None else "gemma3", str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (config if part is None else config[part])["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"is quantized.* Use its unquantized checkpoint, or dequantize"):
+        empty_model(Role(spec))
+
+
 def test_each_shard_of_a_split_checkpoint_is_read(tmp_path):
     spec = make_folder("qwen3_moe", str(tmp_path))
     AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path, max_shard_size="20KB")
