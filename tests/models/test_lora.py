@@ -101,6 +101,13 @@ def test_sizes_that_make_no_adapter_are_refused(settings, message):
         LoRA(**settings)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_a_tied_layer_is_refused(layer):
+    with pytest.raises(ValueError, match=f"adapter of '.*{layer}', whose weight is tied"):
+        LoRA(target_modules=(layer,)).add_to(plain_model("llama"))
+
+
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
