@@ -130,17 +130,23 @@ def load_parts(
         model: on `device`, with or without adapters, which stay as they are.
         spec: has files, see `checkpoint_files`.
         on_read: called before each read.
-        renamed: further name in a checkpoint → the name whose tensor it gets too.
+        renamed: further name in a checkpoint → the end of the name whose tensor it gets too.
         is_whole: False if the model is a part, so that the checkpoint has other weights too.
 
     Raises:
-        ValueError: if a weight is missing, has another shape than the config says, or is not finite.
+        ValueError: if a weight is missing, has another shape than the config says, is not finite, or is tied but has
+            values of its own.
     """
     from safetensors import safe_open
 
     opened: list[Any] = [safe_open(file, framework="pt") for file in checkpoint_files(spec)]
     slices = {name: _Slice(file.get_slice(name), on_read) for file in opened for name in file.keys()}  # noqa: SIM118
-    slices |= {name: slices[source] for name, source in (renamed or {}).items() if source in slices}
+    for name, end in (renamed or {}).items():
+        source = next((one for one in slices if one.endswith(end)), None)
+        if source is not None:
+            if name in slices and not torch.equal(slices[name][:], slices[source][:]):
+                raise _untied(spec, name)
+            slices[name] = slices[source]
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     config = semi_private("LoadStateDictConfig")(
         dtype=spec.build_options["dtype"],
@@ -149,10 +155,16 @@ def load_parts(
     )
     with _bare_modules(model), _local_shapes(model), _one_at_a_time(), without_bars():
         info, _ = semi_private("convert_and_load_state_dict_in_model")(model, slices, config)
+        # Another name of a weight needs no values; a part may hold the tied weight under that name alone.
+        tied: dict[str, str] = (getattr(model, "all_tied_weights_keys", None) or {}) if is_whole else {}
+        for name, source in tied.items():
+            is_read = not {name, source} & info.missing_keys
+            if is_read and not torch.equal(model.get_parameter(name), model.get_parameter(source)):
+                raise _untied(spec, name)
         model._adjust_missing_and_unexpected_keys(info)  # what the family leaves out, or does without
         # On more ranks than experts some hold none, and no rule makes a tensor of nothing.
         empty = {name for name, _ in model.named_parameters() if model.get_parameter(name).numel() == 0}
-        missing = set(info.missing_keys) - empty - set(getattr(model, "all_tied_weights_keys", None) or {})
+        missing = set(info.missing_keys) - empty - set(tied)
         if spec.head == "scalar" and "score.weight" in missing:  # a fresh head returns 0
             missing -= {"score.weight", "score.bias"}
             for parameter in model.score.parameters():
@@ -169,9 +181,16 @@ def load_parts(
         name, problem = errors[0]
         raise ValueError(f"Weight {name!r} of {spec.path!r} cannot be converted: {problem}. Use an intact checkpoint.")
     if is_whole:
-        model.tie_weights()  # a tied head has no values of its own
+        model.tie_weights()
     with _bare_modules(model):  # adapters have no values yet
         check_loaded(f"Model {spec.path!r}", model, missing, info.unexpected_keys if is_whole else ())
+
+
+def _untied(spec: ModelSpec, name: str) -> ValueError:
+    return ValueError(
+        f"The config of {spec.path!r} ties its embedding to {name!r}, but the checkpoint has other values for it. Set "
+        "tie_word_embeddings to false in its config.json."
+    )
 
 
 def checkpoint_files(spec: ModelSpec) -> list[Path]:

@@ -394,11 +394,10 @@ def _shard_over_dp(stages: Iterable[Stage], mesh: DeviceMesh) -> None:
 def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *, is_tied: bool) -> None:
     """Gives the part that this rank holds of a model without memory its weights, which the rank reads itself."""
     give_memory(model, device)
-    embedding = f"{model.base_model_prefix}.embed_tokens.weight"
     if spec.path is not None:
         check_files(Path(spec.path))
     if checkpoint_files(spec):
-        renamed = {"lm_head.weight": embedding} if is_tied else {}
+        renamed = {"lm_head.weight": "embed_tokens.weight"} if is_tied else {}
         load_parts(model, spec, device=device, renamed=renamed, is_whole=False)
     else:
         made = spec.load_model().state_dict()

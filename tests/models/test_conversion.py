@@ -26,7 +26,6 @@ def read(spec, **role):
     model = empty_model(Role(spec, **role))
     give_memory(model, torch.device("cpu"))
     load_parts(model, spec, device=torch.device("cpu"))
-    model.tie_weights()
     return model
 
 
@@ -60,7 +59,9 @@ def test_fused_experts_leave_with_a_name_for_each_and_as_views():
 def test_a_model_read_by_parts_equals_the_loaded_one(family, tmp_path):
     spec = make_folder(family, str(tmp_path))
     expected = held_tensors(spec.load_model())
-    tensors = held_tensors(read(spec))
+    model = read(spec)
+    tensors = held_tensors(model)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (family == "gemma3")
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
@@ -112,6 +113,52 @@ def test_a_quantized_checkpoint_is_refused_before_its_weights_are_read(part, tmp
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"is quantized.* Use its unquantized checkpoint, or dequantize"):
         empty_model(Role(spec))
+
+
+def tied_folder(folder, change):
+    """A folder whose config ties the head, and whose file has one too, so changed."""
+    spec = make_folder("qwen3", str(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = saved(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return spec
+
+
+def read_part(spec):
+    """The last stage of a pipeline: the head alone."""
+    model = empty_model(Role(spec))
+    model.base_model.embed_tokens = None
+    give_memory(model, torch.device("cpu"))
+    load_parts(
+        model,
+        spec,
+        device=torch.device("cpu"),
+        renamed={"lm_head.weight": "embed_tokens.weight"},
+        is_whole=False,
+    )
+    return model
+
+
+@pytest.mark.parametrize("load", [read, read_part])
+def test_a_tied_head_with_values_of_its_own_is_refused(load, tmp_path):
+    head = load(tied_folder(tmp_path, 0)).get_output_embeddings()
+    assert torch.equal(head.weight, saved(tmp_path)["model.embed_tokens.weight"])
+    with pytest.raises(ValueError, match=r"other values for it\. Set tie_word_embeddings to false"):
+        load(tied_folder(tmp_path, 1))
+
+
+def test_the_head_of_a_part_is_read_from_an_embedding_without_prefix_or_reported(tmp_path):
+    spec = tied_folder(tmp_path, 0)
+    tensors = {
+        name.removeprefix("model."): value for name, value in saved(tmp_path).items() if name != "lm_head.weight"
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(read_part(spec).lm_head.weight, tensors.pop("embed_tokens.weight"))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights of its config, for example 'lm_head\.weight'"):
+        read_part(spec)
 
 
 def test_each_shard_of_a_split_checkpoint_is_read(tmp_path):
