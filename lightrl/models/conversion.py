@@ -86,10 +86,19 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
     Args:
         name: of the model's module, without adapters.
         tensor: whole.
+
+    Raises:
+        ValueError: if a tensor of the model's checkpoint holds several of its parameters.
     """
     if getattr(model, "_weight_conversions", None) is None:  # a model that was not loaded has no prefix to restore
         prefix = semi_private("PrefixChange")
         model._weight_conversions = [one for one in conversions(model) if not isinstance(one, prefix)]
+    for rule in model._weight_conversions or ():
+        if hasattr(rule, "operations") and len(rule.target_patterns) > 1:
+            raise ValueError(
+                f"{type(model).__name__} cannot be sent to servers: its checkpoint joins {rule.target_patterns} in one "
+                f"tensor, {rule.source_patterns[0]!r}, but parameters are sent one at a time. Use LocalEngine."
+            )
     tensors: dict[str, Tensor] = semi_private("revert_weight_conversion")(model, {name: tensor.detach()})
     return tensors
 

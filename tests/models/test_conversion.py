@@ -1,6 +1,7 @@
 """The form of checkpoints: names and layouts of a folder, sent one parameter at a time, and read by parts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,14 @@ def test_fused_experts_leave_with_a_name_for_each_and_as_views():
     tensors = checkpoint_tensors(model, name, fused)
     assert len(tensors) == 8
     assert torch.equal(tensors["model.layers.0.mlp.experts.3.up_proj.weight"], fused[3, 24:])
+
+
+def test_parameters_that_a_checkpoint_joins_are_not_sent_apart():
+    spec = family_spec("qwen3")
+    model = replace(spec, config={**spec.config, "model_type": "hrm_text"}).load_model()
+    message = r"HrmTextForCausalLM cannot be sent .*mlp.up_proj.weight'\] in one tensor, 'mlp.gate_up_proj.weight'"
+    with pytest.raises(ValueError, match=message):
+        checkpoint_tensors(model, "model.norm.weight", torch.ones(2))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "qwen3_vl_moe"])
