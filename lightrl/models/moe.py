@@ -14,25 +14,25 @@ from torch import nn
 
 
 def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks with experts by their names in `model`, from the first layer to the last; {} if it is dense."""
+    """Return the blocks by their names in `model`, from the first layer to the last; {} if it is dense.
+
+    What has experts but no known router is no block: such a model is computed as a dense one.
+    """
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "experts", None), nn.Module)
+        if isinstance(getattr(module, "experts", None), nn.Module) and _routers(module)
     }
 
 
 def router_of(block: nn.Module) -> nn.Module:
-    """Return the module of a MoE block that chooses the experts.
+    """Return the module of a MoE block that chooses the experts."""
+    return _routers(block)[0]
 
-    Raises:
-        ValueError: if the block has neither a `gate` nor a `router`.
-    """
-    for name in ("gate", "router"):
-        router = getattr(block, name, None)
-        if isinstance(router, nn.Module):
-            return router
-    raise ValueError(f"{type(block).__name__} has experts, but neither a gate nor a router that chooses among them.")
+
+def _routers(module: nn.Module) -> list[nn.Module]:
+    parts = (getattr(module, name, None) for name in ("gate", "router"))
+    return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def num_experts(block: nn.Module) -> int:

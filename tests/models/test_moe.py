@@ -1,11 +1,14 @@
 """models/moe.py: the experts and routers of transformers' families."""
 
 import pytest
-from moe_cases import EACH_FAMILY, moe_model
+from moe_cases import EACH_FAMILY, VOCABULARY, moe_model
 from tiny import tiny_model
 from torch import nn
 
+from benchmarks.packing import make_experience
 from lightrl.models.moe import moe_blocks, num_experts, router_of
+from lightrl.strategies.precision import set_expert_precision
+from lightrl.strategies.single import LogprobSettings, SingleModel
 
 
 def test_a_dense_model_has_no_blocks():
@@ -21,11 +24,19 @@ def test_each_block_has_a_router_of_its_four_experts(family):
         assert num_experts(block) == 4
 
 
-def test_a_block_without_a_known_router_is_refused():
+def test_experts_without_a_known_router_are_no_block():
     block = nn.Module()
     block.experts = nn.Linear(2, 4)
-    with pytest.raises(ValueError, match="neither a gate nor a router"):
-        router_of(block)
+    assert moe_blocks(block) == {}
+    set_expert_precision(block)
     block.gate = nn.LayerNorm(2)
+    assert moe_blocks(block) == {"": block}
     with pytest.raises(ValueError, match="has no matrix"):
         num_experts(block)
+
+
+def test_a_family_whose_attention_has_experts_is_computed_as_a_dense_one():
+    model = moe_model("granitemoe", model_type="jetmoe", kv_channels=8, num_attention_heads=None)
+    assert any(hasattr(module, "experts") for module in model.modules())
+    (outputs,) = SingleModel(model, LogprobSettings()).forward([make_experience(1, (3, 2), VOCABULARY)])
+    assert outputs.logprobs.isfinite().all()
