@@ -3,60 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.families import FAMILIES, family_spec
 from lightrl import LocalEngine, ModelSpec, Prompt, Sampling
 from lightrl.models.routes import joined_routes
 from lightrl.trajectory import Trajectory
 from lightrl.weights import Bucket
 
 VOCABULARY = 17
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "initializer_range": 0.3, "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": None,
-    "eos_token_id": 1,
-}  # fmt: skip
-_FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_AFTER_A_DENSE_LAYER = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
-}  # fmt: skip
-_LATENT = {
-    **_AFTER_A_DENSE_LAYER, "head_dim": None, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8, "v_head_dim": 8,
-}  # fmt: skip
-# Settings of each family's config.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": _FOUR,
-    "mixtral": _LOCAL,
-    "deepseek_v3": _LATENT,
-    "gpt_oss": {**_LOCAL, "sliding_window": 8},
-    "qwen2_moe": {**_FOUR, "shared_expert_intermediate_size": 8},
-    "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy"},
-    "glm4_moe": _AFTER_A_DENSE_LAYER,
-    "glm4_moe_lite": _LATENT,
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "minimax_m2": _LOCAL,
-    "granitemoe": _LOCAL,
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8},
-    "llama4_text": {**_LOCAL, "num_experts_per_tok": 1, "intermediate_size_mlp": 24, "attention_chunk_size": 8},
-    "dots1": {**_AFTER_A_DENSE_LAYER, "n_group": 1},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+# Changes of a measured config: limits to some groups of experts, and a family whose whole layer is the block.
+_CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"topk_method": "group_limited_greedy"},
+    "glm4_moe": {"n_group": 2},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 _QUICK = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
-EACH_FAMILY = [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.extra) for name in FAMILIES]
+EACH_FAMILY = [
+    pytest.param(name, marks=[] if name in _QUICK else pytest.mark.extra)
+    for name, config in {**FAMILIES["mixture of experts"], **_CHANGES}.items()
+    if "index_topk" not in config
+]
 
 
 def moe_spec(family: str = "qwen3_moe", **changes: Any) -> ModelSpec:
-    config = {"model_type": family, **_SIZES, **FAMILIES[family], **changes}
+    spec = family_spec(family)
+    config = {**(spec.config or {}), **_CHANGES.get(family, {}), **changes}
     config = {name: value for name, value in config.items() if value is not None or name.endswith("token_id")}
-    return ModelSpec(config=config, tokenizer="lightrl.testing.char_tokenizer", seed=0)
+    return replace(spec, config=config)
 
 
 def moe_model(family: str = "qwen3_moe", **changes: Any) -> PreTrainedModel:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _TOPK: Any = {torch.topk, torch.Tensor.topk}
+_ROUTED = "lightrl_routed"  # attribute of a block with a wrapped forward, which others may have wrapped again
 _MASKS: Any = {torch.masked_fill, torch.Tensor.masked_fill}
 _OFF = "Set record_routes of the engine to false."
 _SAME_MODEL = "Let the engine serve the trainer's model, or set its record_routes to false."
@@ -157,13 +158,14 @@ class Routes:
 
     Args:
         model: of transformers; its blocks get a wrapped forward, which changes nothing outside of `recording` and
-            `replaying`.
+            `replaying`. Where a block is a whole layer, that must come before the layer is checkpointed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.blocks = _routed_blocks(model)
         for index, block in enumerate(self.blocks.values()):
-            if getattr(block.forward, "func", None) is not _run_block:
+            if not hasattr(block, _ROUTED):
+                setattr(block, _ROUTED, True)
                 place = index, len(self.blocks)
                 block.forward = functools.partial(_run_block, block.forward, place, num_experts(block))
 

@@ -31,7 +31,7 @@ from lightrl.concurrency.owner import own_mark
 from lightrl.models import ParallelModel, RoleMesh, models_made_by
 from lightrl.models.conversion import conversions
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.models.routes import recompute_contexts
+from lightrl.models.routes import Routes, recompute_contexts
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
@@ -243,6 +243,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"{type(model).__name__} does not."
             )
         is_compiled = compiles(model, self.root_device, self.compile_layers)
+        if self.activation_checkpointing:  # what is recomputed of a layer that is a block replays too
+            Routes(model)
         for layer in layers:
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             if is_compiled:

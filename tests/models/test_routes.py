@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +9,14 @@ import pytest
 import torch
 from moe_cases import EACH_FAMILY, moe_model, moe_spec, sampled, some_tokens
 from tiny import tiny_spec
-from torch.utils.checkpoint import checkpoint
 
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.functional.rows import NATIVE
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.models.routes import RouteLayout, Routes, as_bytes, joined_routes, recompute_contexts, spliced_routes
-from lightrl.strategies.single import LogprobSettings, SingleModel, decoder_layers
+from lightrl.models.routes import RouteLayout, Routes, as_bytes, joined_routes, spliced_routes
+from lightrl.strategies import FSDP2Strategy, fsdp2
+from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import TokenArray
 
 
@@ -64,7 +63,7 @@ def test_own_routes_change_no_bit_and_others_train_the_router(family):
 def test_an_expert_outside_of_the_top_k_has_a_weight_with_a_gradient(family):
     model = moe_model(family, num_hidden_layers=1 if family == "qwen3_moe" else 2)
     block = list(moe_blocks(model).values())[-1]
-    routes, hidden = Routes(model), torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(1))
+    routes, hidden = Routes(model), torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), routes.recording() as recorded:
         block(hidden)
     others = torch.stack([torch.tensor(sorted({0, 1, 2, 3} - set(row.tolist()))) for row in recorded()])
@@ -87,27 +86,28 @@ def test_tokens_without_known_routes_route_natively():
     assert not torch.allclose(replayed[:, 5:], plain[:, 5:], atol=1e-3)
 
 
-def test_a_recomputed_layer_takes_the_routes_of_its_own_forward():
-    model, token_ids = moe_model(), some_tokens(2, 6)
-    routes = Routes(model)
-    with torch.no_grad(), routes.recording() as recorded:
-        logits(model, token_ids)
-    parts = shifted(recorded()).split(6)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_text"])  # a part of a layer, a whole layer
+def test_a_recomputed_layer_takes_the_routes_of_its_own_forward(family, monkeypatch):
+    monkeypatch.setattr(fsdp2, "fully_shard", lambda *_, **__: None)
+    token_ids = some_tokens(2, 6)
 
-    def run():
-        model.zero_grad()
+    def run(model):
+        routes = Routes(model)
+        with torch.no_grad(), routes.recording() as recorded:
+            logits(model, token_ids)
         outputs = []
-        for row, part in enumerate(parts):
+        for row, part in enumerate(shifted(recorded()).split(6)):
             with routes.replaying(part):
                 outputs.append(logits(model, token_ids[row : row + 1]))
         torch.cat(outputs).square().sum().backward()  # when the first forward's routes are long gone
         return gradients(model)
 
-    kept = run()
-    for layer in decoder_layers(model):
-        forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        layer.forward = functools.partial(forward, context_fn=recompute_contexts)
-    again = run()
+    kept = run(moe_model(family))
+    model = moe_model(family)
+    strategy = FSDP2Strategy(activation_checkpointing=True)
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.shard(model)
+    again = run(model)
     assert kept.keys() == again.keys()
     assert all(torch.equal(value, again[name]) for name, value in kept.items())
 
