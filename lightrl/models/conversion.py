@@ -112,14 +112,16 @@ def exported_tensors(model: PreTrainedModel, names: Names, name: str, sources: S
 class _Slice:
     """A tensor in a file, of which only what is indexed is read."""
 
-    def __init__(self, content: Any, on_read: Callable[[], None]) -> None:
-        self.get_shape = content.get_shape
-        self.get_dtype = content.get_dtype
+    def __init__(self, content: Any, on_tensor: Callable[[], None]) -> None:
         self._content = content
-        self._on_read = on_read
+        self._on_tensor = on_tensor
+
+    def get_shape(self) -> list[int]:
+        self._on_tensor()  # each rank asks once, even for a tensor of which it holds nothing
+        shape: list[int] = self._content.get_shape()
+        return shape
 
     def __getitem__(self, index: Any) -> Tensor:
-        self._on_read()
         part: Tensor = self._content[index]
         return part
 
@@ -129,7 +131,7 @@ def load_parts(
     spec: ModelSpec,
     *,
     device: torch.device,
-    on_read: Callable[[], None] = lambda: None,
+    on_tensor: Callable[[], None] = lambda: None,
     renamed: Mapping[str, str] | None = None,
     is_whole: bool = True,
 ) -> None:
@@ -138,7 +140,7 @@ def load_parts(
     Args:
         model: on `device`, with or without adapters, which stay as they are.
         spec: has files, see `checkpoint_files`.
-        on_read: called before each read.
+        on_tensor: called once for each tensor of the checkpoint that is sharded, also where nothing of it is read.
         renamed: further name in a checkpoint → the end of the name whose tensor it gets too.
         is_whole: False if the model is a part, so that the checkpoint has other weights too.
 
@@ -149,7 +151,7 @@ def load_parts(
     from safetensors import safe_open
 
     opened: list[Any] = [safe_open(file, framework="pt") for file in checkpoint_files(spec)]
-    slices = {name: _Slice(file.get_slice(name), on_read) for file in opened for name in file.keys()}  # noqa: SIM118
+    slices = {name: _Slice(file.get_slice(name), on_tensor) for file in opened for name in file.keys()}  # noqa: SIM118
     for name, end in (renamed or {}).items():
         source = next((one for one in slices if one.endswith(end)), None)
         if source is not None:

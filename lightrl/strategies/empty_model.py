@@ -87,7 +87,7 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
         check_files(Path(role.spec.path))
     has_files = bool(checkpoint_files(role.spec)) and keep_first_axis(model)
     if has_files:
-        load_parts(model, role.spec, device=device, on_read=ranks.step)
+        load_parts(model, role.spec, device=device, on_tensor=ranks.step)
     else:
         model.tie_weights()
     read_adapter = None if role.lora is None else adapter_reader(role.lora, role.spec.random_seed)

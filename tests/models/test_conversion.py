@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families import TOKENIZER, family_spec, make_folder
@@ -177,6 +181,20 @@ def test_each_shard_of_a_split_checkpoint_is_read(tmp_path):
     assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 20
     expected = held_tensors(spec.load_model())
     assert all(torch.equal(value, expected[name]) for name, value in held_tensors(read(spec)).items())
+
+
+def test_a_rank_without_experts_counts_as_many_tensors_as_the_others(tmp_path):
+    spec, counted = make_folder("qwen3_moe", str(tmp_path)), []
+    dist.init_process_group("fake", store=dist.HashStore(), rank=4, world_size=5)
+    try:
+        model = empty_model(Role(spec))
+        fully_shard(model, mesh=init_device_mesh("cpu", (5,)))
+        give_memory(model, torch.device("cpu"))
+        load_parts(model, spec, device=torch.device("cpu"), on_tensor=lambda: counted.append(1))
+        assert model.get_parameter("model.layers.0.mlp.experts.down_proj").to_local().numel() == 0
+    finally:
+        dist.destroy_process_group()
+    assert len(counted) == len(saved(tmp_path))
 
 
 def test_all_that_is_used_of_transformers_beyond_its_interface_exists():
