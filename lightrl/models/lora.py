@@ -231,20 +231,11 @@ def adapters_off(model: torch.nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def merged_parameters(
-    model: torch.nn.Module, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """The parameters under their Hugging Face names, adapters merged into the weights they belong to.
-
-    One at a time, so it needs the memory of one merged weight besides the model's.
-
-    Args:
-        model: with or without adapters.
-        whole: maps a shard to its whole tensor; called once per parameter, in the same order on every rank.
-    """
+def merged_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters under their Hugging Face names, adapters merged into the weights they belong to."""
     held = held_tensors(model)
     for name, sources in exported_parameters(model).items():
-        yield name, merge(model, name, [whole(held[source]) for source in sources])
+        yield name, merge(model, name, [held[source] for source in sources])
 
 
 def held_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from rank_scripts import fork_runs, gathered_tensors, leave
+from resharded_run import weights_of
 from second_device import second_device
 from several_ranks_run import BySGD, Recorded
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
@@ -41,7 +42,6 @@ from lightrl import (
     Trajectory,
 )
 from lightrl.models import scalar_head
-from lightrl.models.lora import merged_parameters
 from lightrl.strategies import whole
 
 LAYERS_AND_HEADS = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 2}  # can be split both ways
@@ -298,7 +298,7 @@ def fit(module: Any, folder: Path, **settings: Any) -> dict[str, Any]:
         parts = module.parallel_models["policy"].full_parameters(1000)
         sent = {key: value.clone() for part in parts for key, value in part.tensors.items()}
     else:
-        sent = {key: value.detach().clone() for key, value in merged_parameters(module.policy, whole)}
+        sent = weights_of(module)
     normalizer = getattr(module, "normalizer", None)
     return {
         "updates": watch.updates,

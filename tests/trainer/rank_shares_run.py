@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from fake_sglang import python_of_fakes
 from rank_scripts import leave
+from resharded_run import weights_of
 from safetensors.torch import load_file
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig
 
 from lightrl import FSDP2Strategy, LoRA, Role, SGLangEngine
 from lightrl.engines import Timeouts
-from lightrl.models.lora import AdapterShape, merged_parameters
-from lightrl.strategies import whole
+from lightrl.models.lora import AdapterShape
 from lightrl.weights import Bucket
 from lightrl.weights.disk import ShareWriter
 
@@ -56,7 +56,7 @@ def train(folder: Path, *, lora: Any = None, adapters: Any = "merged") -> dict[s
         "version": last.name,
         "files": {name: sorted(tensors) for name, tensors in parts.items()},
         "written": {name: value for tensors in parts.values() for name, value in tensors.items()},
-        "weights": {name: value.detach().clone() for name, value in merged_parameters(module.policy, whole)},
+        "weights": weights_of(module),
         "probe": float(trainer.callback_metrics["sync/probe_abs_dlogp_nats"]),
         "versions": [int(experience.version_bounds[1].max()) for experience in module.experiences],
     }

@@ -27,7 +27,7 @@ from lightrl import (
     Trajectory,
 )
 from lightrl.errors import LightRLError
-from lightrl.models.lora import merged_parameters
+from lightrl.models.lora import exported_parameters, held_tensors, merge
 from lightrl.strategies import AtomicCheckpointIO, whole
 
 # Two layers and two key-value heads, so that it can be split both ways.
@@ -79,7 +79,13 @@ def train(folder, name, *, settings=None, ckpt_path=None, **spread):
 
 
 def weights_of(module: Any) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in merged_parameters(module.policy, whole)}
+    """The policy's whole weights with adapters merged, gathered without what syncs them; collective."""
+    policy = module.policy
+    held = held_tensors(policy)
+    return {
+        name: merge(policy, name, [whole(held[source]) for source in sources]).detach().clone()
+        for name, sources in exported_parameters(policy).items()
+    }
 
 
 class Killed(TinyPPO):
