@@ -81,7 +81,7 @@ def keep_first_axis(model: PreTrainedModel) -> bool:
 
 
 def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Names and tensors that a checkpoint has for one parameter; views of `tensor` where it was fused.
+    """Names and tensors that a checkpoint has for one parameter; views of `tensor`, or of one copy of its parts.
 
     Args:
         name: of the model's module, without adapters.

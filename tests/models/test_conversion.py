@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.families import TOKENIZER, family_spec, make_folder
 from lightrl.models import LoRA, ModelSpec, Role, conversion
-from lightrl.models.conversion import SEMI_PRIVATE, checkpoint_tensors, load_parts, semi_private
-from lightrl.models.lora import held_tensors, is_adapter
+from lightrl.models.conversion import SEMI_PRIVATE, checkpoint_tensors, exported_tensors, load_parts, semi_private
+from lightrl.models.lora import base_name, exported_parameters, held_tensors, is_adapter, merged_parameters
 from lightrl.strategies.empty_model import empty_model, give_memory
 
 
@@ -30,6 +30,8 @@ def saved(folder):
 def read(spec, **role):
     model = empty_model(Role(spec, **role))
     give_memory(model, torch.device("cpu"))
+    for parameter in model.parameters():  # what memory holds before a weight is read
+        parameter.data.fill_(torch.nan)
     load_parts(model, spec, device=torch.device("cpu"))
     return model
 
@@ -51,13 +53,37 @@ def test_tensors_sent_one_by_one_are_those_of_the_folder(family, is_loaded, tmp_
     assert all(torch.equal(sent[name], expected[name]) for name in sent)
 
 
-def test_fused_experts_leave_with_a_name_for_each_and_as_views():
+def test_fused_experts_leave_with_a_name_for_each_without_a_copy_of_each():
     model = family_spec("qwen3_moe").load_model()
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    fused = dict(model.named_parameters())[name]
-    tensors = checkpoint_tensors(model, name, fused)
-    assert len(tensors) == 8
-    assert torch.equal(tensors["model.layers.0.mlp.experts.3.up_proj.weight"], fused[3, 24:])
+    prefix = "model.layers.0.mlp.experts"
+    storages = {}
+    for part, names in {"down_proj": ["down_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}.items():
+        fused = model.get_parameter(f"{prefix}.{part}")
+        tensors = checkpoint_tensors(model, f"{prefix}.{part}", fused)
+        assert tensors.keys() == {f"{prefix}.{expert}.{name}.weight" for expert in range(4) for name in names}
+        assert torch.equal(tensors[f"{prefix}.3.{names[-1]}.weight"], fused[3, -fused.shape[1] // len(names) :])
+        storages[part] = {value.untyped_storage().data_ptr() for value in tensors.values()}
+    assert storages["down_proj"] == {model.get_parameter(f"{prefix}.down_proj").data_ptr()}  # views
+    assert len(storages["gate_up_proj"]) == 2  # each part is copied once, and its experts are views
+
+
+def test_merged_adapters_leave_under_the_names_of_the_checkpoint_each_time(tmp_path):
+    spec = make_folder("qwen3_moe", str(tmp_path))
+    lora = LoRA(rank=2, target_parameters=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+    model = Role(spec, lora=lora).load_model()
+    held = held_tensors(model)
+    for name in filter(is_adapter, held):
+        held[name].data.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    plain = spec.load_model()
+    plain.load_state_dict(dict(merged_parameters(model)))
+    plain.save_pretrained(tmp_path)
+    expected = saved(tmp_path)
+    for _ in range(2):
+        sent = {}
+        for name, sources in exported_parameters(model).items():
+            sent |= exported_tensors(model, "checkpoint", name, [held[source] for source in sources])
+        assert sent.keys() == expected.keys()
+        assert all(torch.equal(sent[name], expected[name]) for name in sent)
 
 
 def test_parameters_that_a_checkpoint_joins_are_not_sent_apart():
@@ -84,12 +110,8 @@ def test_weights_are_read_below_their_adapters(tmp_path):
     model = read(spec, lora=LoRA(rank=2))
     expected = held_tensors(spec.load_model())
     own = {name: value for name, value in held_tensors(model).items() if not is_adapter(name)}
-    assert all(torch.equal(value, expected[conversion_name(name)]) for name, value in own.items())
+    assert all(torch.equal(value, expected[base_name(name)]) for name, value in own.items())
     assert not any(value.requires_grad for value in own.values())
-
-
-def conversion_name(name):
-    return name.replace(".base_layer", "")
 
 
 def test_a_scalar_head_that_the_folder_lacks_returns_zero(tmp_path):
