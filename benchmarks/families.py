@@ -2,10 +2,11 @@
 
     python -m benchmarks.families [FAMILY …]
     python -m benchmarks.families --page
+    python -m benchmarks.families --replay [FAMILY …]
 
-A tiny random model of each family goes to a folder in the form of the hub and is trained from there. The first prints a
+A tiny random model of each family goes to a folder by `save_pretrained` and is trained from there. The first prints a
 line of JSON for each family, and keeps the lines of all in `benchmarks/families.jsonl`; the second writes the tables of
-docs/models.md from them.
+docs/models.md from them; the third prints the rows of its table on router replay.
 
     outcome           exact; refused, with our reason in `why`; failed or wrong, a fault of ours
     max_abs_dlogp     largest difference of logprobs, in nats, engine − trainer, in two GRPO steps with LocalEngine
@@ -43,8 +44,10 @@ from benchmarks.packing import make_experience
 from lightrl import GRPO, LocalEngine, ModelSpec, Prompt, PromptDataModule, RLCallback, Sampling
 from lightrl.errors import LightRLError
 from lightrl.experience import Experience
+from lightrl.functional.rows import NATIVE
 from lightrl.models import Outputs, Role
 from lightrl.models.lora import held_tensors
+from lightrl.models.routes import Routes
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, SingleModel
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2_model import FSDP2Model, whole
@@ -382,6 +385,55 @@ def _train(spec: ModelSpec) -> float:
     return _check("max_abs_dlogp", watch.largest)
 
 
+class _Replayed(RLCallback):
+    """Compares a policy in float32 with the engine that sampled in another precision, without and with its routes."""
+
+    def __init__(self) -> None:
+        self.routed_otherwise = 0.0  # share of tokens with other experts in some layer
+        self.native = self.replayed = 0.0  # largest difference of logprobs, nats
+
+    def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
+        def largest(experience: Experience) -> float:
+            (outputs,) = module.parallel_models["policy"].forward([experience])
+            return float((outputs.logprobs - experience.behavior_logprobs)[experience.loss_mask].abs().max())
+
+        self.native, self.replayed = largest(dataclasses.replace(experience, routes=None)), largest(experience)
+        routes = Routes(module.policy)
+        with torch.no_grad(), routes.recording() as recorded:
+            module.policy(input_ids=experience.token_ids[:, :-1], use_cache=False)
+        assert experience.routes is not None
+        theirs = experience.routes[:, :-1].reshape(recorded().shape)
+        pairs = (ids.unflatten(1, (len(routes.blocks), -1)).sort(-1).values for ids in (recorded(), theirs))
+        is_other = torch.ne(*pairs).any(-1).any(-1)
+        self.routed_otherwise = float(is_other[(theirs != NATIVE).any(-1)].float().mean())
+
+
+def measure_replay(family: str) -> _Replayed:
+    """Samples 896 tokens in bfloat16 with a larger model of the family, and computes their logprobs in float32."""
+    spec = family_spec(family)
+    config = {**(spec.config or {}), "hidden_size": 128, "num_hidden_layers": 8, "initializer_range": 0.06}
+    for name, value in config.items():
+        if name.endswith("intermediate_size"):
+            config[name] = 64
+        elif value == _EXPERTS["num_experts"] and "experts" in name:
+            config[name] = 32
+        elif value == 2 and name in ("num_experts_per_tok", "moe_k", "moe_topk"):
+            config[name] = 4
+    watch = _Replayed()
+    trainer = lightrl.Trainer(
+        max_steps=1,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        engine=LocalEngine(dtype="bfloat16"),
+        callbacks=[watch],
+        **QUIET,
+    )
+    sampling = Sampling(max_new_tokens=56, min_new_tokens=56)
+    policy = _Policy(dataclasses.replace(spec, config=config), group_size=8, sampling=sampling)
+    trainer.fit(policy, datamodule=_Prompts())
+    return watch
+
+
 def _experience() -> Experience:
     return make_experience(4, LENGTHS, 17)
 
@@ -545,12 +597,19 @@ def main(arguments: list[str] | None = None) -> None:
     names = [family for kind in FAMILIES.values() for family in kind]
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model_type; all if none is given")
     parser.add_argument("--page", action="store_true", help="write docs/models.md from the rows of the last full run")
+    parser.add_argument("--replay", action="store_true", help="print what router replay changes, a row for each family")
     options = parser.parse_args(arguments)
     if options.page:
         rows = [Row(**json.loads(line)) for line in ROWS.read_text().splitlines()]
         PAGE.write_text(with_tables(PAGE.read_text(), rows))
         return
     quiet()
+    if options.replay:
+        routed = [name for name, config in FAMILIES["mixture of experts"].items() if "index_topk" not in config]
+        for family in options.families or routed:
+            row = measure_replay(family)
+            print(f"| `{family}` | {row.routed_otherwise:.0%} | {row.native:.3f} | {row.replayed:.3f} |", flush=True)
+        return
     lines = []
     for family in options.families or names:
         lines.append(json.dumps(dataclasses.asdict(measure(family))))

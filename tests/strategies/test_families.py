@@ -13,6 +13,7 @@ from benchmarks.families import (
     make_folder,
     measure,
     measure_ranks,
+    measure_replay,
     with_tables,
 )
 
@@ -58,11 +59,19 @@ def test_at_least_forty_families_are_exact():
         pytest.param("qwen3_moe", 3, False, TOLERANCE, id="a rank without experts"),
         pytest.param("qwen3_moe", 2, True, 0.01, id="bf16-mixed"),
         pytest.param("deepseek_v3", 2, True, 0.01, id="bf16-mixed with shared experts"),
+        *[pytest.param(name, 2, False, TOLERANCE, id=name) for name in FAMILIES["hybrid"]],
     ],
 )
 def test_gradients_of_ranks_equal_those_of_one_process(family, num_ranks, is_mixed, bound, tmp_path):
     make_folder(family, str(tmp_path))
     assert measure_ranks(str(tmp_path), num_ranks, is_mixed=is_mixed) <= bound
+
+
+@pytest.mark.extra
+def test_tokens_are_trained_with_the_experts_that_a_bfloat16_engine_chose():
+    row = measure_replay("mixtral")
+    assert 0.1 < row.routed_otherwise < 0.9
+    assert row.replayed < row.native / 3
 
 
 def test_the_page_has_the_rows_of_the_last_run():
