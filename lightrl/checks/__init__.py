@@ -5,6 +5,7 @@ Reading order:
     user_code.py    functions that a configuration names; exceptions of user code become ours
     files.py        why one could not be written; names that appear when a file is complete; those of `lightrl status`
     printable.py    text of programs, without codes for the terminal; durations
+    secret_settings.py  names of secrets; settings without their values
 
 May import: nothing of lightrl but errors. To add one: a function that raises ValueError and says how to fix it.
 """

@@ -39,11 +39,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 import lightrl
 from lightrl.callbacks.loggers import log_settings
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, contents
+from lightrl.checks.secret_settings import without_secrets
 from lightrl.commands.config_errors import Keys, check_empty_sections, classes_in, explain, importable_classes, resolve
 from lightrl.commands.config_layers import ClassOrText, ConfigText, UsageError, UserSettings, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.launch import Launch
-from lightrl.loops.resume import SECRETS, by_path
+from lightrl.loops.resume import by_path
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, encode_json
@@ -103,7 +104,7 @@ class LightRLCLI(LightningCLI):
             parser_class=ConfigParser,
             trainer_defaults={"callbacks": [*callbacks, RunFiles(), StatusFile(), ProblemLog()]},
             save_config_callback=SaveRunConfig,
-            save_config_kwargs={"overwrite": True},
+            save_config_kwargs={"save_to_log_dir": False},  # `save_config` does it
             seed_everything_default=0,
             auto_configure_optimizers=False,
             parser_kwargs={**strict, "prog": "lightrl", **commands},
@@ -273,16 +274,25 @@ class SaveRunConfig(SaveConfigCallback):
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.config = without_secrets(self.config)
-        cast(Trainer, trainer).settings = settings = _plain(self.config.as_dict())
+        public = without_secrets(self.config)
+        for name, value in self.config.items():
+            if public.get(name) != value:
+                log.info("Secrets in %s are not saved in config.yaml. A command that reads it needs them again.", name)
+        cast(Trainer, trainer).settings = settings = _plain(public.as_dict())
         if not trainer.loggers or trainer.log_dir is None:
             return
-        target = (Path(trainer.log_dir) / self.config_filename).absolute()
-        if target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
+        text = self.parser.dump(self.config, skip_none=False)  # valid with its secrets only
+        public = yaml.safe_dump(without_secrets(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+        self.text = "".join(re.findall(r"^#.*\n", text, re.MULTILINE)) + public
+        self.target = (Path(trainer.log_dir) / self.config_filename).absolute()
+        if self.target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
             super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero and trainer.enable_autolog_hparams:
-            text = self.parser.dump(self.config, skip_none=False)
-            log_settings(trainer.loggers, settings, text)
+            log_settings(trainer.loggers, settings, self.text)
+
+    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self.target.write_text(self.text, encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
@@ -292,16 +302,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def without_secrets(config: Namespace) -> Namespace:
-    """A copy without tokens, keys and passwords: files of a run are shared, the environment is not."""
-    public = config.clone()
-    for name, value in config.items():
-        if isinstance(value, str) and name.rpartition(".")[2] in SECRETS:
-            public[name] = None
-            log.info("%s is not saved in config.yaml.", name)
-    return public
 
 
 class _PredictionFile(L.Callback):

@@ -17,7 +17,6 @@ from lightrl.inspect.run_folder import Run
 
 log = logging.getLogger(__name__)
 
-_SECRET = re.compile(r"(^|[._])(api_?key|key|token|password|secret)s?$", re.IGNORECASE)
 _CURVE = ("val/accuracy_fraction", "val/reward", "rollout/accuracy_fraction", "rollout/reward", "val/loss")
 _PACKAGES = ("lightrl", "torch", "transformers", "lightning")
 _DATA = re.compile(r"data\.(train|validation|test)(\.(source|name|split|columns.*|arguments.*))?$")
@@ -83,8 +82,7 @@ def write_card(folder: Path, *, repo: str, checkpoint: Path, role: str, base: st
     else:
         lines += _curve_lines(run.folder, folder)
         lines += ["## Data", "", *_table("setting", "value", data)] if data else []
-        shown = {name: "(not shown)" if _SECRET.search(name) else value for name, value in settings.items()}
-        lines += ["## Settings", "", *_table("setting", "value", shown)]
+        lines += ["## Settings", "", *_table("setting", "value", settings)]
     versions = {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()}
     lines += ["## Versions of the export", "", *_table("package", "version", versions)]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

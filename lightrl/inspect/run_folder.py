@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from lightrl.checks.secret_settings import without_secrets
+
 _SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
 Json = dict[str, Any]  # an object of a file or of an answer
 _DEPTH = 3  # folders from a named one down to its runs: <root>/lightning_logs/version_0
@@ -37,7 +39,7 @@ class Run:
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         settings: dict[str, str] = {}
-        for name, text in _flat(config, ""):
+        for name, text in _flat(without_secrets(config, "(not shown)"), ""):
             settings[name] = f"{settings[name]}, {text}" if name in settings else text  # two callbacks of a class
         return settings
 

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lightrl.checks.secret_settings import is_secret, without_secrets
 from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -27,7 +28,6 @@ from lightrl.strategies.checkpoint import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
 
-SECRETS = ("token", "api_key", "password")  # names of settings that no file of a run keeps
 Settings = dict[str, Any]  # settings by name or path, or a part of a checkpoint
 OptimizerSettings = list[list[Settings]]  # optimizers, their groups, and each group's numbers by name
 
@@ -76,8 +76,10 @@ def by_path(value: object, path: str = "") -> Settings:
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         value = {str(one.get("class_path", index)).rpartition(".")[2]: one for index, one in enumerate(value)}
+    if is_secret(path):
+        return {}
     if not isinstance(value, Mapping):
-        return {} if path.rpartition(".")[2] in SECRETS else {path: list(value) if isinstance(value, tuple) else value}
+        return {path: without_secrets(list(value) if isinstance(value, tuple) else value)}
     settings: Settings = {}
     for name, inner in value.items():
         settings |= by_path(inner, path if name == "init_args" else f"{path}.{name}".lstrip("."))

@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,6 +79,43 @@ def test_tokens_are_not_saved_with_a_runs_configuration():
     assert "s3cret" not in str(kept)
     assert kept.trainer.engine.init_args.servers == 2
     assert config.trainer.engine.init_args.token == "s3cret"  # the run itself needs it
+
+
+def with_secrets(settings, secret):
+    environment = {"GITHUB_TOKEN": secret, "OPENAI_API_KEY": "{api_key}", "MODE": "fast"}
+    arguments = {"token": secret, "headers": {"Authorization": f"Bearer {secret}"}, "max_new_tokens": 5}
+    of_model = {
+        "workflow": {"class_path": "tiny_task.WithEnvironment", "init_args": {"environment": environment}},
+        "reward": [{"path": "tiny_rewards.of_service", "arguments": arguments}],
+    }
+    return settings | {"model": {"class_path": "GRPO", "init_args": settings["model"]["init_args"] | of_model}}
+
+
+def test_no_file_of_a_run_has_a_secret_of_a_section_or_a_list(settings, config, capsys):
+    assert main(["fit", "--config", config(with_secrets(settings, "s3cret")), "--trainer.max_steps", "1"]) == 0
+    folder = Path("lightning_logs/version_0")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {"config.yaml", "hparams.yaml", "last.ckpt"} <= {path.name for path in files}
+    assert not [path for path in files if b"s3cret" in path.read_bytes()]
+    saved = yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]
+    assert saved["workflow"]["init_args"]["environment"] == {"OPENAI_API_KEY": "{api_key}", "MODE": "fast"}
+    assert saved["reward"][0]["arguments"] == {"headers": {}, "max_new_tokens": 5}
+    assert "Secrets in model.init_args.workflow.init_args.environment are not saved" in capsys.readouterr().err
+
+
+@pytest.mark.extra
+def test_a_run_resumes_with_new_secrets_from_its_own_settings_or_its_config_yaml(settings, config, capsys):
+    assert main(["fit", "--config", config(with_secrets(settings, "old")), "--trainer.max_steps", "1"]) == 0
+    more = ["--ckpt_path", "last", "--trainer.max_steps"]
+    assert main(["fit", "--config", config(with_secrets(settings, "new"), "new.yaml"), *more, "2"]) == 0
+    saved = ["fit", "--config", "lightning_logs/version_1/config.yaml", *more, "3"]
+    assert main(saved) == 2  # the workflow needs the variable
+    variable = "--model.workflow.init_args.environment.GITHUB_TOKEN=new"
+    reward = yaml.safe_dump(with_secrets(settings, "new")["model"]["init_args"]["reward"], default_flow_style=True)
+    assert main([*saved, variable, f"--model.reward={reward}"]) == 0
+    assert Path("lightning_logs/version_2/checkpoints").exists()
+    changes = re.findall("Changed since the checkpoint: (.*)", capsys.readouterr().err)
+    assert changes == ["trainer.max_steps 1 → 2.", "trainer.max_steps 2 → 3."]
 
 
 def test_a_fit_leaves_config_csv_and_tensorboard_in_one_folder(settings, config, capsys):

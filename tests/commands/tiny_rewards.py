@@ -13,6 +13,10 @@ def broken(trajectory: Trajectory) -> float:
     raise RuntimeError("this reward is broken")
 
 
+def of_service(trajectory: Trajectory, token: str, headers: dict[str, str], max_new_tokens: int) -> float:
+    return exact(trajectory)
+
+
 def in_parts(trajectory: Trajectory) -> dict[str, float]:
     accuracy, is_long = exact(trajectory), len(trajectory.completion_ids) > 1
     return {"reward": accuracy + is_long / 2, "accuracy": accuracy, "format": is_long / 2}

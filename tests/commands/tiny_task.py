@@ -3,13 +3,20 @@
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from lightrl import Prompt, PromptDataModule
+from lightrl import Prompt, PromptDataModule, SingleTurn
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789"])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+class WithEnvironment(SingleTurn):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, environment: dict[str, str]) -> None:
+        super().__init__(tokenizer)
+        if "GITHUB_TOKEN" not in environment:
+            raise ValueError("environment needs GITHUB_TOKEN")
 
 
 class Digits(PromptDataModule):

@@ -88,7 +88,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def made_run(folder: Path) -> Path:
     """A run's folder as the command leaves it, without weights; returns its checkpoint."""
     model = {"class_path": "GRPO", "init_args": {"lr": 0.001, "reward": "digits.right", "judge": {"api_key": "sk-1"}}}
-    data = {"class_path": "PromptDataModule", "init_args": {"train": {"source": "rows.jsonl", "split": "a|b"}}}
+    arguments = {"storage_options": {"key": "sk-1"}, "max_new_tokens": 5}
+    train = {"source": "rows.jsonl", "split": "a|b", "arguments": arguments}
+    data = {"class_path": "PromptDataModule", "init_args": {"train": train}}
     (folder / "config.yaml").write_text(yaml.safe_dump({"seed_everything": 3, "model": model, "data": data}))
     (folder / "metrics.csv").write_text(
         "step,val/accuracy_fraction,rollout/reward\n0,0.25,\n0,,0.1\n9,0.75,\n19,0.5,0.6\n"
@@ -115,6 +117,8 @@ def test_the_card_has_the_runs_settings_curve_data_and_versions(tmp_path: Path) 
     assert "| data.train.source | rows.jsonl |\n| data.train.split | a\\|b |" in card.partition("## Settings")[0]
     assert "| model.lr | 0.001 |" in card
     assert "| model.judge.api_key | (not shown) |" in card
+    assert "| data.train.arguments.storage_options.key | (not shown) |" in card
+    assert "| data.train.arguments.max_new_tokens | 5 |" in card
     assert "sk-1" not in card
     assert "| lightrl |" in card.partition("## Versions")[2]
 

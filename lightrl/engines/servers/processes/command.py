@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from lightrl.checks.bounds import check_bounds
-
-# Names of variables that hold a secret: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, SSH_AUTH_SOCK, ...
-_SECRET = re.compile(r"(^|_)(TOKENS?|KEYS?|APIKEY|SECRETS?|PASSW(OR)?D|PASS|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
+from lightrl.checks.secret_settings import is_secret
 
 
 def environment_for(python: str) -> dict[str, str]:
     """The environment of a server that this Python runs: the trainer's, without secrets and paths to its packages."""
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if python != sys.executable else set()
-    return {name: value for name, value in os.environ.items() if name not in ours and not _SECRET.search(name)}
+    return {name: value for name, value in os.environ.items() if name not in ours and not is_secret(name.upper())}
 
 
 def flags(args: Mapping[str, Any]) -> list[str]:
