@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
-from lightrl.errors import EngineError
+from lightrl.errors import EngineError, RolloutError
 from lightrl.rollout.group_scheduler import GroupScheduler
 from lightrl.rollout.prompts import PromptCursor, State
 from lightrl.rollout.tasks import ADMISSION_TICKS, AdmissionBatch
@@ -173,11 +174,17 @@ class SavedState:
         }
 
     def load(self, state: State) -> None:
-        """Before anything starts."""
-        self.scheduler.load_state_dict(state)
-        # Finished groups may be sampled again.
-        first = min([int(state["next_position"]), *state["in_flight"], *self.scheduler.finished])
-        self.runner.in_flight.load_state_dict(state, continues=bool(self.scheduler.started), first=first)
+        """Before anything starts; raises RolloutError if the state has another build's form."""
+        try:
+            self.scheduler.load_state_dict(state)
+            # Finished groups may be sampled again.
+            first = min([int(state["next_position"]), *state["in_flight"], *self.scheduler.finished])
+            self.runner.in_flight.load_state_dict(state, continues=bool(self.scheduler.started), first=first)
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+            raise RolloutError(
+                f"The checkpoint's rollout state has the form of another version of lightrl ({error!r}). Resume with "
+                "that version, or start a new run from the model that lightrl export makes of the checkpoint."
+            ) from error
         before, now = state["prompts"], self.cursor.fingerprint
         if before is not None and now is not None and before != now:
             log.warning(

@@ -500,6 +500,25 @@ def test_a_resume_with_another_number_of_groups_per_iteration_continues(make: Ma
     assert ids(second.take(4)) == [11, 12, 13, 14, 15]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda state: state.pop("begun"), id="a part is missing"),
+        pytest.param(lambda state: state["finished"][0].update(trajectories=[{"prompt": {}}]), id="records"),
+        pytest.param(lambda state: state["finished"][0].update(trajectories=["eyJ9"]), id="other texts"),
+        pytest.param(lambda state: state.update(begun=[[0, 1]]), id="pairs"),
+    ],
+)
+def test_a_state_in_the_form_of_another_build_is_refused_with_advice(make: Make, change: Callable[[Any], Any]) -> None:
+    first = make(max_staleness=1)
+    first.take(0)
+    state = first.state_dict()
+    change(state)
+    second = make(load=False, max_staleness=1)
+    with pytest.raises(RolloutError, match=r"another version of lightrl.*Resume with that version, or start a new run"):
+        second.load_state_dict(state)
+
+
 def test_groups_of_an_interrupted_take_come_again(make: Make) -> None:
     controller = make(max_staleness=1)
     first = controller.take(0)
