@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -40,14 +40,16 @@ _Groups = TypeVar("_Groups", bound=Sequence[Group])
 class _OnRank0:
     """Explains where the attributes are that a summary lacks."""
 
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # a copy asks for these before it has anything
-            raise AttributeError(name)
-        raise AttributeError(
-            f"Rank 0 has {name!r} of {self!r}, with its tokens and texts; other ranks have its numbers: reward, "
-            "metrics, versions. Read it if trainer.is_global_zero, or read tensors of experience.local in "
-            "on_experience_ready."
-        )
+    if not TYPE_CHECKING:  # else every attribute would be known
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("__"):  # a copy asks for these before it has anything
+                raise AttributeError(name)
+            raise AttributeError(
+                f"Rank 0 has {name!r} of {self!r}, with its tokens and texts; other ranks have its numbers: reward, "
+                "metrics, versions. Read it if trainer.is_global_zero, or read tensors of experience.local in "
+                "on_experience_ready."
+            )
 
 
 @dataclass(repr=False)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeVar
 
 from lightrl.checks.bounds import check_positive
 from lightrl.concurrency.loop_thread import WakeUps
@@ -188,10 +188,11 @@ class Supervisor(ABC, Generic[Request]):
             call.future.set_exception(RewardError(self._refusal, reason="killed"))
         return futures
 
-    def __getattr__(self, name: str) -> NoReturn:
-        new_name = {"score": "compute_reward", "score_group": "compute_rewards"}.get(name)
-        hint = "" if new_name is None else f"; it is now {new_name}"
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:  # else every attribute would be known
+
+        def __getattr__(self, name: str) -> NoReturn:
+            hint = {"score": "; it is now compute_reward", "score_group": "; it is now compute_rewards"}.get(name, "")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @abstractmethod
     def _request_of(self, trajectory: Trajectory) -> tuple[Request, int]:
@@ -247,9 +248,7 @@ class Supervisor(ABC, Generic[Request]):
                 self._ready.set_exception(error if isinstance(error, ValueError) else WorkerDied(str(error)))
             what = str(error) if isinstance(error, (ValueError, WorkerDied)) else repr(error)
             self._refuse(f"Reward function {self._name} has no worker left: {what}")
-            _settle(
-                (call, RewardError(str(self._refusal), reason="killed")) for call in batch
-            )  # calls without a result
+            self._put_back(batch)  # refuses those without a result
         finally:
             for each in (worker, spare):
                 if each is not None:
