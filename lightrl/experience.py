@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.checks.bounds import check_choice
-from lightrl.functional.branches import BranchRows
-from lightrl.functional.device_copy import to_device
+from lightrl.functional.branches import row_lengths
+from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.packing import microbatch_bins
 from lightrl.functional.rows import (
     NATIVE,
@@ -136,10 +136,14 @@ class Experience:
     @property
     def forward_tokens(self) -> Tensor:
         """Tokens that a model reads of each trajectory, int64 [B]: those that conversations share once for each."""
+        return to_device(torch.tensor([*map(sum, self.row_lengths())], dtype=torch.int64), self.lengths.device)
+
+    def row_lengths(self) -> list[list[int]]:
+        """Tokens of each row that a model reads, by trajectory; those of one conversation are one row."""
+        lengths = on_host(self.lengths).tolist()
         if self.gaps is None:
-            return self.lengths
-        rows = BranchRows.of(self.gaps, self.lengths)
-        return torch.zeros_like(self.lengths).index_add(0, rows.trees, rows.lengths)
+            return [[length] for length in lengths]
+        return [row_lengths(gaps[:size]) for gaps, size in zip(on_host(self.gaps).numpy(), lengths, strict=True)]
 
     @property
     def version_bounds(self) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,8 @@ class BranchRows:
             new = np.flatnonzero(tree_rows[tree, position] < 0)
             is_first[row, new] = True
             tree_rows[tree, position[new]], tree_columns[tree, position[new]] = row, new
-        made = trees, [len(position) for position in positions], columns, is_first, tree_rows.clip(min=0), tree_columns
+        numbers = [np.array(values, np.int64) for values in (trees, [len(position) for position in positions])]
+        made = *numbers, columns, is_first, tree_rows.clip(min=0), tree_columns
         return cls(*(to_device(torch.as_tensor(value), device) for value in made))
 
     def spread(self, values: Tensor, fill: float = 0) -> Tensor:

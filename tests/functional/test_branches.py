@@ -43,3 +43,15 @@ def test_rows_have_the_trees_values_and_give_back_what_the_first_row_with_a_toke
     joined.sum().backward()
     assert outputs.grad is not None
     assert outputs.grad[3, 0] == 0
+
+
+def test_no_tree_has_no_row_and_the_same_types() -> None:
+    rows = BranchRows.of(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in vars(rows).items()} == {
+        "trees": (torch.int64, (0,)),
+        "lengths": (torch.int64, (0,)),
+        "columns": (torch.int64, (0, 0)),
+        "is_first": (torch.bool, (0, 0)),
+        "tree_rows": (torch.int64, (0, 3)),
+        "tree_columns": (torch.int64, (0, 3)),
+    }

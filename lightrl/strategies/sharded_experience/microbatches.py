@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import overload
 
 import torch
 
 from lightrl.experience import Experience
 from lightrl.functional import row_lengths
-from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.sharded_experience.experience import ShardedExperience
 
 
@@ -55,13 +55,6 @@ class Microbatches(Sequence[Experience]):
             ahead = self._copied(index + 1) if index + 1 < len(self) else None
             yield part
 
-    def lengths(self, index: int) -> list[int]:
-        """Return the tokens of what a model reads of one microbatch row by row, without bringing it to the device."""
-        rows, gaps = self.rows[index], self.experience.tokens.get("gaps")
-        if rows and gaps is not None:
-            return [length for row in rows for length in row_lengths(gaps.rows[row])]
-        return self.experience.lengths[rows].tolist() if rows else [2]
-
     def _copied(self, index: int) -> Experience:
         if self._stream is None:
             return self[index]
@@ -70,7 +63,9 @@ class Microbatches(Sequence[Experience]):
 
 
 def lengths_of(microbatches: Sequence[Experience]) -> list[list[int]]:
-    """Return the tokens of each row that a model reads, by microbatch."""
+    """Return the tokens of each row that a model reads, by microbatch, without bringing one to the device."""
     if not isinstance(microbatches, Microbatches):
-        return [branch_rows(microbatch)[0].lengths.tolist() for microbatch in microbatches]
-    return [microbatches.lengths(index) for index in range(len(microbatches))]
+        return [list(chain(*microbatch.row_lengths())) for microbatch in microbatches]
+    lengths, gaps = microbatches.experience.lengths.tolist(), microbatches.experience.tokens.get("gaps")
+    rows_of = {row: row_lengths(gaps.rows[row]) if gaps else [lengths[row]] for row in chain(*microbatches.rows)}
+    return [list(chain(*(rows_of[row] for row in rows))) or [2] for rows in microbatches.rows]  # a blank row has 2
