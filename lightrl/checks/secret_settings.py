@@ -7,12 +7,10 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-_WORDS = "token|key|api_?keys?|(api|auth|access|secret)_(key|token)s|secrets?|passw(or)?ds?|passphrase|pass"
-_WORDS += "|credentials?|auth|authorization|cookies?"
-# A variable's name, any part of it: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK; but NUM_TOKENS
+_WORDS = "key|token|(api|access)_?(key|token)s?|pass(w(or)?ds?|phrase)?|auth(orization)?|(secret|credential|cookie)s?"
+# Any part of a variable's name is one of these words: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK. NUM_TOKENS is no secret.
 _VARIABLE = re.compile(rf"(?!(max|min|num)_(.*_)?tokens?$)(.*_)?({_WORDS}|keys|tokens)(_.*)?")
-# A setting's name, only its end: api_key, but api_key_variable, max_new_tokens; and not what a tokenizer calls a token
-# or a row of the data a key: eos_token, prompt_key
+# The end of a setting's name is: hf_token, but neither token_file nor max_new_tokens, eos_token or prompt_key.
 _TOKENS = "is|per|bos|eos|pad|unk|sep|cls|mask|start|stop|end|image|video|audio"
 _KEYS = "prompt|input|output|answer|label|target|text|message|messages|image|images|reward|sort|group|column|dict"
 _SETTING = re.compile(rf"(?!(.*_)?(({_TOKENS})_token|({_KEYS})_key)$)(.*_)?({_WORDS})(_?\d+)?")
@@ -26,28 +24,15 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(settings: Any, instead: str | None = None) -> Any:
-    """A copy of settings that leaves out secrets at any depth; placeholders such as `{api_key}` and numbers stay.
-
-    A secret is left out with its name: where a mapping must hold text, null would make the settings invalid.
-
-    Args:
-        settings: sections, lists and values.
-        instead: value for each secret in place of leaving it out.
-    """
-    if isinstance(settings, Mapping | Namespace):
-        public: dict[Any, Any] = {}
-        for name, value in (settings if isinstance(settings, Mapping) else vars(settings)).items():
-            if not is_secret(str(name)) or _is_public(value):
-                public[name] = without_secrets(value, instead)
-            elif instead is not None:
-                public[name] = instead
-        return type(settings)(**public) if isinstance(settings, Namespace) else public
+    """A copy without secrets at any depth, or with `instead` for each; numbers and placeholders (`{api_key}`) stay."""
+    if isinstance(settings, Namespace):
+        return type(settings)(**without_secrets(vars(settings), instead))
+    if isinstance(settings, Mapping):
+        texts = {name: str(value) for name, value in settings.items() if not isinstance(value, int | float | None)}
+        hidden = {name for name in texts if is_secret(str(name)) and not _PLACEHOLDER.fullmatch(texts[name])}
+        public = {name: instead if name in hidden else without_secrets(settings[name], instead) for name in settings}
+        # The name is left out too: null is invalid where a mapping must hold text.
+        return {name: value for name, value in public.items() if name not in hidden or instead is not None}
     if isinstance(settings, list | tuple):
-        values = [without_secrets(value, instead) for value in settings]
-        return tuple(values) if isinstance(settings, tuple) else values
+        return type(settings)(without_secrets(value, instead) for value in settings)
     return settings
-
-
-def _is_public(value: object) -> bool:
-    is_placeholder = isinstance(value, str) and _PLACEHOLDER.fullmatch(value) is not None
-    return value is None or isinstance(value, int | float) or is_placeholder

@@ -104,7 +104,6 @@ class LightRLCLI(LightningCLI):
             parser_class=ConfigParser,
             trainer_defaults={"callbacks": [*callbacks, RunFiles(), StatusFile(), ProblemLog()]},
             save_config_callback=SaveRunConfig,
-            save_config_kwargs={"save_to_log_dir": False},  # `save_config` does it
             seed_everything_default=0,
             auto_configure_optimizers=False,
             parser_kwargs={**strict, "prog": "lightrl", **commands},
@@ -275,24 +274,20 @@ class SaveRunConfig(SaveConfigCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         public = without_secrets(self.config)
-        for name, value in self.config.items():
-            if public.get(name) != value:
-                log.info("Secrets in %s are not saved in config.yaml. A command that reads it needs them again.", name)
+        for name in (name for name, value in self.config.items() if public.get(name) != value):
+            log.info("Secrets in %s are not saved in config.yaml. A command that reads it needs them again.", name)
         cast(Trainer, trainer).settings = settings = _plain(public.as_dict())
-        if not trainer.loggers or trainer.log_dir is None:
+        if not trainer.loggers or (folder := trainer.log_dir) is None or not trainer.is_global_zero:
             return
         text = self.parser.dump(self.config, skip_none=False)  # valid with its secrets only
-        public = yaml.safe_dump(without_secrets(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
-        self.text = "".join(re.findall(r"^#.*\n", text, re.MULTILINE)) + public
-        self.target = (Path(trainer.log_dir) / self.config_filename).absolute()
-        if self.target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
-            super().setup(trainer, pl_module, stage)
-        if trainer.is_global_zero and trainer.enable_autolog_hparams:
-            log_settings(trainer.loggers, settings, self.text)
-
-    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.target.write_text(self.text, encoding="utf-8")
+        head = "".join(re.findall(r"^#.*\n", text, re.MULTILINE))
+        text = head + yaml.safe_dump(without_secrets(yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+        target = (Path(folder) / self.config_filename).absolute()
+        if target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+        if trainer.enable_autolog_hparams:
+            log_settings(trainer.loggers, settings, text)
 
 
 def _plain(value: Any) -> Any:
