@@ -13,7 +13,7 @@ The packages; each imports only from those above it in this list:
     weights       parameters on their way from trainer to engine
     models        what a role is and what its model can do
     dataflow      which model computes what from what
-    engines       token ids to completions: local, SGLang, fake
+    engines       token ids to completions: local, SGLang, vLLM, fake
     strategies    where parameters and work live
     testing       a tiny policy and made-up trajectories, for tests
     workflows     a prompt to a trajectory: turns, environments, agents

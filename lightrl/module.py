@@ -66,7 +66,7 @@ class RLModule(L.LightningModule):
         reward_model_coef: factor on that score.
         workflow: makes the Workflow from the tokenizer; one completion per prompt if None. In YAML a Workflow's
             class_path and init_args, without its tokenizer.
-        workflow_workers: processes of rank 0's host that run the workflow, with SGLang servers; 0 runs it in rank 0.
+        workflow_workers: processes of rank 0's host that run the workflow, with an engine of servers; 0 is rank 0.
         group_size: G, trajectories of each prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
         validation_sampling: how validation rollouts are sampled; greedy with the same limits if None.

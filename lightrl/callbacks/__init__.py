@@ -12,7 +12,7 @@ Reading order:
     trajectory_log.py   trajectories as JSONL, now and then as a table
     learning_curve.py   the run's curve as an image
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
-    loggers.py          tables, images and models for Weights & Biases, MLflow and TensorBoard
+    loggers.py          tables, images and models for those loggers that take them, such as MLflow; tables for Comet
     export.py           the policy as a Hugging Face folder
 
 May import: everything up to module and data; not loops, not trainer. To add one: subclass RLCallback, override what you

@@ -1,6 +1,6 @@
 """Calls that Lightning's Logger lacks: tables, images, models, and settings that MLflow takes.
 
-Weights & Biases, MLflow, TensorBoard and Comet each have their own; CSVLogger has none. To be called on rank 0, whose
+Weights & Biases and MLflow have all of them, TensorBoard tables and images, Comet tables. Call them on rank 0, whose
 loggers are real. All of it is in the run's folder too, so a logger that fails is warned of and the run continues.
 """
 

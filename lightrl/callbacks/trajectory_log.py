@@ -62,8 +62,8 @@ class TrajectoryLog(RLCallback):
     Args:
         every_n_iterations: 1 keeps everything that a run trained on.
         max_per_iteration: only this many trajectories of an iteration; None for all, which a replay needs.
-        table_every_n_iterations: how often a table is printed, and given to Weights & Biases, MLflow and TensorBoard
-            as `samples`, with what each part of the reward gave; None for never.
+        table_every_n_iterations: how often a table is printed, and given to Weights & Biases, MLflow, TensorBoard and
+            Comet as `samples`, with what each part of the reward gave; None for never.
         table_rows: trajectories in the table, from the highest advantage to the lowest.
         score_per_iteration: the trainer's logprobs of so many of an iteration's first trajectories, by one more forward
             over them on every rank; those that the update needs anyway are written without it.

@@ -8,7 +8,7 @@ Reading order:
     plan.py           shows what an iteration computes, from what and where; batch sizes, memory, what makes it fit
       plan_run.py     builds a run without a trainer and reads its sizes, for launch and doctor too
     doctor/           checks a run before it starts, its data and its reward
-    serve.py          starts SGLang servers in the foreground
+    serve.py          starts SGLang or vLLM servers in the foreground
     launch.py         starts ranks and servers on one machine or many
     status.py         shows what a run and its launch do
     inspect.py        shows runs in the browser, or exports them as one file

@@ -23,7 +23,7 @@ COMMANDS = {
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
     "status": "show what a run and its launch do: phase, iteration, servers, last error",
     "inspect": "show runs in the browser: curves, trajectories token by token, timelines, problems, settings",
-    "serve": "start SGLang servers in the foreground and print how a run uses them",
+    "serve": "start SGLang or vLLM servers in the foreground and print how a run uses them",
 }
 
 # The commands that Lightning does not have: each is `run(args) -> exit code` of its module.

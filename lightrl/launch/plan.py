@@ -287,7 +287,8 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
             )
         if facts.engine not in (None, "SGLangEngine"):
             raise ValueError(
-                f"launch.servers={layout.servers} needs SGLangEngine, but trainer.engine is {facts.engine}."
+                f"launch.servers={layout.servers} starts SGLang servers, but trainer.engine is {facts.engine}. Use "
+                "SGLangEngine, or set launch.servers: 0, with which VLLMEngine needs urls of servers that run already."
             )
         # the servers are started by the launch and found in its registry
         arguments = {"servers": None, "tp": 1, "placement": layout.placement}

@@ -168,7 +168,7 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
         )
     model = trained[0]
     if {part.backend for part in served} - {"sglang"} or any(part.pp > 1 for part in served):
-        raise refused("lightrl's servers are SGLang's, with d and t")
+        raise refused("a launch's servers are SGLang's, with d and t. Start others apart and set the engine's urls")
     for letter, size in (("c", model.cp), ("e", model.ep * model.expert_tp)):
         if size > 1:
             raise refused(f"lightrl's strategies split a model by d, p and t, not by {letter}")

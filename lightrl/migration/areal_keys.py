@@ -534,7 +534,7 @@ ROWS: dict[str, Rule] = {
     "sglang.model_path": repeats("actor.path"),
     "sglang.enable_multithread_load": only(False, else_="it is AReaL's, not SGLang's"),
     "sglang.enable_fast_load": only(False, else_="it is AReaL's, not SGLang's"),
-    "vllm.*": left("lightrl's servers are SGLang's"),
+    "vllm.*": left("the converted run has SGLangEngine; VLLMEngine takes these as its server_args"),
     # Data
     "train_dataset.path": train_data,
     "valid_dataset.path": lambda path, areal: Outcome({"data.validation": source(path)}),
