@@ -1,14 +1,17 @@
 """Runs whose rollouts are trees of conversations: they resume, and what was written down trains the same again."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
 from tree_workflow import Tree
 
-from lightrl import Sampling, StalenessControl, Trajectory, TrajectoryDataModule, TrajectoryLog
+from lightrl import Experience, Group, Sampling, StalenessControl, Trajectory, TrajectoryDataModule, TrajectoryLog
+from lightrl.loops.rollout_loop import ROLLOUT_LOOP_KEY
 
 SETTINGS: dict[str, Any] = {"workflow": Tree, "num_minibatches": 2, "decoupled": True, "microbatch_tokens": 40}
 
@@ -20,14 +23,35 @@ def fit(folder: Path, *callbacks: Any, ckpt_path: Path | None = None, data: Any 
     return module
 
 
+class WaitForGroups(Callback):
+    """Lets rollouts continue after the first iteration until so many groups wait."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        while trainer.global_step == 1 and trainer.rollout.progress()["finished_groups"] < self.num:
+            time.sleep(0.01)
+
+
+def rows_of(experience: Experience) -> list[tuple[list[int], list[int], list[bool]]]:
+    """Tokens, gaps and loss mask of each trajectory."""
+    assert experience.gaps is not None
+    rows = zip(experience.token_ids, experience.gaps, experience.loss_mask, experience.lengths, strict=True)
+    return [(ids[:n].tolist(), gaps[:n].tolist(), mask[:n].tolist()) for ids, gaps, mask, n in rows]
+
+
 def test_a_run_with_trees_resumes_and_repeats_from_its_files_to_the_bit(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
     whole = fit(tmp_path, save, log)
     assert [len(experience) for experience in whole.experiences] == [BATCH_SIZE * GROUP_SIZE] * 3
     for experience in whole.experiences:
-        assert (experience.forward_tokens >= experience.lengths).all()
+        is_shared = experience.token_ids[:, 0] % 2 == 0  # a subagent reads 2 tokens of an even question once more
+        assert experience.forward_tokens.equal(experience.lengths + 2 * is_shared)
         assert experience.loss_token_counts.equal(experience.generated_token_counts)
+    repeated = [int((experience.forward_tokens - experience.lengths).sum()) for experience in whole.experiences]
+    assert sum(repeated) == 3 * GROUP_SIZE * 2  # of 6 prompts each second one
     assert float(whole.trainer.callback_metrics["policy/kl_behavior_nats"]) < 1e-3
     resumed = fit(tmp_path / "resumed", ckpt_path=tmp_path / "step=1.ckpt")
     assert are_equal(weights(resumed), weights(whole))
@@ -37,12 +61,18 @@ def test_a_run_with_trees_resumes_and_repeats_from_its_files_to_the_bit(tmp_path
 
 def test_finished_trees_that_wait_in_a_checkpoint_are_trained_after_it(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    fit(tmp_path, save, StalenessControl(max_staleness=2), max_steps=2)
+    whole = fit(tmp_path, save, StalenessControl(max_staleness=2), WaitForGroups(2 * BATCH_SIZE))
+    loops = torch.load(tmp_path / "step=1.ckpt", weights_only=True)["loops"]
+    groups = [Group.from_state(state) for state in loops["fit_loop"][ROLLOUT_LOOP_KEY]["rollout"]["finished"]]
+    waiting = [trajectory for group in groups for trajectory in group.trajectories]
+    assert len(waiting) == 2 * BATCH_SIZE * GROUP_SIZE
     resumed = fit(tmp_path / "resumed", StalenessControl(max_staleness=2), ckpt_path=tmp_path / "step=1.ckpt")
     assert len(resumed.experiences) == 2
-    for experience in resumed.experiences:
-        assert experience.gaps is not None
-        assert experience.gaps.any(1).all()
+    trained = [row for experience in resumed.experiences for row in rows_of(experience)]
+    assert sorted(trained) == sorted(
+        (list(item.token_ids), list(item.gaps or []), list(item.loss_mask)) for item in waiting
+    )
+    assert are_equal(weights(resumed), weights(whole))
 
 
 def test_validation_counts_rollouts(tmp_path: Path) -> None:
