@@ -25,7 +25,8 @@ from lightrl.functional import support_ends
 from lightrl.functional.rows import every_token, support_fields
 from lightrl.loops.metrics import values_of
 from lightrl.loops.update import MinibatchLoss
-from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
+from lightrl.strategies.sharded_experience.microbatches import Microbatches, lengths_of
 from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
@@ -212,6 +213,16 @@ def test_a_microbatch_counts_the_tokens_that_the_model_reads() -> None:
     repeating = replace(tree_of(0, 0, 1.0), gaps=[0, 0, 0, 0, 1, 0, 0, 0, 4, 0])
     assert Experience.from_trajectories([repeating]).forward_tokens.tolist() == [3 + 4 + 6]
     assert [len(part) for part in experience.microbatch_rows(8)[1]] == [1, 2]
+
+
+def test_the_rows_of_a_microbatch_are_counted_alike_before_it_is_dense() -> None:
+    experience = Experience.from_trajectories([tree_of(0, 0, 1.0), line_of(0, 1, 0.0), line_of(1, 0, 0.0)])
+    for of_all, expected in (
+        (experience, [[4, 6, 4], [4], [2]]),
+        (replace(experience, gaps=None), [[10, 4], [4], [2]]),
+    ):
+        parts = Microbatches(ShardedExperience.of(of_all), [[0, 2], [1], []], torch.device("cpu"))
+        assert lengths_of(parts) == lengths_of(list(parts)) == expected
 
 
 @pytest.mark.parametrize(
