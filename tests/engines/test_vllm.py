@@ -99,6 +99,22 @@ def test_a_server_without_what_rollouts_need_is_refused_and_all_of_it_is_named(w
         VLLMEngine(urls=[server.url], timeouts=Deadlines()).start(LARGE)
 
 
+@pytest.mark.parametrize("num_errors", [0, 4], ids=["at the start", "at the first load"])
+def test_it_is_refused_also_if_nothing_is_verified(num_errors, start):
+    server = start(vllm=True, vllm_without=["mode"])
+    if num_errors:
+        server.fault("error", "/server_info", count=num_errors)  # at the start it does not answer
+    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
+    engine.should_verify = False
+    try:
+        with pytest.raises(EngineError, match="without --logprobs-mode processed_logprobs"):
+            engine.start(LARGE)
+            assert num_errors
+            engine.load_weights(one_weight(0), weight_version=0)
+    finally:
+        engine.close()
+
+
 def test_a_server_that_cannot_tell_what_was_cached_is_refused_by_the_probe(start):
     server = start(vllm=True, vllm_without=["details"])
     engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())

@@ -71,6 +71,9 @@ class OutOfFiles(EngineError):
     """Raised if this machine could not open another connection; the server has no part in it."""
 
 
+NO_ANSWER = (EngineUnreachable, EngineTimeout, ServerRefused, OutOfFiles)  # a later request may succeed
+
+
 class Connection:
     """HTTP to one server. For one event loop at a time; after `close` the next request opens new connections.
 
