@@ -17,7 +17,7 @@ from sync_cases import LARGE, config_of, one_weight, running
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import Deadlines
 
-from lightrl.engines.servers.request import CompletionDraft
+from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.vllm.client import rank_digests
 from lightrl.engines.vllm.command import VLLMProcess
@@ -196,6 +196,30 @@ def reply(**changes: Any) -> bytes:
 def test_an_answer_with_an_error_is_unusable(changes, problem):
     assert not read_answer(reply()).problem
     assert problem in read_answer(reply(**changes)).problem
+
+
+def truncated_reply(num_possible: int, num_requested: int) -> bytes:
+    """One token, and as many most likely ones as were requested; the rest of them is impossible."""
+    top = [{"token_id": token, "logprob": -0.5 if token < num_possible else -9999.0} for token in range(num_requested)]
+    entries = [{"token_id": 0, "logprob": -0.5, "top_logprobs": top}]
+    versions = [{"version": "7", "start": 0, "end": 1}]
+    return reply(token_ids=[0], logprobs={"content": entries}, weight_versions=versions)
+
+
+@pytest.mark.parametrize(
+    ("num_possible", "vocab_size", "is_complete"), [(2, 61, True), (9, 61, True), (10, 61, False), (10, 10, True)]
+)
+def test_a_support_that_may_lack_tied_tokens_is_refused(num_possible, vocab_size, is_complete):
+    draft = CompletionDraft([1], Sampling(max_new_tokens=1, top_k=2), vocab_size=vocab_size)
+    num_requested = request_of(draft, "r", "run-3")["sampling_params"]["logprobs"]
+    assert num_requested == 10
+    answer = read_answer(truncated_reply(num_possible, num_requested))
+    if is_complete:
+        draft.add(answer, "http://there")
+        assert draft.finish_reason == "length"
+    else:
+        with pytest.raises(MalformedAnswer, match=r"more than the 10 most likely tokens.* as likely as number 2"):
+            draft.add(answer, "http://there")
 
 
 def test_digests_are_sorted_by_rank_and_packed_parameters_have_none():

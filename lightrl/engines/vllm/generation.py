@@ -49,6 +49,7 @@ def _parse(answer: Any) -> RawAnswer:
     entries = choice["logprobs"]["content"] or []
     top_tokens = [entry["top_logprobs"] for entry in entries]
     supports = [[one["token_id"] for one in tokens if one["logprob"] > _IMPOSSIBLE] for tokens in top_tokens]
+    full = (len(support) for support, tokens in zip(supports, top_tokens, strict=True) if len(support) == len(tokens))
     return RawAnswer(
         choice["token_ids"],
         [entry["logprob"] for entry in entries],
@@ -56,4 +57,5 @@ def _parse(answer: Any) -> RawAnswer:
         choice["weight_versions"],
         str(choice["finish_reason"]),
         supports if any(len(tokens) > 1 for tokens in top_tokens) else None,
+        max_support=min(full, default=None),
     )
