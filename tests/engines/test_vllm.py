@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from waits import Deadlines
 
 from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.vllm.client import rank_digests
+from lightrl.engines.vllm.client import VLLMClient, rank_digests
 from lightrl.engines.vllm.command import VLLMProcess
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.engines.vllm.generation import read_answer, request_of
@@ -91,6 +92,8 @@ def test_digests_of_vllm_on_a_gpu_are_of_the_bytes_without_padding():
         (["dev-mode"], r"started without VLLM_SERVER_DEV_MODE=1 in its environment\. Restart"),
         (["dev-mode", "scale-out"], r"VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out\. Restart"),
         (["scale-out", "mode"], "without --enable-scale-out and --logprobs-mode processed_logprobs"),
+        (["weight-info"], r"http.* is a vLLM server without /weight_info\. Use vLLM 0\.32 or later"),
+        (["form"], r"http.* answered /server_info in another form than vLLM 0\.32 \(TypeError"),
     ],
 )
 def test_a_server_without_what_rollouts_need_is_refused_and_all_of_it_is_named(without, message, start):
@@ -113,6 +116,25 @@ def test_it_is_refused_also_if_nothing_is_verified(num_errors, start):
             engine.load_weights(one_weight(0), weight_version=0) if num_errors else engine.start(LARGE)
     finally:
         engine.close()
+
+
+def test_whether_a_server_generates_is_asked_once_and_not_behind_completions(start):
+    server = start(vllm=True)
+    server.fault("hang", "/inference/v1/generate", count=1)
+    client = VLLMClient(server.url, timeouts=Deadlines(), max_connections=1)
+
+    async def ask_thrice() -> None:
+        hung = asyncio.ensure_future(client.generate({}))
+        while "/inference/v1/generate" not in server.stats()["requests"]:
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            await client.server_info()
+        hung.cancel()
+        await client.close()
+
+    asyncio.run(ask_thrice())
+    num_requests = server.stats()["requests"]
+    assert (num_requests["/server_info"], num_requests["/inference/v1/generate"]) == (3, 2)
 
 
 def test_a_server_that_cannot_tell_what_was_cached_is_refused_by_the_probe(start):

@@ -20,7 +20,10 @@ PACKED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 class FakeVLLMServer(FakeServer):
-    """`vllm_without` in the arguments names what it was started without: `dev-mode`, `scale-out`, `details`, `mode`."""
+    """`vllm_without` in the arguments names what it was started without: `dev-mode`, `scale-out`, `details`, `mode`.
+
+    With `weight-info` it is an older vLLM, with `form` one whose answers have another form.
+    """
 
     def is_open(self, path: str) -> bool:
         return not path.startswith("/inference")
@@ -46,6 +49,8 @@ class FakeVLLMServer(FakeServer):
                 "/weight_checker": self._digests,
             }
             gets |= {"/weight_info": self._weight_info, "/server_info": self._vllm_config}
+        if "weight-info" in without:
+            del gets["/weight_info"]
         for path, route in posts.items():
             app.router.add_post(path, json_handler(route))
         for path, handler in gets.items():
@@ -161,7 +166,7 @@ class FakeVLLMServer(FakeServer):
             "cache_config": {"block_size": 1, "cache_dtype": "auto"},
             "device_config": {"device": "cpu"},
         }  # fmt: skip
-        return web.json_response({"vllm_config": config})
+        return web.json_response({"vllm_config": str(config) if "form" in self._without else config})
 
 
 def _top(token: int, logprob: float, mask: list[int], num: int) -> list[dict[str, Any]]:

@@ -193,7 +193,7 @@ def _is_other_program(error: EngineError) -> bool:
     """Whether what answered is not our server: it refuses the request or the token, or speaks no JSON."""
     if isinstance(error, ServerRefused):
         return not error.is_server_error
-    return isinstance(error.__cause__, (ValueError, aiohttp.ClientResponseError))
+    return isinstance(error.__cause__, (TypeError, ValueError, aiohttp.ClientResponseError))
 
 
 def _is_nowhere(error: EngineError) -> bool:

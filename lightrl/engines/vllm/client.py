@@ -28,11 +28,12 @@ from lightrl.errors import EngineError
 from lightrl.weights.digests import DTYPES, RankDigests
 
 LOGPROBS_MODE = "processed_logprobs"
+_SERVER_INFO = "/server_info?config_format=json"
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
 # Arguments that change who holds a parameter; see `layout_problem`.
 _OTHER_LAYOUTS = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
-_HOW = "Restart it with that, or start one with `lightrl serve --engine vllm`."
-_OF_NOTHING = "e3b0c44298fc1c14"  # sha256 of an empty tensor: on a CPU the values are packed, and are somewhere else
+_RESTART_HELP = "Restart it with that, or start one with `lightrl serve --engine vllm`."
+_EMPTY_DIGEST = "e3b0c44298fc1c14"  # sha256 of an empty tensor: on a CPU the values are packed, and are somewhere else
 
 
 class VLLMClient(ServerClient):
@@ -40,15 +41,18 @@ class VLLMClient(ServerClient):
 
     generate_path = "/inference/v1/generate"
     program = "a vLLM server"
+    version = "vLLM 0.32"
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
+    _checked_identity = ""  # of the process whose arguments suffice
 
     async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         answer = await self.generate({"token_ids": token_ids, "sampling_params": params}, num_retries=0)
         self._num_cached_of(answer)  # refuses, at a run's first answer, a server that does not report it
-        candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
-        return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
+        with self.reading(self.generate_path):
+            candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+            return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
 
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
         params = {"max_tokens": 1, "detokenize": False}
@@ -62,21 +66,28 @@ class VLLMClient(ServerClient):
 
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
         try:
-            return await self.request("GET", "/weight_info", timeout_s=timeout_s, num_retries=num_retries)  # type: ignore[no-any-return]
+            answer = await self.request("GET", "/weight_info", timeout_s=timeout_s, num_retries=num_retries)
         except ServerRefused as error:
             if error.status != _NOT_FOUND:
                 raise
             raise ServerRefused(await self._explain_absence(timeout_s), status=_NOT_FOUND) from error
+        with self.reading("/weight_info"):
+            return {**answer}
 
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo:
         """Raises EngineError if the server was started without what rollouts need."""
-        config = (await self.request("GET", "/server_info?config_format=json", timeout_s=timeout_s))["vllm_config"]
-        missing = await self._missing_arguments(timeout_s)
-        if config["model_config"]["logprobs_mode"] != LOGPROBS_MODE:
-            missing.append(f"--logprobs-mode {LOGPROBS_MODE}")
-        if missing:
-            raise EngineError(_describe_missing(self.name, missing))
-        return read_server_info(config)
+        answer = await self.request("GET", _SERVER_INFO, timeout_s=timeout_s)
+        with self.reading(_SERVER_INFO):
+            config = answer["vllm_config"]
+            info, logprobs_mode = read_server_info(config), config["model_config"]["logprobs_mode"]
+        if info.identity != self._checked_identity:
+            missing = await self._missing_arguments(timeout_s)
+            if logprobs_mode != LOGPROBS_MODE:
+                missing.append(f"--logprobs-mode {LOGPROBS_MODE}")
+            if missing:
+                raise EngineError(_describe_missing(self.name, missing))
+            self._checked_identity = str(info.identity)
+        return info
 
     async def pause(self, *, timeout_s: float = 0.0) -> None:
         await self.request("POST", "/pause?mode=keep", {}, timeout_s=timeout_s, read=None)
@@ -97,8 +108,8 @@ class VLLMClient(ServerClient):
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
         """Loads a folder, also after a start with dummy weights; one that the server cannot read kills it."""
-        dummy_no_more = {"overrides": {"load_config": {"load_format": "auto"}}}
-        for method, arguments in (("update_config", dummy_no_more), ("reload_weights", {"weights_path": folder})):
+        real_weights = {"overrides": {"load_config": {"load_format": "auto"}}}
+        for method, arguments in (("update_config", real_weights), ("reload_weights", {"weights_path": folder})):
             await self._update("/collective_rpc", {"method": method, "kwargs": arguments}, timeout_s)
         await self._take_version(weight_version)
 
@@ -107,7 +118,8 @@ class VLLMClient(ServerClient):
 
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
         answer = await self._update("/weight_checker", {"action": "checksum"}, timeout_s, num_retries=None)
-        return rank_digests(answer["checksums"])
+        with self.reading("/weight_checker"):
+            return rank_digests(answer["checksums"])
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
         """Joins rank 0 by NCCL's unique id, which is the group's name."""
@@ -135,19 +147,22 @@ class VLLMClient(ServerClient):
             await self.flush_cache()
 
     def _num_cached_of(self, answer: dict[str, Any]) -> int:
-        details = answer["usage"]["prompt_tokens_details"]
-        if details is None:
-            raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
-        return int(details["cached_tokens"] or 0)
+        with self.reading(self.generate_path):
+            details = answer["usage"]["prompt_tokens_details"]
+            if details is not None:
+                return int(details["cached_tokens"] or 0)
+        raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
         """Asks by a request that is refused in any case."""
+        path = f"{self.generate_path}?"  # not the very path: a control connection does not wait behind completions
         try:
-            await self.request("POST", self.generate_path, {}, timeout_s=timeout_s, num_retries=0, read=None)
+            await self.request("POST", path, {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:
             if error.status == _UNAUTHORIZED:
                 raise
-            return ["--enable-scale-out"] if error.status == _FORBIDDEN else []
+            if error.status == _FORBIDDEN:
+                return ["--enable-scale-out"]
         return []
 
     async def _explain_absence(self, timeout_s: float) -> str:
@@ -156,12 +171,14 @@ class VLLMClient(ServerClient):
             return f"{self.name} is an SGLang server. Set the engine to SGLangEngine, or urls to vLLM servers."
         if not await self.has_route("/version", timeout_s):
             return f"{self.name} is not a vLLM server. Set urls to the addresses of vLLM servers."
+        if await self.has_route(_SERVER_INFO, timeout_s):
+            return f"{self.name} is a vLLM server without /weight_info. Use vLLM 0.32 or later."
         missing = ["VLLM_SERVER_DEV_MODE=1 in its environment", *await self._missing_arguments(timeout_s)]
         return _describe_missing(self.name, missing)
 
 
 def _describe_missing(name: str, arguments: Sequence[str]) -> str:
-    return f"The vLLM server at {name} was started without {' and '.join(arguments)}. {_HOW}"
+    return f"The vLLM server at {name} was started without {' and '.join(arguments)}. {_RESTART_HELP}"
 
 
 def read_server_info(config: dict[str, Any]) -> ServerInfo:
@@ -191,6 +208,6 @@ def rank_digests(checksums: dict[str, str]) -> RankDigests:
     ranks: dict[int, dict[str, str]] = {}
     for key, checksum in checksums.items():
         *_, rank, name = key.split(":")
-        digest = "" if checksum.startswith(_OF_NOTHING) else checksum[:16]
+        digest = "" if checksum.startswith(_EMPTY_DIGEST) else checksum[:16]
         ranks.setdefault(int(rank.removeprefix("tp")), {})[name] = digest
     return [held for _, held in sorted(ranks.items())]
