@@ -156,6 +156,19 @@ def test_each_kind_of_engine_names_a_server_of_the_other_kind(start):
         SGLangEngine(urls=[start(vllm=True).url], timeouts=Deadlines()).start(LARGE)
 
 
+def test_top_p_at_a_server_of_few_logprobs_says_how_to_start_it(start):
+    server = start(vllm=True, vllm_without=["max-logprobs"])
+    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
+    engine.start(LARGE)
+    try:
+        engine.load_weights(one_weight(0), weight_version=0)
+        request = engine.generate([1, 2], Sampling(top_p=0.5), session="s")
+        with pytest.raises(EngineError, match=r"HTTP 400.*max allowed: 20.*needs --max-logprobs 4008"):
+            asyncio.run(request)
+    finally:
+        engine.close()
+
+
 def test_a_broadcast_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="transport='distributed' needs a GPU"):
@@ -176,6 +189,7 @@ def test_a_wrong_token_is_refused_at_the_start(start, monkeypatch):
         ({"transport": "tensor"}, "transport must be disk or delta or distributed for VLLMEngine, got 'tensor'"),
         ({"placement": "colocated"}, "placement must be separate for VLLMEngine"),
         ({"adapters": "served"}, "adapters must be merged for VLLMEngine"),
+        ({"record_routes": True}, "record_routes must be None or False for VLLMEngine, got True"),
     ],
 )
 def test_what_only_the_other_engine_does_is_refused_by_name(settings, message):
@@ -217,7 +231,16 @@ def reply(**changes: Any) -> bytes:
 )
 def test_an_answer_with_an_error_is_unusable(changes, problem):
     assert not read_answer(reply()).problem
-    assert problem in read_answer(reply(**changes)).problem
+    answer = read_answer(reply(**changes))
+    assert problem in answer.problem
+    with pytest.raises(MalformedAnswer, match="http://there answered /inference/v1/generate with "):
+        CompletionDraft([1], Sampling()).add(answer, "http://there", route=VLLMClient.generate_path)
+
+
+def test_an_answer_without_supports_says_which_argument_gives_them():
+    draft = CompletionDraft([1], Sampling(max_new_tokens=2, top_k=2))
+    with pytest.raises(MalformedAnswer, match=r"which tokens it sampled from.* needs --max-logprobs 4008"):
+        draft.add(read_answer(reply()), "http://there", support_help=VLLMClient.support_help)
 
 
 def truncated_reply(num_possible: int, num_requested: int) -> bytes:

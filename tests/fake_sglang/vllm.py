@@ -22,7 +22,8 @@ PACKED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 class FakeVLLMServer(FakeServer):
     """`vllm_without` in the arguments names what it was started without: `dev-mode`, `scale-out`, `details`, `mode`.
 
-    With `weight-info` it is an older vLLM, with `form` one whose answers have another form.
+    Without `max-logprobs` it allows vLLM's 20. Without `weight-info` it is an older vLLM, without `form` one whose
+    answers have another form.
     """
 
     def is_open(self, path: str) -> bool:
@@ -73,6 +74,8 @@ class FakeVLLMServer(FakeServer):
         is_truncated = params.get("top_k", -1) > 0 and params.get("temperature", 1.0) > 0
         if num_logprobs > self.model.vocab_size:
             raise Refused("the real server dies of more logprobs than the vocabulary has")
+        if num_logprobs > 20 and "max-logprobs" in self._without:
+            raise Refused(f"Requested sample logprobs of {num_logprobs}, which is greater than max allowed: 20")
         given = {
             "rid": body.get("request_id"),
             "input_ids": body["token_ids"],

@@ -47,6 +47,7 @@ class ServerClient(Connection, ABC):
     """
 
     version: str  # program and version whose answers it reads, for messages
+    support_help: str  # how to make it return which tokens it sampled from
 
     @staticmethod
     @abstractmethod

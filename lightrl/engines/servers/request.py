@@ -103,12 +103,16 @@ class CompletionDraft:
         """Tokens of prompt and completion together; a measure of a server's load."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
-    def add(self, answer: Answer, server: str) -> None:
-        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion."""
+    def add(self, answer: Answer, server: str, *, route: str = "/generate", support_help: str = "") -> None:
+        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion.
+
+        Args:
+            route, support_help: the server's; the latter says how to make it return which tokens it sampled from.
+        """
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(
-                f"{server} answered /generate with {answer.problem}. Check that this run loaded its weights."
+                f"{server} answered {route} with {answer.problem}. Check that this run loaded its weights."
             )
         if self.adapter is not None:
             if other := sorted({version for version, _ in versions.runs()} - {self.adapter.base_version}):
@@ -138,8 +142,8 @@ class CompletionDraft:
         if self.sampling.is_truncated and token_ids:
             if answer.supports is None:
                 raise MalformedAnswer(
-                    f"{server} did not return which tokens it sampled from (return_sampling_mask), which training with "
-                    "top_p or top_k needs. Use SGLang 0.5.20 or later."
+                    f"{server} did not return which tokens it sampled from, which training with top_p or top_k needs. "
+                    f"{support_help}"
                 )
             if answer.max_support is not None and answer.max_support < self.vocab_size:
                 raise MalformedAnswer(

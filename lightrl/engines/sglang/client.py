@@ -35,8 +35,10 @@ class SGLangClient(ServerClient):
 
     program = "an SGLang server"
     version = "SGLang 0.5.23"
-    not_found_hints: ClassVar = {
-        "/model_info": "This is not an SGLang server. If it is a gateway, set router to it, and urls to the servers."
+    support_help = "Use SGLang 0.5.20 or later."
+    hints: ClassVar = {
+        (_NOT_FOUND, "/model_info"): "This is not an SGLang server. If it is a gateway, set router to it, and urls to "
+        "the servers."
     }
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)

@@ -18,7 +18,7 @@ vLLM asks for its key on the first route alone: whoever reaches the port may loa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from lightrl.engines.servers.client import GroupPlace, ServerClient, TensorLayout
 from lightrl.engines.servers.connection import ServerRefused
@@ -29,7 +29,7 @@ from lightrl.weights.digests import DTYPES, RankDigests
 
 LOGPROBS_MODE = "processed_logprobs"
 _SERVER_INFO = "/server_info?config_format=json"
-_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
+_BAD_REQUEST, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 400, 401, 403, 404
 # Arguments that change who holds a parameter; see `layout_problem`.
 _OTHER_LAYOUTS = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
 _RESTART_HELP = "Restart it with that, or start one with `lightrl serve --engine vllm`."
@@ -42,6 +42,8 @@ class VLLMClient(ServerClient):
     generate_path = "/inference/v1/generate"
     program = "a vLLM server"
     version = "vLLM 0.32"
+    support_help = f"A vLLM server needs --max-logprobs {generation.MAX_LOGPROBS} for them."
+    hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. For top_p or top_k: {support_help}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
     _checked_identity = ""  # of the process whose arguments suffice

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
+from lightrl.trajectory import MAX_SUPPORT
 
 MAX_TIES = 8  # tokens of the support beyond `top_k`: they are as likely as the last one within
+MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # of a token
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 
