@@ -311,12 +311,12 @@ def test_the_built_environment_is_found_and_a_half_built_one_is_not(tmp_path, mo
     monkeypatch.setenv("LIGHTRL_VLLM_CACHE", str(tmp_path))
     monkeypatch.delenv("LIGHTRL_VLLM_PYTHON", raising=False)
     build = build_script("vllm")
-    folder = build.environment_folder()
+    folder = build.FOLDER.path()
     (folder / "bin").mkdir(parents=True)
     (folder / "bin/python").symlink_to(sys.executable)
-    assert build.built_python() is None
+    assert build.FOLDER.find() is None
     with pytest.raises(ValueError, match=r"pip install vllm.*scripts/vllm_cpu/build.py"):
         VLLMProcess.find_python()
-    (folder / build.READY).touch()
+    (folder / build.FOLDER.ready).touch()
     assert build.build() == folder / "bin/python"  # found, not built again
     assert VLLMProcess.find_python() == (str(tmp_path / "vllm-cpu/bin/python"), True)
