@@ -183,13 +183,12 @@ def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
     Args:
         what: is waited for, in warnings and in the error: "batch 3 of data.jsonl".
     """
-    deadline = time.monotonic() + timeout_s
-    left_s = timeout_s
-    while not wait([future], min(WARN_EVERY_S, left_s)).done:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
+    began_s, waited_s = time.monotonic(), 0.0
+    while not wait([future], min(WARN_EVERY_S, timeout_s - waited_s)).done:
+        waited_s = time.monotonic() - began_s
+        if waited_s >= timeout_s:
             raise TimeoutError(f"{what} did not come within {timeout_s:g} s. Its disk or network may hang.")
-        log.warning("%s has not come for %.0f s. Waiting.", what, timeout_s - left_s)
+        log.warning("%s has not come for %.0f s. Waiting.", what, waited_s)
     return future.result()
 
 

@@ -1,8 +1,7 @@
 """Digests of what the trainer sends, in a server's dtype and layout, to compare with the server's own.
 
-SGLang's `/weights_checker` and vLLM's `/weight_checker` give a digest of each parameter they hold, by rank: q, k and v
-in one tensor, gate and up in one, each rank's shard, the vocabulary padded with zeros. `Digests` computes the same from
-the buckets that pass by:
+SGLang's `/weights_checker` and vLLM's `/weight_checker` give one of each parameter, by rank: q, k and v in one tensor,
+gate and up in one, each rank's shard, the vocabulary padded with zeros. `Digests` computes the same from the buckets:
 
     bucket ─► parts of a tensor ─► complete? ─► a thread: cast, cut into shards, hash ─► digests by rank and name
                   (q, k, v)         no: kept as a copy

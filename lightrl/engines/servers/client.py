@@ -75,10 +75,7 @@ class ServerClient(Connection, ABC):
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise EngineError(
-                f"{self.name} answered {path.partition('?')[0]} in another form than {self.version} ({error!r}). Use "
-                "that version."
-            ) from error
+            raise EngineError(f"{self.name} sent {path} in an unknown form ({error!r}). Use {self.version}.") from error
 
     async def has_route(self, path: str, timeout_s: float) -> bool:
         """Whether it answers a GET of this path, which shows its kind."""

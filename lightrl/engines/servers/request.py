@@ -104,11 +104,7 @@ class CompletionDraft:
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def add(self, answer: Answer, server: str, *, route: str = "/generate", support_help: str = "") -> None:
-        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion.
-
-        Args:
-            route, support_help: the server's; the latter says how to make it return which tokens it sampled from.
-        """
+        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(

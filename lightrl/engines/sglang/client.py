@@ -77,19 +77,17 @@ class SGLangClient(ServerClient):
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
         """`model_path`, the live `weight_version` and more; also the cheapest sign of life."""
         try:
-            answer = await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)
+            with self.reading("/model_info"):
+                return {**await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)}
         except ServerRefused as error:
             if error.status != _NOT_FOUND or not await self.has_route("/version", timeout_s):
                 raise
             problem = f"{self.name} is a vLLM server. Set the engine to VLLMEngine, or urls to SGLang servers."
             raise ServerRefused(problem, status=_NOT_FOUND) from error
-        with self.reading("/model_info"):
-            return {**answer}
 
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo:
-        answer = await self.request("GET", "/server_info", timeout_s=timeout_s)
         with self.reading("/server_info"):
-            return read_server_info(answer)
+            return read_server_info(await self.request("GET", "/server_info", timeout_s=timeout_s))
 
     async def pause(self, *, timeout_s: float = 0.0) -> None:
         await self.request("POST", "/pause_generation", {"mode": "retract"}, timeout_s=timeout_s, read=None)
@@ -175,13 +173,12 @@ class SGLangClient(ServerClient):
 
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
         try:
-            answer = await self.checksum(timeout_s=timeout_s)
+            with self.reading("/weights_checker"):
+                return target_digests(await self.checksum(timeout_s=timeout_s))
         except ServerRefused as error:
             if error.status == _NOT_FOUND:
                 return None
             raise
-        with self.reading("/weights_checker"):
-            return target_digests(answer)
 
     def is_unknown_adapter(self, error: EngineError) -> bool:
         return isinstance(error, ServerRefused) and "LoRA adapter" in str(error)

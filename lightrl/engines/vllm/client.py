@@ -68,19 +68,17 @@ class VLLMClient(ServerClient):
 
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
         try:
-            answer = await self.request("GET", "/weight_info", timeout_s=timeout_s, num_retries=num_retries)
+            with self.reading("/weight_info"):
+                return {**await self.request("GET", "/weight_info", timeout_s=timeout_s, num_retries=num_retries)}
         except ServerRefused as error:
             if error.status != _NOT_FOUND:
                 raise
             raise ServerRefused(await self._explain_absence(timeout_s), status=_NOT_FOUND) from error
-        with self.reading("/weight_info"):
-            return {**answer}
 
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo:
         """Raises EngineError if the server was started without what rollouts need."""
-        answer = await self.request("GET", _SERVER_INFO, timeout_s=timeout_s)
-        with self.reading(_SERVER_INFO):
-            config = answer["vllm_config"]
+        with self.reading("/server_info"):
+            config = (await self.request("GET", _SERVER_INFO, timeout_s=timeout_s))["vllm_config"]
             info, logprobs_mode = read_server_info(config), config["model_config"]["logprobs_mode"]
         if info.identity != self._checked_identity:
             missing = await self._missing_arguments(timeout_s)
@@ -119,8 +117,8 @@ class VLLMClient(ServerClient):
         await self._update("/update_weight_version", {"new_version": weight_version}, num_retries=None)
 
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
-        answer = await self._update("/weight_checker", {"action": "checksum"}, timeout_s, num_retries=None)
         with self.reading("/weight_checker"):
+            answer = await self._update("/weight_checker", {"action": "checksum"}, timeout_s, num_retries=None)
             return rank_digests(answer["checksums"])
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
@@ -156,15 +154,13 @@ class VLLMClient(ServerClient):
         raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
-        """Asks by a request that is refused in any case."""
-        path = f"{self.generate_path}?"  # not the very path: a control connection does not wait behind completions
+        """Asks by a request that is refused in any case; the `?` keeps it from waiting behind completions."""
         try:
-            await self.request("POST", path, {}, timeout_s=timeout_s, num_retries=0, read=None)
+            await self.request("POST", f"{self.generate_path}?", {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:
             if error.status == _UNAUTHORIZED:
                 raise
-            if error.status == _FORBIDDEN:
-                return ["--enable-scale-out"]
+            return ["--enable-scale-out"] if error.status == _FORBIDDEN else []
         return []
 
     async def _explain_absence(self, timeout_s: float) -> str:
