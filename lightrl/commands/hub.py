@@ -21,6 +21,7 @@ _CURVE = ("val/accuracy_fraction", "val/reward", "rollout/accuracy_fraction", "r
 _PACKAGES = ("lightrl", "torch", "transformers", "lightning")
 _DATA = re.compile(r"data\.(train|validation|test)(\.(source|name|split|columns.*|arguments.*))?$")
 _IMAGE = "learning_curve.png"
+_MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 
 
 class Hub:
@@ -39,9 +40,11 @@ class Hub:
             self._api.create_repo(repo, private=True, exist_ok=True)
 
     def upload(self, folder: Path, message: str) -> None:
-        """Replaces the repository's files of the same names by those of a folder."""
+        """Replaces the repository's files of the same names by those of a folder, and removes an older model's."""
         with user_code(self._refusal):
-            self._api.upload_folder(repo_id=self.repo, folder_path=folder, commit_message=message)
+            self._api.upload_folder(
+                repo_id=self.repo, folder_path=folder, commit_message=message, delete_patterns=_MODEL_FILES
+            )
         log.info("Pushed %s to %s/%s.", folder, self._api.endpoint, self.repo)
 
     def _refusal(self, error: BaseException) -> ValueError:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["sglang", "vllm"]
 _PROCESSES: dict[Kind, Callable[..., ServerProcess]] = {"sglang": SGLangProcess, "vllm": VLLMProcess}
 _ENGINES: dict[str, Kind] = {"SGLangEngine": "sglang", "VLLMEngine": "vllm"}
-_FROM_ENGINE = ("servers", "tp", "sglang_python", "vllm_python", "server_args")
+_FROM_ENGINE = ("servers", "tp", "sglang_python", "vllm_python")
 _SERVER_ARG = "--server_args."
 _LOOPBACK, _ANY = ("127.0.0.1", "localhost", "::1"), ("", "0.0.0.0", "::")
 _EPILOG = """\
@@ -198,14 +198,16 @@ def served_folder(model: ModelSpec, folder: Path) -> Path:
     return folder
 
 
-def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """The policy and the engine's settings of run configurations; later ones win."""
+def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple[Any, dict[str, Any]]:
+    """The policy and the engine's settings of run configurations; later ones win, and the command line's engine."""
     policy: Any = None
     settings: dict[str, Any] = {}
+    server_args: dict[str, dict[str, Any]] = {}  # by kind of engine
     for config in configs:
         content = UserSettings.read(["--config", config])
         policy = content.section("model.init_args").get("policy", policy)
         engine = content.section("trainer").get("engine")
+        engine = {"class_path": engine} if isinstance(engine, str) else engine
         if isinstance(engine, dict):
             kind = _ENGINES.get(str(engine.get("class_path", "")).rpartition(".")[2])
             if kind is None:
@@ -215,11 +217,15 @@ def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
                 )
             settings["engine"] = kind
             args = engine.get("init_args") or {}
-            server_args = {**settings.get("server_args", {}), **(args.get("server_args") or {})}
+            server_args.setdefault(kind, {}).update(args.get("server_args") or {})
             settings |= {name: args[name] for name in _FROM_ENGINE if args.get(name) is not None}
-            settings["server_args"] = server_args
             if "startup_s" in (args.get("timeouts") or {}):
                 settings["startup_timeout_s"] = args["timeouts"]["startup_s"]
+    chosen = engine_flag or settings.get("engine", "sglang")
+    settings["server_args"] = server_args.pop(chosen, None)
+    for other, names in server_args.items():
+        if names:
+            log.warning("The servers are %s: the server_args of %s are left out: %s.", chosen, other, ", ".join(names))
     return policy, settings
 
 
@@ -242,8 +248,10 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     """The arguments of `serve` from a command line and its configurations; the command line wins."""
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     reader.add_argument("--config", action="append", default=[])
+    reader.add_argument("--engine")
     options, rest = reader.parse_known_args([_with_value(*pair) for pair in zip(args, [*args[1:], "--"], strict=False)])
-    policy, settings = settings_of(options.config)
+    policy, settings = settings_of(options.config, options.engine)
+    rest += [] if options.engine is None else [f"--engine={options.engine}"]
 
     parser = ArgumentParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
     parser.add_argument("--config", help="a run's YAML, for its policy and its engine of servers; may be repeated")

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 from lightrl.errors import RolloutError
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-Work = Coroutine[object, None, _T]
+T = TypeVar("T")
+Work = Coroutine[object, None, T]
 
 _LAST_TASKS_S = 5.0  # for the tasks that are left when the loop ends; one may ignore its cancellation
 WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
@@ -69,7 +69,7 @@ class LoopThread(threading.Thread):
                     _ = task.done() and not task.cancelled() and task.exception()  # has been reported
         self.loop.close()
 
-    def call(self, coroutine: Work[_T]) -> _T:
+    def call(self, coroutine: Work[T]) -> T:
         """The result of a coroutine that takes milliseconds; RolloutError if the loop is closed or blocked."""
         future = self._submit(coroutine)
         for _ in range(math.ceil(self.loop_timeout_s / WAIT_S)):
@@ -83,12 +83,12 @@ class LoopThread(threading.Thread):
 
     def wait_for(
         self,
-        coroutine: Work[_T],
+        coroutine: Work[T],
         *,
         on_answer: Callable[[], None],
         on_wait: Callable[[], None],
         who: str,
-    ) -> _T:
+    ) -> T:
         """The coroutine's result; an exception here cancels it.
 
         Args:
@@ -135,7 +135,7 @@ class LoopThread(threading.Thread):
         if self.is_alive():
             log.warning("Rollout tasks did not end within %.1f s after cancellation; abandoning them.", timeout_s)
 
-    def _submit(self, coroutine: Work[_T]) -> concurrent.futures.Future[_T]:
+    def _submit(self, coroutine: Work[T]) -> concurrent.futures.Future[T]:
         if self._closing is not None or not self.is_alive():
             coroutine.close()
             raise self._ended_error()
@@ -166,7 +166,6 @@ async def _end_tasks(tasks: set[asyncio.Task[object]]) -> None:
     await asyncio.wait(tasks, timeout=_LAST_TASKS_S)
 
 
-T = TypeVar("T")
 Call = tuple[Callable[..., object], tuple[object, ...]]
 
 _CALLS_A_TICK = 64  # then the event loop does what follows from them

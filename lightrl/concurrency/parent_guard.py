@@ -10,8 +10,8 @@ The guard ends the command when the pipe closes (the parent closed it, exited, o
 is gone (a forked child may still hold the pipe open), and on SIGTERM. SIGTERM comes first, with GRACE_S seconds to obey
 it, or as many as the parent wrote into the pipe before it closed it; then SIGKILL, also for processes that left the
 command's group: Linux gives them to the guard when their parents die. If the guard itself is killed, Linux kills the
-command. The exit code is the command's, 128 + n for signal n. The file REMOVE is deleted at the end. Descriptors that
-the parent passes to the guard (`pass_fds`) are the command's too.
+command. The exit code is the command's, 128 + n for signal n. The file REMOVE, unless it is empty, is deleted at the
+end. Descriptors that the parent passes to the guard (`pass_fds`) are the command's too.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if process is not None:
             _end(process, seconds)
-        Path(remove).unlink(missing_ok=True)
+        if remove:
+            Path(remove).unlink(missing_ok=True)
     code = process.returncode if process is not None else 128 + signal.SIGTERM
     return code if code >= 0 else 128 - code
 
@@ -207,7 +208,7 @@ class GuardedProcesses:
         """
         if log_file is not None:
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        guard = [sys.executable, "-I", __file__, str(os.getpid()), str(grace_s), f"{log_file}.none"]
+        guard = [sys.executable, "-I", __file__, str(os.getpid()), str(grace_s), ""]
         secrets = {variable: Path(file).read_text().strip() for variable, file in secret_files.items()}
         with contextlib.nullcontext() if log_file is None else Path(log_file).open("ab") as log:
             self.guards[name] = subprocess.Popen(

@@ -66,7 +66,7 @@ class TorchrunLauncher(Launcher):
             words = [f"--{key}={value}" for key, value in main.items()]
             words += [f"--master-addr={plan.hosts[0]}", f"--master-port={plan.port}"]
             # A rank must not outlive its torchrun, not even one that is killed.
-            guard = ["-m", parent_guard.__name__, "0", str(plan.launch.warning_s), f"{plan.log_file(process)}.none"]
+            guard = ["-m", parent_guard.__name__, "0", str(plan.launch.warning_s), ""]
             command = [command[0], "-m", "torch.distributed.run", *words, "--no-python", command[0], *guard, *command]
         end = ' "$@" < /dev/null' if process.role == "trainer" else ""
         return "\n".join([*script_head(plan, environment, before=before), f"exec {inside(plan, command)}{end}"]) + "\n"

@@ -1,7 +1,7 @@
 """Digests of what the trainer sends, in a server's dtype and layout, to compare with the server's own.
 
-SGLang's `/weights_checker` gives a digest of each parameter it holds, by rank: q, k and v in one tensor, gate and up in
-one, each rank's shard, the vocabulary padded with zeros. `Digests` computes the same from the buckets that pass by:
+SGLang's `/weights_checker` and vLLM's `/weight_checker` give one of each parameter, by rank: q, k and v in one tensor,
+gate and up in one, each rank's shard, the vocabulary padded with zeros. `Digests` computes the same from the buckets:
 
     bucket ─► parts of a tensor ─► complete? ─► a thread: cast, cut into shards, hash ─► digests by rank and name
                   (q, k, v)         no: kept as a copy
@@ -85,7 +85,7 @@ def _split_mix(value: int) -> int:
 # present configs, so their layout could not be tried.
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
-RankDigests = list[dict[str, str]]  # a dict for each rank: SGLang's parameter name → 16 hexadecimal digits
+RankDigests = list[dict[str, str]]  # a dict for each rank: the server's parameter name → 16 hexadecimal digits
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FUSED = {"q_proj": ("qkv_proj", 0, 3), "k_proj": ("qkv_proj", 1, 3), "v_proj": ("qkv_proj", 2, 3),
@@ -115,7 +115,7 @@ class ServerLayout:
 def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:
     """Says why the digests of this layout cannot be computed; None if they can."""
     if config.model_type not in FAMILIES:
-        return f"the layout of model_type={config.model_type!r} in SGLang is unknown here"
+        return f"the layout of model_type={config.model_type!r} on servers is unknown here"
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     if layout.is_padded and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
         return f"SGLang pads {heads} heads and {key_value_heads} key-value heads on {layout.num_ranks} CPU ranks"
@@ -213,7 +213,7 @@ class Digests:
                     digests[rank][OUTPUT_HEAD] = digest  # some servers hold a tied head twice
 
     def _shard(self, name: str, index: int, part: Tensor, rank: int, layout: ServerLayout) -> Tensor:
-        """The share of a part that `rank` holds, with zeros where SGLang pads; all of it where each rank holds all."""
+        """The share of a part that `rank` holds, with zeros where servers pad; all of it where each rank holds all."""
         *_, module, kind = ("", *name.split("."))
         num = layout.num_ranks
         if module == "embed_tokens" and self._config.model_type == "gemma3_text":
@@ -237,7 +237,7 @@ class Digests:
 
 
 def _fused(name: str) -> tuple[str, int, int]:
-    """SGLang's name for a parameter, which of its parts this one is, and how many it has."""
+    """The servers' name for a parameter, which of its parts this one is, and how many it has."""
     pieces = name.split(".")
     if len(pieces) > 1 and pieces[-2] in _FUSED:
         pieces[-2], index, num = _FUSED[pieces[-2]]
@@ -264,7 +264,7 @@ def _cut(tensor: Tensor, dim: int, size: int, num: int, index: int) -> Tensor:
 
 
 def _digest(parts: list[Tensor], layout: ServerLayout) -> str:
-    """SGLang's `tensor_hash` of the parts one after the other, as it is printed."""
+    """The server's digest of the parts one after the other: SGLang's `tensor_hash` on a GPU, else SHA-256."""
     if not layout.is_cpu and not layout.is_vllm:
         return f"{tile_hash(torch.cat([part.reshape(-1) for part in parts])):016x}"
     digest = hashlib.sha256()  # it releases the GIL

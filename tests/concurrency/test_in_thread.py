@@ -1,5 +1,7 @@
 import asyncio
 import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +45,21 @@ def test_a_read_that_hangs_is_warned_of_and_ends_with_what_was_waited_for(
     assert "Batch 3 has not come for" in caplog.text
     ends.set()
     assert result_of(future, "Batch 3", timeout_s=60)
+
+
+def test_a_deadline_between_two_warnings_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def pass_time(futures: list[Future[object]], seconds: float) -> SimpleNamespace:
+        nonlocal now_s
+        now_s += seconds
+        return SimpleNamespace(done=set())
+
+    monkeypatch.setattr(in_thread, "wait", pass_time)
+    monkeypatch.setattr(in_thread, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with pytest.raises(TimeoutError, match="within 90 s"):
+        result_of(Future(), "Batch 3", timeout_s=90.0)
+    assert now_s == 90.0
 
 
 def test_an_error_of_the_function_is_raised_where_its_result_is_asked_for() -> None:

@@ -69,7 +69,7 @@ def build_script(kind: Kind = "sglang") -> ModuleType:
 
 def built_python(kind: Kind = "sglang") -> str:
     """Of the built environment; skips the test where there is none."""
-    python = build_script(kind).built_python()
+    python = build_script(kind).FOLDER.find()
     if python is None:
         how = f"Build it: {sys.executable} {build_file(kind)}"
         pytest.skip(f"{NAMES[kind]} for this machine's CPU is not built. {how}")

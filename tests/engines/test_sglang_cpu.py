@@ -12,12 +12,12 @@ from real_servers import build_file, build_script
 def test_a_half_built_environment_does_not_count(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTRL_SGLANG_CACHE", str(tmp_path))
     build = build_script()
-    folder = build.environment_folder()
+    folder = build.FOLDER.path()
     (folder / "bin").mkdir(parents=True)
     (folder / "bin/python").symlink_to(sys.executable)
-    assert build.built_python() is None
-    (folder / build.READY).touch()
-    assert build.built_python() == folder / "bin/python"
+    assert build.FOLDER.find() is None
+    (folder / build.FOLDER.ready).touch()
+    assert build.FOLDER.find() == folder / "bin/python"
     assert build.build() == folder / "bin/python"  # found, not built again
     assert (tmp_path / "sglang-cpu").resolve() == folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ from sync_cases import LARGE, config_of, one_weight, running
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import Deadlines
 
-from lightrl.engines.servers.request import CompletionDraft
+from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.vllm.client import rank_digests
+from lightrl.engines.vllm.client import VLLMClient, rank_digests
 from lightrl.engines.vllm.command import VLLMProcess
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.engines.vllm.generation import read_answer, request_of
@@ -91,12 +92,49 @@ def test_digests_of_vllm_on_a_gpu_are_of_the_bytes_without_padding():
         (["dev-mode"], r"started without VLLM_SERVER_DEV_MODE=1 in its environment\. Restart"),
         (["dev-mode", "scale-out"], r"VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out\. Restart"),
         (["scale-out", "mode"], "without --enable-scale-out and --logprobs-mode processed_logprobs"),
+        (["weight-info"], r"http.* is a vLLM server without /weight_info\. Use vLLM 0\.32 or later"),
+        (["form"], r"http.* sent /server_info in an unknown form \(TypeError.*Use vLLM 0\.32"),
     ],
 )
 def test_a_server_without_what_rollouts_need_is_refused_and_all_of_it_is_named(without, message, start):
     server = start(vllm=True, vllm_without=without)
     with pytest.raises(EngineError, match=message):
         VLLMEngine(urls=[server.url], timeouts=Deadlines()).start(LARGE)
+
+
+@pytest.mark.parametrize("num_errors", [0, 4], ids=["at the start", "at the first load"])
+def test_it_is_refused_also_if_nothing_is_verified(num_errors, start):
+    server = start(vllm=True, vllm_without=["mode"])
+    if num_errors:
+        server.fault("error", "/server_info", count=num_errors)  # at the start it does not answer
+    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
+    engine.should_verify = False
+    try:
+        if num_errors:
+            engine.start(LARGE)
+        with pytest.raises(EngineError, match="without --logprobs-mode processed_logprobs"):
+            engine.load_weights(one_weight(0), weight_version=0) if num_errors else engine.start(LARGE)
+    finally:
+        engine.close()
+
+
+def test_whether_a_server_generates_is_asked_once_and_not_behind_completions(start):
+    server = start(vllm=True)
+    server.fault("hang", "/inference/v1/generate", count=1)
+    client = VLLMClient(server.url, timeouts=Deadlines(), max_connections=1)
+
+    async def ask_thrice() -> None:
+        hung = asyncio.ensure_future(client.generate({}))
+        while "/inference/v1/generate" not in server.stats()["requests"]:
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            await client.server_info()
+        hung.cancel()
+        await client.close()
+
+    asyncio.run(ask_thrice())
+    num_requests = server.stats()["requests"]
+    assert (num_requests["/server_info"], num_requests["/inference/v1/generate"]) == (3, 2)
 
 
 def test_a_server_that_cannot_tell_what_was_cached_is_refused_by_the_probe(start):
@@ -116,6 +154,19 @@ def test_each_kind_of_engine_names_a_server_of_the_other_kind(start):
         VLLMEngine(urls=[start().url], timeouts=Deadlines()).start(LARGE)
     with pytest.raises(EngineError, match=r"is a vLLM server\. Set the engine to VLLMEngine"):
         SGLangEngine(urls=[start(vllm=True).url], timeouts=Deadlines()).start(LARGE)
+
+
+def test_top_p_at_a_server_of_few_logprobs_says_how_to_start_it(start):
+    server = start(vllm=True, vllm_without=["max-logprobs"])
+    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
+    engine.start(LARGE)
+    try:
+        engine.load_weights(one_weight(0), weight_version=0)
+        request = engine.generate([1, 2], Sampling(top_p=0.5), session="s")
+        with pytest.raises(EngineError, match=r"HTTP 400.*max allowed: 20.*needs --max-logprobs 4008"):
+            asyncio.run(request)
+    finally:
+        engine.close()
 
 
 def test_a_broadcast_without_a_gpu_is_refused(monkeypatch):
@@ -138,6 +189,7 @@ def test_a_wrong_token_is_refused_at_the_start(start, monkeypatch):
         ({"transport": "tensor"}, "transport must be disk or delta or distributed for VLLMEngine, got 'tensor'"),
         ({"placement": "colocated"}, "placement must be separate for VLLMEngine"),
         ({"adapters": "served"}, "adapters must be merged for VLLMEngine"),
+        ({"record_routes": True}, "record_routes must be None or False for VLLMEngine, got True"),
     ],
 )
 def test_what_only_the_other_engine_does_is_refused_by_name(settings, message):
@@ -179,7 +231,40 @@ def reply(**changes: Any) -> bytes:
 )
 def test_an_answer_with_an_error_is_unusable(changes, problem):
     assert not read_answer(reply()).problem
-    assert problem in read_answer(reply(**changes)).problem
+    answer = read_answer(reply(**changes))
+    assert problem in answer.problem
+    with pytest.raises(MalformedAnswer, match="http://there answered /inference/v1/generate with "):
+        CompletionDraft([1], Sampling()).add(answer, "http://there", route=VLLMClient.generate_path)
+
+
+def test_an_answer_without_supports_says_which_argument_gives_them():
+    draft = CompletionDraft([1], Sampling(max_new_tokens=2, top_k=2))
+    with pytest.raises(MalformedAnswer, match=r"which tokens it sampled from.* needs --max-logprobs 4008"):
+        draft.add(read_answer(reply()), "http://there", support_help=VLLMClient.support_help)
+
+
+def truncated_reply(num_possible: int, num_requested: int) -> bytes:
+    """One token, and as many most likely ones as were requested; the rest of them is impossible."""
+    top = [{"token_id": token, "logprob": -0.5 if token < num_possible else -9999.0} for token in range(num_requested)]
+    entries = [{"token_id": 0, "logprob": -0.5, "top_logprobs": top}]
+    versions = [{"version": "7", "start": 0, "end": 1}]
+    return reply(token_ids=[0], logprobs={"content": entries}, weight_versions=versions)
+
+
+@pytest.mark.parametrize(
+    ("num_possible", "vocab_size", "is_complete"), [(2, 61, True), (9, 61, True), (10, 61, False), (10, 10, True)]
+)
+def test_a_support_that_may_lack_tied_tokens_is_refused(num_possible, vocab_size, is_complete):
+    draft = CompletionDraft([1], Sampling(max_new_tokens=1, top_k=2), vocab_size=vocab_size)
+    num_requested = request_of(draft, "r", "run-3")["sampling_params"]["logprobs"]
+    assert num_requested == 10
+    answer = read_answer(truncated_reply(num_possible, num_requested))
+    if is_complete:
+        draft.add(answer, "http://there")
+        assert draft.finish_reason == "length"
+    else:
+        with pytest.raises(MalformedAnswer, match=r"more than the 10 most likely tokens.* as likely as number 2"):
+            draft.add(answer, "http://there")
 
 
 def test_digests_are_sorted_by_rank_and_packed_parameters_have_none():
@@ -226,12 +311,12 @@ def test_the_built_environment_is_found_and_a_half_built_one_is_not(tmp_path, mo
     monkeypatch.setenv("LIGHTRL_VLLM_CACHE", str(tmp_path))
     monkeypatch.delenv("LIGHTRL_VLLM_PYTHON", raising=False)
     build = build_script("vllm")
-    folder = build.environment_folder()
+    folder = build.FOLDER.path()
     (folder / "bin").mkdir(parents=True)
     (folder / "bin/python").symlink_to(sys.executable)
-    assert build.built_python() is None
+    assert build.FOLDER.find() is None
     with pytest.raises(ValueError, match=r"pip install vllm.*scripts/vllm_cpu/build.py"):
         VLLMProcess.find_python()
-    (folder / build.READY).touch()
+    (folder / build.FOLDER.ready).touch()
     assert build.build() == folder / "bin/python"  # found, not built again
     assert VLLMProcess.find_python() == (str(tmp_path / "vllm-cpu/bin/python"), True)

@@ -20,7 +20,11 @@ PACKED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 class FakeVLLMServer(FakeServer):
-    """`vllm_without` in the arguments names what it was started without: `dev-mode`, `scale-out`, `details`, `mode`."""
+    """`vllm_without` in the arguments names what it was started without: `dev-mode`, `scale-out`, `details`, `mode`.
+
+    Without `max-logprobs` it allows vLLM's 20. Without `weight-info` it is an older vLLM, without `form` one whose
+    answers have another form.
+    """
 
     def is_open(self, path: str) -> bool:
         return not path.startswith("/inference")
@@ -46,6 +50,8 @@ class FakeVLLMServer(FakeServer):
                 "/weight_checker": self._digests,
             }
             gets |= {"/weight_info": self._weight_info, "/server_info": self._vllm_config}
+        if "weight-info" in without:
+            del gets["/weight_info"]
         for path, route in posts.items():
             app.router.add_post(path, json_handler(route))
         for path, handler in gets.items():
@@ -68,6 +74,8 @@ class FakeVLLMServer(FakeServer):
         is_truncated = params.get("top_k", -1) > 0 and params.get("temperature", 1.0) > 0
         if num_logprobs > self.model.vocab_size:
             raise Refused("the real server dies of more logprobs than the vocabulary has")
+        if num_logprobs > 20 and "max-logprobs" in self._without:
+            raise Refused(f"Requested sample logprobs of {num_logprobs}, which is greater than max allowed: 20")
         given = {
             "rid": body.get("request_id"),
             "input_ids": body["token_ids"],
@@ -161,7 +169,7 @@ class FakeVLLMServer(FakeServer):
             "cache_config": {"block_size": 1, "cache_dtype": "auto"},
             "device_config": {"device": "cpu"},
         }  # fmt: skip
-        return web.json_response({"vllm_config": config})
+        return web.json_response({"vllm_config": str(config) if "form" in self._without else config})
 
 
 def _top(token: int, logprob: float, mask: list[int], num: int) -> list[dict[str, Any]]:

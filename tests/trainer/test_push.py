@@ -45,6 +45,8 @@ class _Hub(BaseHTTPRequestHandler):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "deletedFile":
+                    del self.server.files[line["value"]["path"]]
             self._answer(200, {"commitUrl": f"{self.server.url}/me/digits/commit/1", "commitOid": "1", "success": True})
         else:
             self._answer(200, {})
@@ -52,6 +54,9 @@ class _Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self._answer(401, {"error": "Invalid username or password."})
+        elif "/tree/" in self.path:
+            sizes = {path: len(content) for path, content in self.server.files.items()}
+            self._answer(200, [{"type": "file", "path": path, "size": sizes[path], "oid": "0"} for path in sizes])
         else:
             self._answer(200, {"id": "me/digits", "sha": "0", "siblings": []})
 
@@ -142,6 +147,21 @@ def test_a_folder_is_pushed_to_a_private_repository(hub: Any, tmp_path: Path) ->
     Hub("me/digits").upload(tmp_path, "exported")
     assert [(one["name"], one["visibility"]) for one in hub.created] == [("digits", "private")]
     assert hub.files == {"README.md": b"card", "config.json": b"{}"}
+
+
+def test_a_second_push_leaves_no_model_files_of_the_first(hub: Any, tmp_path: Path) -> None:
+    pushes = (("adapter_config.json", "adapter_model.safetensors", "notes.md"), ("model.safetensors", "config.json"),
+              ("model.safetensors.index.json", "model-00001-of-00002.safetensors"))  # fmt: skip
+    for number, names in enumerate(pushes):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(f"{name} {number}")
+        Hub("me/digits").upload(folder, "exported")
+        assert {name for name in hub.files if "model" in name or "adapter" in name} == {
+            name for name in names if "model" in name or "adapter" in name
+        }
+    assert {"notes.md", "config.json"} <= hub.files.keys()
 
 
 @pytest.mark.bad_input

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,27 @@ from installed_agents import install, record
 
 def test_a_folder_that_is_half_installed_has_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTRL_AGENTS_CACHE", str(tmp_path))
-    program = install.agents_folder() / "node_modules" / "@anthropic-ai" / "claude-code-linux-x64" / "claude"
+    folder = install.FOLDER.path()
+    program = folder / "node_modules" / "@anthropic-ai" / "claude-code-linux-x64" / "claude"
     program.parent.mkdir(parents=True)
     program.touch()
     assert install.program("claude") is None
     with pytest.raises(FileNotFoundError, match=r"is not installed. Run: python .*install\.py"):
         install.start_command("claude", "http://127.0.0.1:1", "key", tmp_path / "home", "task")
-    (install.agents_folder() / install.READY).touch()
+    (folder / install.FOLDER.ready).touch()
     assert install.program("claude") == program
+    assert install.program("codex") is None
+
+
+def test_an_installation_that_hangs_ends_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    def hangs() -> Path:
+        raise subprocess.TimeoutExpired(["npm", "install"], 5.0)
+
+    assert install.FOLDER.main(hangs, only_find=False) == 1
+    assert (
+        "agents: could not be built: npm install ... did not end within 5 s. Check the network"
+        in capsys.readouterr().err
+    )
 
 
 def test_each_program_gets_the_endpoint_and_the_key_and_nothing_else_of_this_process(

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +46,9 @@ class ServerClient(Connection, ABC):
     transports, the placement or the served adapters that need them.
     """
 
+    version: str  # program and version whose answers it reads, for messages
+    support_help: str  # how to make it return which tokens it sampled from
+
     @staticmethod
     @abstractmethod
     def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
@@ -65,6 +68,14 @@ class ServerClient(Connection, ABC):
         """
         path = self.generate_path
         return await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries, read=read)
+
+    @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[None]:
+        """Raises EngineError if what is read inside, an answer of `path`, has another form."""
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{self.name} sent {path} in an unknown form ({error!r}). Use {self.version}.") from error
 
     async def has_route(self, path: str, timeout_s: float) -> bool:
         """Whether it answers a GET of this path, which shows its kind."""

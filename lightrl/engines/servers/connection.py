@@ -71,6 +71,9 @@ class OutOfFiles(EngineError):
     """Raised if this machine could not open another connection; the server has no part in it."""
 
 
+NO_ANSWER = (EngineUnreachable, EngineTimeout, ServerRefused, OutOfFiles)  # a later request may succeed
+
+
 class Connection:
     """HTTP to one server. For one event loop at a time; after `close` the next request opens new connections.
 
@@ -85,7 +88,7 @@ class Connection:
 
     generate_path = "/generate"
     program = "the right server"
-    not_found_hints: ClassVar[Mapping[str, str]] = {}  # path to what its absence means
+    hints: ClassVar[Mapping[tuple[int, str], str]] = {}  # HTTP status and path to what to do
 
     def __init__(
         self,
@@ -245,11 +248,11 @@ class Connection:
         return content
 
     def _hint(self, status: int, path: str) -> str:
+        if (status, path) in self.hints:
+            return self.hints[status, path]
         if status in (401, 403):
             problem = "does not accept this token" if self._headers else "requires a token, and this run has none"
             return f"The server {problem}. Set {TOKEN_VARIABLE} to the API key that it was started with."
-        if status == 404 and path in self.not_found_hints:
-            return self.not_found_hints[path]
         return "Check the server's log." if status >= 500 else "Fix the request."
 
     def _session(self, kind: str) -> aiohttp.ClientSession:

@@ -67,7 +67,7 @@ class Gateway(Connection):
     """
 
     program = "SGLang's gateway"
-    not_found_hints: ClassVar = {"/workers": "Check that router is the address of a gateway."}
+    hints: ClassVar = {(_NOT_FOUND, "/workers"): "Check that router is the address of a gateway."}
 
     def __init__(self, url: str, token: str | None, fleet: ServerFleet, **settings: Any):
         super().__init__(url, token=token, max_connections=connections_within(raise_open_files(), 1), **settings)

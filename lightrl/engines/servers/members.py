@@ -12,7 +12,7 @@ import time
 import aiohttp
 
 from lightrl.engines.servers.client import abort_at
-from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
+from lightrl.engines.servers.connection import NO_ANSWER, OutOfFiles, ServerRefused
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.gateway import Gateway
 from lightrl.engines.servers.home_loop import HomeLoop
@@ -52,10 +52,14 @@ class Members:
                 raise EngineError(problem)
 
     async def identify_all(self) -> None:
-        """Asks every server which process it is; one that does not answer is asked again at the first load."""
+        """Asks every server which process it is; one that does not answer is asked again at the first load.
+
+        Raises:
+            EngineError: if a server answers that it was started without what rollouts need.
+        """
 
         async def identify(server: Server) -> None:
-            with contextlib.suppress(EngineError):
+            with contextlib.suppress(*NO_ANSWER):
                 await server.identify()
 
         await asyncio.gather(*(identify(server) for server in self.fleet.in_state()))
@@ -189,7 +193,7 @@ def _is_other_program(error: EngineError) -> bool:
     """Whether what answered is not our server: it refuses the request or the token, or speaks no JSON."""
     if isinstance(error, ServerRefused):
         return not error.is_server_error
-    return isinstance(error.__cause__, (ValueError, aiohttp.ClientResponseError))
+    return isinstance(error.__cause__, (TypeError, ValueError, aiohttp.ClientResponseError))
 
 
 def _is_nowhere(error: EngineError) -> bool:

@@ -46,6 +46,7 @@ class Answer:
     supports: TokenArray[int] | None = None  # codes; None if the server did not send the supports
     # int32 [tokens of prompt and completion but the last * layers * k], expert ids; None if it did not send them.
     experts: Any = None
+    max_support: int | None = None  # tokens asked for at each place, if a support has all of them: it may have more
     problem: str = ""  # why it is unusable
 
 
@@ -102,12 +103,12 @@ class CompletionDraft:
         """Tokens of prompt and completion together; a measure of a server's load."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
-    def add(self, answer: Answer, server: str) -> None:
+    def add(self, answer: Answer, server: str, *, route: str = "/generate", support_help: str = "") -> None:
         """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(
-                f"{server} answered /generate with {answer.problem}. Check that this run loaded its weights."
+                f"{server} answered {route} with {answer.problem}. Check that this run loaded its weights."
             )
         if self.adapter is not None:
             if other := sorted({version for version, _ in versions.runs()} - {self.adapter.base_version}):
@@ -137,8 +138,14 @@ class CompletionDraft:
         if self.sampling.is_truncated and token_ids:
             if answer.supports is None:
                 raise MalformedAnswer(
-                    f"{server} did not return which tokens it sampled from (return_sampling_mask), which training with "
-                    "top_p or top_k needs. Use SGLang 0.5.20 or later."
+                    f"{server} did not return which tokens it sampled from, which training with top_p or top_k needs. "
+                    f"{support_help}"
+                )
+            if answer.max_support is not None and answer.max_support < self.vocab_size:
+                raise MalformedAnswer(
+                    f"{server} may have sampled from more than the {answer.max_support} most likely tokens, which are "
+                    f"all that it returns: too many are as likely as number {self.sampling.max_support}. Use another "
+                    "top_k or top_p, or SGLangEngine."
                 )
             self.supports = TokenArray.joined([self.supports, answer.supports], "B")
         if self.route_layout is not None and token_ids:
@@ -212,6 +219,7 @@ class RawAnswer:
     finish: str
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
     experts: str | None = None  # `Answer.experts` in base64
+    max_support: int | None = None  # as of `Answer`
 
 
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
@@ -248,7 +256,7 @@ def _checked(raw: RawAnswer) -> Answer:
             f"reason {raw.finish!r}; the numbers must be equal, the reason stop, length or abort"
         )
     experts = None if raw.experts is None else np.frombuffer(base64.b64decode(raw.experts), np.int32)
-    return Answer(token_ids, logprobs, versions, raw.finish, supports, experts)
+    return Answer(token_ids, logprobs, versions, raw.finish, supports, experts, raw.max_support)
 
 
 def _support_codes(supports: Sequence[Sequence[int]], token_ids: Sequence[int]) -> TokenArray[int]:

@@ -290,7 +290,7 @@ class RequestLoop:
             traffic.num_running -= 1
             if not has_gateway:
                 fleet.end_request(server, draft.max_tokens)
-        draft.add(answer, url)
+        draft.add(answer, url, route=server.client.generate_path, support_help=server.client.support_help)
 
     async def _send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
         """Returns the answer and the address of the server that gave it: a gateway chooses one."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.servers.client import ServerClient
-from lightrl.engines.servers.connection import OutOfFiles
+from lightrl.engines.servers.connection import OutOfFiles, ServerRefused
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.members import Members
@@ -21,7 +21,7 @@ from lightrl.engines.servers.server import GONE, Server
 from lightrl.engines.servers.sync.loader import WeightLoader
 from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.servers.timeouts import Timeouts
-from lightrl.errors import EngineError, EngineUnreachable, LightRLError
+from lightrl.errors import EngineError, EngineTimeout, LightRLError
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Watch:
                 answered_at = time.monotonic()  # the server was not asked
                 continue
             except EngineError as error:
-                is_gone = isinstance(error, EngineUnreachable)
+                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or is useless for rollouts
                 silent_s = min(time.monotonic() - answered_at, server.silent_s)
                 if server.state not in GONE and (is_gone or silent_s >= self.timeouts.hang_s):
                     self.members.lose(server, str(error))

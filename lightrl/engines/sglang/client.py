@@ -34,8 +34,11 @@ class SGLangClient(ServerClient):
     """One SGLang server; see `ServerClient` for the methods and `Connection` for the arguments."""
 
     program = "an SGLang server"
-    not_found_hints: ClassVar = {
-        "/model_info": "This is not an SGLang server. If it is a gateway, set router to it, and urls to the servers."
+    version = "SGLang 0.5.23"
+    support_help = "Use SGLang 0.5.20 or later."
+    hints: ClassVar = {
+        (_NOT_FOUND, "/model_info"): "This is not an SGLang server. If it is a gateway, set router to it, and urls to "
+        "the servers."
     }
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
@@ -46,15 +49,17 @@ class SGLangClient(ServerClient):
         if adapter is not None:
             body["lora_path"] = adapter
         answer = await self.generate(body, num_retries=0)
-        logprobs = answer["meta_info"].get("input_token_logprobs") or []
-        return [0.0, *(float(entry[0]) for entry in logprobs[1:])] if len(logprobs) == len(token_ids) else []
+        with self.reading(self.generate_path):
+            logprobs = answer["meta_info"].get("input_token_logprobs") or []
+            return [0.0, *(float(entry[0]) for entry in logprobs[1:])] if len(logprobs) == len(token_ids) else []
 
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
         # Sampled as most requests are: a greedy request in a batch makes SGLang sample other tokens for all of it.
         params = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"rid": rid, "input_ids": token_ids, "sampling_params": params, "extra_key": cache_key}
         answer = await self.generate(body, num_retries=0, timeout_s=timeout_s)
-        return int(answer["meta_info"].get("cached_tokens") or 0)
+        with self.reading(self.generate_path):
+            return int(answer["meta_info"].get("cached_tokens") or 0)
 
     async def classify(self, rows: Sequence[Sequence[int]], *, timeout_s: float = 0.0) -> list[list[float]]:
         """The numbers of a reward model's head at the last token of each row of token ids, usually one.
@@ -63,7 +68,8 @@ class SGLangClient(ServerClient):
         """
         body = {"input_ids": [list(row) for row in rows]}
         answer = await self.request("POST", "/classify", body, timeout_s=timeout_s)
-        return [entry["embedding"] for entry in answer]
+        with self.reading("/classify"):
+            return [entry["embedding"] for entry in answer]
 
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
         await self.request("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, read=None)
@@ -71,7 +77,8 @@ class SGLangClient(ServerClient):
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
         """`model_path`, the live `weight_version` and more; also the cheapest sign of life."""
         try:
-            return await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)  # type: ignore[no-any-return]
+            with self.reading("/model_info"):
+                return {**await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)}
         except ServerRefused as error:
             if error.status != _NOT_FOUND or not await self.has_route("/version", timeout_s):
                 raise
@@ -79,7 +86,8 @@ class SGLangClient(ServerClient):
             raise ServerRefused(problem, status=_NOT_FOUND) from error
 
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo:
-        return read_server_info(await self.request("GET", "/server_info", timeout_s=timeout_s))
+        with self.reading("/server_info"):
+            return read_server_info(await self.request("GET", "/server_info", timeout_s=timeout_s))
 
     async def pause(self, *, timeout_s: float = 0.0) -> None:
         await self.request("POST", "/pause_generation", {"mode": "retract"}, timeout_s=timeout_s, read=None)
@@ -142,7 +150,8 @@ class SGLangClient(ServerClient):
 
     async def adapters(self) -> list[str]:
         models = await self.request("GET", "/v1/models")
-        return [entry["id"] for entry in models["data"] if entry.get("parent") is not None]
+        with self.reading("/v1/models"):
+            return [entry["id"] for entry in models["data"] if entry.get("parent") is not None]
 
     async def load_adapter(
         self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
@@ -164,7 +173,8 @@ class SGLangClient(ServerClient):
 
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
         try:
-            return target_digests(await self.checksum(timeout_s=timeout_s))
+            with self.reading("/weights_checker"):
+                return target_digests(await self.checksum(timeout_s=timeout_s))
         except ServerRefused as error:
             if error.status == _NOT_FOUND:
                 return None

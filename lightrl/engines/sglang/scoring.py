@@ -92,18 +92,19 @@ class ServedScores:
                 },
                 timeout_s=self.timeout_s,
             )
-            meta = answer["meta_info"]
-            scores = meta.get("input_token_logprobs") or []
-            self._check_ids([entry[1] for entry in scores], token_ids)
-            top = meta.get("input_top_logprobs", [])[1:] if self.topk else []
-            if [len(place) for place in top] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
-                raise EngineError(
-                    f"The server at {self.url} gave the top tokens of {len(top)} places instead of "
-                    f"{self.topk} tokens at each of {len(token_ids) - 1}. Lower teacher_topk to at most the server's "
-                    "vocabulary, or use SGLang 0.5.21 or later."
-                )
-            pairs = [[(float(entry[0]), int(entry[1])) for entry in place] for place in top]
-            return [0.0, *(float(entry[0]) for entry in scores[1:])], pairs
+            with client.reading(client.generate_path):
+                meta = answer["meta_info"]
+                scores = meta.get("input_token_logprobs") or []
+                self._check_ids([entry[1] for entry in scores], token_ids)
+                top = meta.get("input_top_logprobs", [])[1:] if self.topk else []
+                if [len(place) for place in top] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
+                    raise EngineError(
+                        f"The server at {self.url} gave the top tokens of {len(top)} places instead of "
+                        f"{self.topk} tokens at each of {len(token_ids) - 1}. Lower teacher_topk to at most the "
+                        "server's vocabulary, or use SGLang 0.5.21 or later."
+                    )
+                pairs = [[(float(entry[0]), int(entry[1])) for entry in place] for place in top]
+                return [0.0, *(float(entry[0]) for entry in scores[1:])], pairs
 
         return await _all_answers(self.url, one, rows, MAX_CONCURRENT)
 

@@ -18,7 +18,7 @@ vLLM asks for its key on the first route alone: whoever reaches the port may loa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from lightrl.engines.servers.client import GroupPlace, ServerClient, TensorLayout
 from lightrl.engines.servers.connection import ServerRefused
@@ -28,11 +28,12 @@ from lightrl.errors import EngineError
 from lightrl.weights.digests import DTYPES, RankDigests
 
 LOGPROBS_MODE = "processed_logprobs"
-_UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
+_SERVER_INFO = "/server_info?config_format=json"
+_BAD_REQUEST, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 400, 401, 403, 404
 # Arguments that change who holds a parameter; see `layout_problem`.
 _OTHER_LAYOUTS = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
-_HOW = "Restart it with that, or start one with `lightrl serve --engine vllm`."
-_OF_NOTHING = "e3b0c44298fc1c14"  # sha256 of an empty tensor: on a CPU the values are packed, and are somewhere else
+_RESTART_HELP = "Restart it with that, or start one with `lightrl serve --engine vllm`."
+_EMPTY_DIGEST = "e3b0c44298fc1c14"  # sha256 of an empty tensor: on a CPU the values are packed, and are somewhere else
 
 
 class VLLMClient(ServerClient):
@@ -40,15 +41,20 @@ class VLLMClient(ServerClient):
 
     generate_path = "/inference/v1/generate"
     program = "a vLLM server"
+    version = "vLLM 0.32"
+    support_help = f"A vLLM server needs --max-logprobs {generation.MAX_LOGPROBS} for them."
+    hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. For top_p or top_k: {support_help}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
+    _checked_identity = ""  # of the process whose arguments suffice
 
     async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         answer = await self.generate({"token_ids": token_ids, "sampling_params": params}, num_retries=0)
         self._num_cached_of(answer)  # refuses, at a run's first answer, a server that does not report it
-        candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
-        return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
+        with self.reading(self.generate_path):
+            candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+            return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
 
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
         params = {"max_tokens": 1, "detokenize": False}
@@ -62,7 +68,8 @@ class VLLMClient(ServerClient):
 
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
         try:
-            return await self.request("GET", "/weight_info", timeout_s=timeout_s, num_retries=num_retries)  # type: ignore[no-any-return]
+            with self.reading("/weight_info"):
+                return {**await self.request("GET", "/weight_info", timeout_s=timeout_s, num_retries=num_retries)}
         except ServerRefused as error:
             if error.status != _NOT_FOUND:
                 raise
@@ -70,13 +77,17 @@ class VLLMClient(ServerClient):
 
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo:
         """Raises EngineError if the server was started without what rollouts need."""
-        config = (await self.request("GET", "/server_info?config_format=json", timeout_s=timeout_s))["vllm_config"]
-        missing = await self._missing_arguments(timeout_s)
-        if config["model_config"]["logprobs_mode"] != LOGPROBS_MODE:
-            missing.append(f"--logprobs-mode {LOGPROBS_MODE}")
-        if missing:
-            raise EngineError(_describe_missing(self.name, missing))
-        return read_server_info(config)
+        with self.reading("/server_info"):
+            config = (await self.request("GET", _SERVER_INFO, timeout_s=timeout_s))["vllm_config"]
+            info, logprobs_mode = read_server_info(config), config["model_config"]["logprobs_mode"]
+        if info.identity != self._checked_identity:
+            missing = await self._missing_arguments(timeout_s)
+            if logprobs_mode != LOGPROBS_MODE:
+                missing.append(f"--logprobs-mode {LOGPROBS_MODE}")
+            if missing:
+                raise EngineError(_describe_missing(self.name, missing))
+            self._checked_identity = str(info.identity)
+        return info
 
     async def pause(self, *, timeout_s: float = 0.0) -> None:
         await self.request("POST", "/pause?mode=keep", {}, timeout_s=timeout_s, read=None)
@@ -97,8 +108,8 @@ class VLLMClient(ServerClient):
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
         """Loads a folder, also after a start with dummy weights; one that the server cannot read kills it."""
-        dummy_no_more = {"overrides": {"load_config": {"load_format": "auto"}}}
-        for method, arguments in (("update_config", dummy_no_more), ("reload_weights", {"weights_path": folder})):
+        real_weights = {"overrides": {"load_config": {"load_format": "auto"}}}
+        for method, arguments in (("update_config", real_weights), ("reload_weights", {"weights_path": folder})):
             await self._update("/collective_rpc", {"method": method, "kwargs": arguments}, timeout_s)
         await self._take_version(weight_version)
 
@@ -106,8 +117,9 @@ class VLLMClient(ServerClient):
         await self._update("/update_weight_version", {"new_version": weight_version}, num_retries=None)
 
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
-        answer = await self._update("/weight_checker", {"action": "checksum"}, timeout_s, num_retries=None)
-        return rank_digests(answer["checksums"])
+        with self.reading("/weight_checker"):
+            answer = await self._update("/weight_checker", {"action": "checksum"}, timeout_s, num_retries=None)
+            return rank_digests(answer["checksums"])
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
         """Joins rank 0 by NCCL's unique id, which is the group's name."""
@@ -135,15 +147,16 @@ class VLLMClient(ServerClient):
             await self.flush_cache()
 
     def _num_cached_of(self, answer: dict[str, Any]) -> int:
-        details = answer["usage"]["prompt_tokens_details"]
-        if details is None:
-            raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
-        return int(details["cached_tokens"] or 0)
+        with self.reading(self.generate_path):
+            details = answer["usage"]["prompt_tokens_details"]
+            if details is not None:
+                return int(details["cached_tokens"] or 0)
+        raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
-        """Asks by a request that is refused in any case."""
+        """Asks by a request that is refused in any case; the `?` keeps it from waiting behind completions."""
         try:
-            await self.request("POST", self.generate_path, {}, timeout_s=timeout_s, num_retries=0, read=None)
+            await self.request("POST", f"{self.generate_path}?", {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:
             if error.status == _UNAUTHORIZED:
                 raise
@@ -156,12 +169,14 @@ class VLLMClient(ServerClient):
             return f"{self.name} is an SGLang server. Set the engine to SGLangEngine, or urls to vLLM servers."
         if not await self.has_route("/version", timeout_s):
             return f"{self.name} is not a vLLM server. Set urls to the addresses of vLLM servers."
+        if await self.has_route(_SERVER_INFO, timeout_s):
+            return f"{self.name} is a vLLM server without /weight_info. Use vLLM 0.32 or later."
         missing = ["VLLM_SERVER_DEV_MODE=1 in its environment", *await self._missing_arguments(timeout_s)]
         return _describe_missing(self.name, missing)
 
 
 def _describe_missing(name: str, arguments: Sequence[str]) -> str:
-    return f"The vLLM server at {name} was started without {' and '.join(arguments)}. {_HOW}"
+    return f"The vLLM server at {name} was started without {' and '.join(arguments)}. {_RESTART_HELP}"
 
 
 def read_server_info(config: dict[str, Any]) -> ServerInfo:
@@ -191,6 +206,6 @@ def rank_digests(checksums: dict[str, str]) -> RankDigests:
     ranks: dict[int, dict[str, str]] = {}
     for key, checksum in checksums.items():
         *_, rank, name = key.split(":")
-        digest = "" if checksum.startswith(_OF_NOTHING) else checksum[:16]
+        digest = "" if checksum.startswith(_EMPTY_DIGEST) else checksum[:16]
         ranks.setdefault(int(rank.removeprefix("tp")), {})[name] = digest
     return [held for _, held in sorted(ranks.items())]

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from lightrl.engines.servers.processes.command import flags
 from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.vllm.client import LOGPROBS_MODE
-from lightrl.engines.vllm.generation import MAX_TIES
-from lightrl.trajectory import MAX_SUPPORT
+from lightrl.engines.vllm.generation import MAX_LOGPROBS
 
 
 class VLLMProcess(ModelProcess):
@@ -22,7 +21,7 @@ class VLLMProcess(ModelProcess):
         "enable_scale_out": True,  # token ids in and out
         "logprobs_mode": LOGPROBS_MODE,
         "enable_prompt_tokens_details": True,  # the cached ones, which show that a load emptied the cache
-        "max_logprobs": MAX_SUPPORT + MAX_TIES,
+        "max_logprobs": MAX_LOGPROBS,
         "generation_config": "vllm",  # else the checkpoint's sets top-p and such on some routes
         "disable_uvicorn_access_log": True,
     }

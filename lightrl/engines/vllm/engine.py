@@ -18,13 +18,14 @@ class VLLMEngine(ServerEngine):
     for `transport: distributed` `--weight-transfer-config '{"backend": "nccl"}'`. Its routes that load weights ask for
     no key: let only the run's machines reach its port.
 
-    The seed of a request determines its tokens unless an abort interrupts it. On a CPU vLLM keeps the old output head
-    of a model with tied embeddings when it loads weights; the probe of `WeightSync` then fails.
+    The seed of a request determines its tokens unless the request is interrupted by an abort or a lost server. Images
+    are not sent: a request with any raises ValueError. On a CPU vLLM keeps the old output head of a model with tied
+    embeddings when it loads weights; the probe of `WeightSync` then fails.
 
     Args:
         vllm_python: Python of the environment that has vLLM.
-        settings: of `ServerEngine`, without router, placement and adapters; `transport` is disk, delta or distributed
-            (not run yet); `server_args` such as `{gpu_memory_utilization: 0.8}`.
+        settings: of `ServerEngine`, without router, placement, adapters and record_routes; `transport` is disk, delta
+            or distributed (not run yet); `server_args` such as `{gpu_memory_utilization: 0.8}`.
     """
 
     client_type = VLLMClient
@@ -39,6 +40,7 @@ class VLLMEngine(ServerEngine):
             ("router", self.router, (None,)),
             ("placement", self.placement, ("separate",)),
             ("adapters", self.adapters, ("merged",)),
+            ("record_routes", self.record_routes, (None, False)),
         ):
             if value not in choices:
                 allowed = " or ".join(map(str, choices))

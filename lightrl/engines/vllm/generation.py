@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
+from lightrl.trajectory import MAX_SUPPORT
 
 MAX_TIES = 8  # tokens of the support beyond `top_k`: they are as likely as the last one within
+MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # of a token
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 
@@ -49,6 +51,7 @@ def _parse(answer: Any) -> RawAnswer:
     entries = choice["logprobs"]["content"] or []
     top_tokens = [entry["top_logprobs"] for entry in entries]
     supports = [[one["token_id"] for one in tokens if one["logprob"] > _IMPOSSIBLE] for tokens in top_tokens]
+    full = (len(support) for support, tokens in zip(supports, top_tokens, strict=True) if len(support) == len(tokens))
     return RawAnswer(
         choice["token_ids"],
         [entry["logprob"] for entry in entries],
@@ -56,4 +59,5 @@ def _parse(answer: Any) -> RawAnswer:
         choice["weight_versions"],
         str(choice["finish_reason"]),
         supports if any(len(tokens) > 1 for tokens in top_tokens) else None,
+        max_support=min(full, default=None),
     )

@@ -102,5 +102,5 @@ class ModelProcess(ServerProcess):
         """Arguments for a model with so many positions, on so many GPUs."""
 
     def environment(self) -> dict[str, str]:
-        """See `environment_for`."""
+        """Return `environment_for` of its Python, with the Hugging Face hub offline unless HF_HUB_OFFLINE says else."""
         return environment_for(self.python) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightrl.engines.servers.connection import NO_ANSWER
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.home_loop import HomeLoop
 from lightrl.engines.servers.members import Members
@@ -198,11 +199,18 @@ class WeightLoader:
         """Gives a server that is back what it needs besides the weights."""
 
     async def _identify(self, server: Server) -> None:
-        with contextlib.suppress(EngineError):  # the load itself says what is wrong
+        is_known = server.info is not None
+        try:
             if await server.identify(timeout_s=self.timeouts.request_s):
                 log.warning(
                     "The server at %s was restarted since the last load; it gets the weights again.", server.url
                 )
+        except NO_ANSWER:
+            pass  # the load itself says what is wrong
+        except EngineError as error:  # it was started without what rollouts need
+            if not is_known:
+                raise
+            self.members.lose(server, str(error))
 
     async def _check_models(self, servers: Sequence[Server]) -> None:
 
