@@ -44,11 +44,15 @@ ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ("README.md", "examples/README.md", "benchmarks/lag.md")
 # Runs of an example with further options, by the name of their records.
+STALE = "--model.decoupled true --trainer.callbacks+=StalenessControl --trainer.callbacks.max_staleness=2"
 VARIANTS = {
-    "quickstart/async": (
-        "quickstart/grpo",
-        "--model.decoupled true --trainer.callbacks+=StalenessControl --trainer.callbacks.max_staleness=2",
+    "quickstart/async": ("quickstart/grpo", STALE),
+    "pretrained/sums_async": ("pretrained/sums", STALE),
+    "pretrained/sums_lora": (
+        "pretrained/sums",
+        "--model.policy '{model: runs/smollm2, lora: {rank: 16, alpha: 32}}' --model.lr 1e-4",
     ),
+    "pretrained/sums_sglang": ("pretrained/sums", "--config examples/quickstart/sglang_cpu.yaml"),
 }
 CODE = ("lightrl", ":(glob)examples/**/*.py")  # what a run's commit is about
 # What a record keeps, and how it is told; the first that a run logs is its result.

@@ -1,0 +1,50 @@
+"""Two tasks that a pretrained model of 135 M parameters solves now and then: rows and rewards.
+
+A reward is 1 only for a completion that ends by itself, so the model must also learn to be brief.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from lightrl.trajectory import Trajectory
+
+Item = TypeVar("Item")
+_NOUNS = (Path(__file__).parent / "nouns.txt").read_text().split()
+
+
+def sums(split: str = "train", *, max_number: int = 20) -> list[dict[str, str]]:
+    """Questions for the sum of two numbers from 1 to `max_number`, each pair once; a fifth of them is held out."""
+    pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, max_number + 1)]
+    return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _split(pairs, split)]
+
+
+def questions(split: str = "train") -> list[dict[str, str]]:
+    """Requests for one question about a thing; the answer is the thing. A fifth of the things is held out."""
+    return [{"question": f"Ask one question about a {noun}.", "answer": noun} for noun in _split(_NOUNS, split)]
+
+
+def last_number(trajectory: Trajectory) -> dict[str, float]:
+    """1 if the last number that the completion writes is the answer. An expression is not evaluated."""
+    found = re.findall(r"\d+", trajectory.completion)
+    is_right = trajectory.finish_reason == "stop" and found[-1:] == [trajectory.prompt.fields["answer"]]
+    return {"reward": float(is_right), "accuracy": float(is_right)}
+
+
+def one_question(trajectory: Trajectory) -> dict[str, float]:
+    """1 if the completion is a single sentence that ends in a question mark and names the thing."""
+    text = trajectory.completion.strip()
+    is_one = re.fullmatch(r"[A-Z][\w ,'’-]+\?", text) is not None
+    has_noun = re.search(rf"\b{trajectory.prompt.fields['answer']}", text, re.IGNORECASE) is not None
+    is_right = trajectory.finish_reason == "stop" and is_one and has_noun
+    return {"reward": float(is_right), "accuracy": float(is_right)}
+
+
+def _split(items: Sequence[Item], split: str) -> list[Item]:
+    shuffled = random.Random(0).sample(items, len(items))
+    num_held_out = len(items) // 5
+    return shuffled[num_held_out:] if split == "train" else shuffled[:num_held_out]
