@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.user_code import user_code
-from lightrl.data.rows import LocatedRow, Made, Row, without_errors
+from lightrl.data.rows import Made, Row
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
 from lightrl.models.images import ImageReader, data_url, refusal
@@ -376,35 +376,3 @@ class ChatRenderer:
 
         with user_code(failed):
             return self.template.render(messages, arguments, is_whole=is_whole)
-
-
-def render_prompts(prompts: Sequence[Prompt], renderer: ChatRenderer, where: Callable[[int], str]) -> list[Prompt]:
-    """The prompts with token ids, less those that are too short or too long; raises ValueError for a bad one."""
-    rendered = [prompt for prompt in without_errors(renderer.rendered(prompts, where)) if prompt is not None]
-    limits = [f"fewer than {renderer.min_tokens}"] if renderer.min_tokens is not None else []
-    limits += [f"more than {renderer.max_tokens}"] if renderer.overflow == "drop" else []
-    report_dropped(len(prompts) - len(rendered), len(prompts), " or ".join(limits), "prompts")
-    return rendered
-
-
-def prompt_maker(
-    renderer: ChatRenderer, prompt_of: Callable[[LocatedRow], Prompt | None]
-) -> Callable[[Sequence[LocatedRow]], list[Made]]:
-    """A function that makes the rendered prompts of rows; `prompt_of` gives None for a dropped one, or raises."""
-
-    def make(rows: Sequence[LocatedRow]) -> list[Made]:
-        made: list[Made] = []
-        for located in rows:
-            try:
-                made.append(prompt_of(located))
-            except ValueError as error:
-                made.append(error)
-        return renderer.rendered(made, lambda index: rows[index].where)
-
-    return make
-
-
-def report_dropped(num_dropped: int, num_rows: int, tokens: str, what: str) -> None:
-    """Logs how many rows were dropped for their length, if any were."""
-    if num_dropped:
-        logger.warning("Dropped %d of %d %s with %s tokens.", num_dropped, num_rows, what, tokens)

@@ -10,8 +10,9 @@ import contextlib
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,13 +25,12 @@ from lightrl.data.chat import (
     completion_after,
     is_whole_chat,
     read_messages,
-    report_dropped,
     shared_prompt,
 )
 from lightrl.data.mixture import Source, epoch_order
 from lightrl.data.prompts import PromptDataModule, Split, smallest
-from lightrl.data.rows import Made, Row, require_column, without_errors
-from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order, check_run_length
+from lightrl.data.rows import LocatedRow, Made, Row, require_column, without_errors
+from lightrl.data.stream import EpochLoader, PositionLoader, RowPrompts, SplitRows, batches_in_order, check_run_length
 from lightrl.data.streamed import ROWS_AT_ONCE
 from lightrl.experience import Experience
 from lightrl.models import CONTEXT
@@ -44,18 +44,17 @@ _KEPT = 4  # starts of windows
 _MAX_DROPPED = 100_000  # rows in a row
 
 
-class CompletedPrompt(NamedTuple):
-    """Token ids of a prompt and of its completions, each with its end token."""
+@dataclass(frozen=True)
+class CompletedPrompt(Prompt):
+    """A prompt with token ids, and those of its completions, each with its end token."""
 
-    prompt_id: str
-    prompt_ids: list[int]
-    completion_ids: list[list[int]]
-    is_generated: list[list[bool]]  # False for a token that the policy reads: messages between two of its turns
+    completion_ids: list[list[int]] = field(default_factory=list)
+    is_generated: list[list[bool]] = field(default_factory=list)  # False where the policy reads, between its turns
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the longest trajectory."""
-        return len(self.prompt_ids) + max(map(len, self.completion_ids))
+        return len(self.token_ids or []) + max(map(len, self.completion_ids))
 
 
 def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
@@ -66,7 +65,9 @@ def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
 def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids [R, T], 0 on the padding; loss mask [R, T], True on the turns; lengths [R]: a row per completion."""
     triples = [
-        (row.prompt_ids, *parts) for row in rows for parts in zip(row.completion_ids, row.is_generated, strict=True)
+        (row.token_ids or [], *parts)
+        for row in rows
+        for parts in zip(row.completion_ids, row.is_generated, strict=True)
     ]
     lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion, _ in triples])
     token_ids = torch.zeros(len(triples), int(lengths.max()), dtype=torch.int64)
@@ -77,11 +78,38 @@ def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
     return token_ids, loss_mask, lengths
 
 
+class ReadAhead(Generic[Item]):
+    """Items by number; a thread makes the next one while the present one is used."""
+
+    def __init__(self, make: Callable[[int], Item]) -> None:
+        self._make = make
+        self._present: tuple[int, Item] | None = None
+        self._next: tuple[int, Future[Item]] | None = None
+
+    def __getitem__(self, number: int) -> Item:
+        if self._present is None or self._present[0] != number:
+            if self._next is None or self._next[0] != number:
+                self._begin(number)
+            assert self._next is not None
+            self._present = (number, result_of(self._next[1], "The data of a batch", timeout_s=READ_TIMEOUT_S))
+            self._begin(number + 1)
+        return self._present[1]
+
+    def wait(self, timeout_s: float = 10.0) -> bool:
+        """Whether the thread is done; waits for it at most this long."""
+        return self._next is None or bool(wait([self._next[1]], timeout_s).done)
+
+    def _begin(self, number: int) -> None:
+        if not self.wait(READ_TIMEOUT_S):  # two threads would count the rows of a window twice
+            raise TimeoutError(f"Reading ahead has not ended within {READ_TIMEOUT_S:g} s. The data's disk may hang.")
+        self._next = (number, submit(lambda: self._make(number), name="lightrl-data"))
+
+
 class Windows:
     """Batch after batch of the rows that are kept, over one epoch of the data after another.
 
     A window is the next `BATCHES * batch_size` kept rows. Where it begins shows when the window before it is read, so
-    the checkpoint holds that. A thread reads the next window while the present one is trained on.
+    the checkpoint holds that.
 
     Args:
         read: the rows at some positions of the data; None for a dropped row, ValueError for a bad one.
@@ -89,35 +117,10 @@ class Windows:
         sorts: by length the rows of a window, and shuffles its batches; False keeps the order of the positions.
     """
 
-    def __init__(
-        self,
-        read: Callable[[Sequence[int]], Sequence[CompletedPrompt | ValueError | None]],
-        batch_size: int,
-        *,
-        seed: int,
-        sorts: bool,
-    ) -> None:
+    def __init__(self, read: Callable[[Sequence[int]], list[Made]], batch_size: int, *, seed: int, sorts: bool) -> None:
         self.batch_size, self.seed = batch_size, seed
         self._read, self._sorts = read, sorts
         self._starts: dict[int, int] = {0: 0}  # last windows → position of their first row
-        self._present: tuple[int, list[list[CompletedPrompt]]] = (-1, [])  # a window's number and batches
-        self._next: tuple[int, Future[list[list[CompletedPrompt]]]] | None = None
-
-    def __getitem__(self, number: int) -> list[CompletedPrompt]:
-        """The rows of a batch; raises ValueError if a row is bad."""
-        window, index = divmod(number, BATCHES)
-        if self._present[0] != window:
-            if self._next is None or self._next[0] != window:
-                self._begin(window)
-            assert self._next is not None
-            what = f"The data of batches {window * BATCHES} to {(window + 1) * BATCHES - 1}"
-            self._present = (window, result_of(self._next[1], what, timeout_s=READ_TIMEOUT_S))
-            self._begin(window + 1)
-        return self._present[1][index]
-
-    def wait(self, timeout_s: float = 10.0) -> bool:
-        """Whether the thread that reads ahead is done; waits for it at most this long."""
-        return self._next is None or bool(wait([self._next[1]], timeout_s).done)
 
     def state_dict(self) -> JsonObject:
         return {"starts": sorted(self._starts.items())}
@@ -131,12 +134,8 @@ class Windows:
         """The first of the rows that may be read again."""
         return min(self._starts.values())
 
-    def _begin(self, window: int) -> None:
-        if not self.wait(READ_TIMEOUT_S):  # two threads would count the rows of a window twice
-            raise TimeoutError(f"Reading ahead has not ended within {READ_TIMEOUT_S:g} s. The data's disk may hang.")
-        self._next = (window, submit(lambda: self._batches(window), name="lightrl-data"))
-
-    def _batches(self, window: int) -> list[list[CompletedPrompt]]:
+    def batches(self, window: int) -> list[list[CompletedPrompt]]:
+        """The batches of a window; raises ValueError if a row is bad."""
         if window < min(self._starts):
             self._starts = {0: 0}
         for earlier_window in range(max(number for number in self._starts if number <= window), window):
@@ -157,7 +156,7 @@ class Windows:
             for item in without_errors(self._read(positions)):
                 position += 1
                 num_dropped = num_dropped + 1 if item is None else 0
-                if item is not None:
+                if isinstance(item, CompletedPrompt):
                     rows.append(item)
             if num_dropped > _MAX_DROPPED:
                 raise ValueError(
@@ -183,7 +182,6 @@ class CompletionDataModule(PromptDataModule):
         kwargs: other arguments of PromptDataModule.
     """
 
-    row_name = "row"  # in error messages
     completion_columns: dict[str, str]  # name of a setting → column
     sorts_by_length = False  # batches are made of rows of similar length, if they are shuffled
 
@@ -199,9 +197,8 @@ class CompletionDataModule(PromptDataModule):
         super().__init__(train, validation, test, **kwargs)
         check_bounds(2, max_tokens=max_tokens)  # a prompt and its end token
         self.max_tokens = max_tokens
-        # Split → its rows, once it is set up; no train rows if these are made when they are read.
-        self.completed: dict[Split, list[CompletedPrompt]] = {}
         self._windows: Windows | None = None
+        self._ahead: ReadAhead[Any] | None = None
         self._restored: JsonMapping = {}  # from a checkpoint
 
     def completions(self, prompt: Prompt) -> list[Messages]:
@@ -239,90 +236,90 @@ class CompletionDataModule(PromptDataModule):
         """A batch of these rows."""
         raise NotImplementedError
 
-    def setup(self, stage: str) -> None:
-        """Renders the completions too; raises ValueError also if one is missing or invalid, or a row is too long."""
-        super().setup(stage)
-        max_tokens = smallest(self.max_tokens, self.policy_inputs()[1])
-        for split, prompts in self.prompts.items():
-            if isinstance(prompts, list):
-                rows = without_errors(self.completed_of(prompts))
-                self.completed[split] = [row for row in rows if row is not None]
-                num_dropped = len(rows) - len(self.completed[split])
-                report_dropped(num_dropped, len(rows), f"more than {max_tokens}", f"{self.row_name}s")
-        if stage == "fit" and self.completed.get("train") == []:
-            raise ValueError(f"No train {self.row_name} has at most {max_tokens} tokens. Increase max_tokens.")
+    def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
+        """The prompts with their completions."""
+        prompts, renderer = super()._prompts_of(rows, prompt_of), ChatRenderer(self.policy_inputs()[0])
 
-    def completed_of(self, prompts: Sequence[Made]) -> list[CompletedPrompt | ValueError | None]:
-        """The prompts with their completions; None for a row that is dropped, ValueError for a bad one."""
-        tokenizer, context_tokens, _ = self.policy_inputs()
-        renderer = ChatRenderer(tokenizer)
-        max_tokens = smallest(self.max_tokens, context_tokens)
-        rows: list[CompletedPrompt | ValueError | None] = []
-        for prompt in prompts:
-            if not isinstance(prompt, Prompt):
-                rows.append(prompt)
-                continue
-            try:
-                assert prompt.token_ids is not None
-                arguments = renderer.template.row_arguments(prompt)
-                if prompt.images:
-                    raise ValueError(
-                        f"{type(self).__name__} cannot train on images. Remove image_column, and image parts."
-                    )
-                chats = self.completions(prompt)
-                completions = [renderer.completion_ids(prompt.messages, chat, arguments) for chat in chats]
-                row = CompletedPrompt(prompt.id, prompt.token_ids, *map(list, zip(*completions, strict=True)))
-                rows.append(row if self._fits(row, max_tokens) else None)
-            except ValueError as error:
-                rows.append(error)
-        return rows
+        def render(made: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
+            return [self._completed(item, renderer) for item in prompts.render(made, where)]
 
-    def num_tokens_of(self, prompts: Sequence[Made]) -> list[int | ValueError | None]:
-        rows = self.completed_of(prompts)
-        return [row.num_tokens if isinstance(row, CompletedPrompt) else row for row in rows]
+        return replace(prompts, render=render)
+
+    def _completed(self, prompt: Made, renderer: ChatRenderer) -> Made:
+        """The prompt with its completions; None if they are dropped, ValueError if they are bad."""
+        if not isinstance(prompt, Prompt):
+            return prompt
+        try:
+            if prompt.images:
+                raise ValueError(f"{type(self).__name__} cannot train on images. Remove image_column, and image parts.")
+            arguments = renderer.template.row_arguments(prompt)
+            completions = [
+                renderer.completion_ids(prompt.messages, chat, arguments) for chat in self.completions(prompt)
+            ]
+            completion_ids, is_generated = map(list, zip(*completions, strict=True))
+            row = CompletedPrompt(**vars(prompt), completion_ids=completion_ids, is_generated=is_generated)
+            return row if self._fits(row) else None
+        except ValueError as error:
+            return error
+
+    def num_tokens_of(self, prompt: Prompt) -> int:
+        assert isinstance(prompt, CompletedPrompt)
+        return prompt.num_tokens
+
+    @property
+    def _most_tokens(self) -> int | None:
+        return smallest(self.max_tokens, self.policy_inputs()[1])
+
+    def _limits(self) -> str:
+        of_prompt = super()._limits()
+        limits = [f"more than {self._most_tokens}"] if self.prompt_overflow == "drop" else []
+        return " tokens, or ".join([*limits, *([f"a prompt of {of_prompt}"] if of_prompt else [])])
 
     def train_dataloader(self) -> EpochLoader[Any]:
-        if "train" in self.completed:
-            return self._loader_of_all(self.completed["train"])
-        stream = self.prompt_stream
+        stream, prompts = self.prompt_stream, self.prompts["train"]
+        if prompts.checked is not None:
+            return self._epochs(prompts, prompts.checked.num_tokens)
         check_run_length(stream, self.trainer)
-        windows = Windows(
-            lambda positions: self.completed_of(stream.many(positions)),
-            self.batch_size,
-            seed=stream.seed,
-            sorts=self.sorts_by_length and self.shuffle,
-        )
+        windows = Windows(prompts.many, self.batch_size, seed=stream.seed, sorts=self.sorts_by_length and self.shuffle)
         if self._restored:
             windows.load_state_dict(self._restored["windows"])
             stream.load_state_dict(self._restored["stream"] or {})
         self._windows = windows
+        self._ahead = ahead = ReadAhead(windows.batches)
         trainer = self.trainer
 
         def batch_at(number: int) -> Any:
             if trainer is not None and getattr(trainer, "overfit_batches", 0) > 0:
                 number %= int(trainer.num_training_batches)
-            return self.collate(windows[number])
+            window, index = divmod(number, BATCHES)
+            return self.collate(ahead[window][index])
 
         num_batches = None if stream.num_prompts is None else -(-stream.num_prompts // self.batch_size)
         return PositionLoader(num_batches, batch_at, trainer=self.trainer)
 
-    def _loader_of_all(self, rows: list[CompletedPrompt]) -> EpochLoader[Any]:
-        """The batches of an epoch, from rows that are all there; the last batch may be smaller."""
-        num, size, seed = len(rows), self.batch_size, self.prompt_stream.seed
+    def _epochs(self, prompts: RowPrompts, num_tokens: Sequence[int]) -> EpochLoader[Any]:
+        """The batches of an epoch, of rows whose lengths are known; the last batch may be smaller."""
+        num, size = len(prompts), self.batch_size
+        num_batches = -(-num // size)
         shuffle = self.shuffle and not getattr(self.trainer, "overfit_batches", 0) > 0
-        order = self.mixture([row.prompt_id for row in rows], seed=seed, shuffle=shuffle)
+        order = replace(prompts, shuffle=shuffle).order
 
         @lru_cache(maxsize=2)
-        def batches_of(epoch: int) -> list[list[CompletedPrompt]]:
-            in_order = [rows[order[position]] for position in range(epoch * num, (epoch + 1) * num)]
+        def batches_of(epoch: int) -> list[list[int]]:
+            in_order = [order[position] for position in range(epoch * num, (epoch + 1) * num)]
             if not (shuffle and self.sorts_by_length):
                 return cut(in_order, size)
             windows = cut(in_order, size * BATCHES)
-            batches = cut([row for window in windows for row in sorted(window, key=lambda row: row.num_tokens)], size)
-            return [batches[index] for index in epoch_order(len(batches), seed + 1, epoch).tolist()]
+            batches = cut([row for window in windows for row in sorted(window, key=num_tokens.__getitem__)], size)
+            return [batches[index] for index in epoch_order(num_batches, prompts.seed + 1, epoch).tolist()]
 
+        def read(number: int) -> list[Any]:
+            epoch, index = divmod(number, num_batches)
+            return prompts.at(batches_of(epoch)[index])
+
+        self._ahead = ahead = ReadAhead(read)
         return EpochLoader(
-            -(-num // size), lambda epoch, index: self.collate(batches_of(epoch)[index]), trainer=self.trainer
+            num_batches, lambda epoch, index: self.collate(ahead[epoch * num_batches + index]), trainer=self.trainer
         )
 
     def state_dict(self) -> JsonObject:
@@ -336,16 +333,17 @@ class CompletionDataModule(PromptDataModule):
         self._restored = state_dict
 
     def teardown(self, stage: str) -> None:
-        if self._windows is not None:
-            self._windows.wait()
+        if self._ahead is not None:
+            self._ahead.wait()
 
-    def _fits(self, row: CompletedPrompt, max_tokens: int | None) -> bool:
+    def _fits(self, row: CompletedPrompt) -> bool:
+        max_tokens = self._most_tokens
         if max_tokens is None or row.num_tokens <= max_tokens:
             return True
         if self.prompt_overflow == "drop":
             return False
         raise ValueError(
-            f"The {self.row_name} of prompt {row.prompt_id!r} has {row.num_tokens} tokens, more than {max_tokens} "
+            f"The {self.row_name} of prompt {row.id!r} has {row.num_tokens} tokens, more than {max_tokens} "
             f"(max_tokens, or {CONTEXT}). Shorten it, or set prompt_overflow='drop'."
         )
 
@@ -354,9 +352,7 @@ class CompletionDataModule(PromptDataModule):
             batch = self.collate(rows)
             return batch if set_name is None else batch._replace(set_name=set_name)
 
-        names = self.set_names(split)
-        size = self.validation_batch_size
-        return batches_in_order(self.completed[split], size, collate, lambda row: names.get(row.prompt_id))
+        return batches_in_order(self.prompts[split], self.validation_batch_size, collate)
 
 
 class ChatBatch(NamedTuple):

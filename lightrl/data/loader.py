@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightrl.data.chat import ChatRenderer, prompt_maker, read_messages, render_prompts
+from lightrl.data.chat import ChatRenderer, read_messages
 from lightrl.data.mixture import DataSource
-from lightrl.data.rows import LocatedRow
+from lightrl.data.rows import LocatedRow, Rows, without_errors
 from lightrl.data.stream import PromptStream, RowPrompts, SplitRows
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, shards_of
 from lightrl.trajectory import Prompt
@@ -62,7 +62,9 @@ def prompts_of(
     prompts = [prompt_from(item, index, name) for index, item in enumerate(items)]
     if all(prompt.token_ids is not None for prompt in prompts):
         return prompts
-    return _rendered(prompts, tokenizer, max_prompt_tokens, f"batch {name}")
+    renderer = ChatRenderer(tokenizer, max_tokens=max_prompt_tokens)
+    rendered = without_errors(renderer.rendered(prompts, lambda index: f"Item {index} of batch {name}"))
+    return [prompt for prompt in rendered if prompt is not None]
 
 
 def wrap_train_loader(
@@ -78,39 +80,32 @@ def wrap_train_loader(
     Raises:
         ValueError: if its sampler neither goes in order nor shuffles, or an item is no prompt.
     """
+    part: Sequence[Any] | StreamedRows
     if isinstance(loader, DataLoader) and (
         isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__")
     ):
-        return _streamed(loader, tokenizer, max_prompt_tokens)
-    checked = _checked(loader)
-    dataset: Any = checked.dataset
-    prompts = [prompt_from(dataset[index], index, "train") for index in range(len(dataset))]
-    assert checked.batch_size is not None
-    return PromptStream(
-        _rendered(prompts, tokenizer, max_prompt_tokens, "the train loader"),
-        batch_size=checked.batch_size,
-        seed=seed,
-        shuffle=isinstance(checked.sampler, RandomSampler),
-    )
-
-
-def _streamed(
-    loader: DataLoader[object], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None
-) -> PromptStream:
-    if loader.batch_size is None:
-        raise ValueError(_NO_BATCH_SIZE)
-    dataset: Any = loader.dataset
-    # Copies, since Lightning iterates over the loader too, to count iterations.
-    shards = shards_of(lambda: copy.deepcopy(dataset))
-    rows = StreamedRows(type(dataset).__name__, shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE)
+        if loader.batch_size is None:
+            raise ValueError(_NO_BATCH_SIZE)
+        dataset: Any = loader.dataset
+        # Copies, since Lightning iterates over the loader too, to count iterations.
+        shards = shards_of(lambda: copy.deepcopy(dataset))
+        part = StreamedRows(type(dataset).__name__, shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE)
+    else:
+        loader = _checked(loader)
+        dataset = loader.dataset
+        part = Rows(len(dataset), dataset.__getitem__)
+    source = DataSource(type(dataset).__name__)
+    split = SplitRows("train", [source], [part], name_row=lambda index: f"Item {index} of the train loader")
 
     def prompt_of(located: LocatedRow) -> Prompt:
         return prompt_from(located.row, located.prompt_id.removeprefix("train-"), "train")
 
-    split = SplitRows("train", [DataSource(rows.name)], [rows])
-    make = prompt_maker(ChatRenderer(tokenizer, max_tokens=max_prompt_tokens), prompt_of)
-    prompts = RowPrompts(split, make, seed=0, shuffle=False)
-    return PromptStream(prompts, batch_size=loader.batch_size, shuffle=False)
+    render = ChatRenderer(tokenizer, max_tokens=max_prompt_tokens).rendered
+    prompts = RowPrompts(split, prompt_of, render, seed, isinstance(loader.sampler, RandomSampler))
+    if isinstance(part, Rows):
+        prompts = prompts.check()
+    assert loader.batch_size is not None
+    return PromptStream(prompts, batch_size=loader.batch_size)
 
 
 def _checked(loader: object) -> DataLoader[object]:
@@ -137,13 +132,6 @@ def _checked(loader: object) -> DataLoader[object]:
             "shuffled. Set shuffle on the DataLoader instead of sampler, and select rows in its dataset."
         )
     return loader
-
-
-def _rendered(
-    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None, where: str
-) -> list[Prompt]:
-    renderer = ChatRenderer(tokenizer, max_tokens=max_prompt_tokens)
-    return render_prompts(prompts, renderer, lambda index: f"Item {index} of {where}")
 
 
 def prompt_from(item: object, index: int | str, split: str) -> Prompt:

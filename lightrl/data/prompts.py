@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,14 +17,13 @@ from lightrl.data.chat import (
     ChatRenderer,
     Messages,
     check_template,
-    prompt_maker,
-    render_prompts,
     row_messages,
     take_images,
 )
-from lightrl.data.mixture import DataSource, MixtureOrder, Source, sources_of
-from lightrl.data.rows import LocatedRow, Made, Row, check_source, json_able, read_rows, require_column, without_errors
+from lightrl.data.mixture import DataSource, Source, sources_of
+from lightrl.data.rows import LocatedRow, Row, check_source, json_able, read_rows, require_column
 from lightrl.data.stream import (
+    CheckedRows,
     EpochLoader,
     PromptStream,
     RowPrompts,
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPTS_AT_START = 10_000  # with more train prompts, each is made when it is read
-_CHECKED_AT_START = 1_000  # train prompts; ROWS_AT_ONCE if they are streamed
+MAX_CHECKED = 10_000  # train rows; of more, only the first are checked at the start:
+NUM_CHECKED = 1_000  # or, of streamed rows, ROWS_AT_ONCE
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
@@ -68,9 +67,10 @@ class PromptDataModule(L.LightningDataModule):
     A row becomes `Prompt(id="train-0", messages=[...], token_ids=[...], fields={column: value})`; the reward finds the
     row's columns in `fields`. For another source of prompts, subclass and override `make_prompts`.
 
-    Up to 10,000 train prompts are made and checked at the start. Of more, the first 1,000 are; each other is made when
-    its turn comes, so that the start takes seconds and the rows stay on the disk. A bad row then ends the run with its
-    name, and a filtered or too long one is skipped, which `rollout/skipped_prompts` counts.
+    A prompt is made when its turn comes, and rows stay on the disk. Up to 10,000 train rows, and all other rows, are
+    checked at the start: a bad one is refused, a filtered or too long one left out. Of more train rows the first 1,000
+    are checked, so that the start takes seconds; a bad row then ends the run with its name, and a filtered or too long
+    one is skipped, which `rollout/skipped_prompts` counts.
 
     With `DataSource.streaming`, rows are read in order while they are used: hub datasets are not downloaded, a file's
     name may be a pattern, and how many rows there are need not be known. Then the Trainer needs `max_steps`, or
@@ -102,6 +102,8 @@ class PromptDataModule(L.LightningDataModule):
         shuffle: reorder the train prompts in each epoch, by (seed, epoch).
         seed: of the order; None uses that of `seed_everything`, or 0.
     """
+
+    row_name = "prompt"  # in messages
 
     def __init__(
         self,
@@ -149,11 +151,10 @@ class PromptDataModule(L.LightningDataModule):
         self.max_prompt_tokens, self.min_prompt_tokens = max_prompt_tokens, min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle, self.seed = shuffle, seed
-        self.prompts: dict[Split, list[Prompt] | RowPrompts] = {}  # only splits that are set up
+        self.prompts: dict[Split, RowPrompts] = {}  # only splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, SplitRows] = {}
-        self._located: dict[Split, list[LocatedRow]] = {}  # rows of the prompts of `make_prompts`, without columns
 
     def attach(
         self,
@@ -175,15 +176,31 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
         """
+        rows = self._filtered(split)
+        return [self._prompt(rows.located(key)) for key in rows.row_keys()]
+
+    def _filtered(self, split: Split) -> SplitRows:
+        """The rows of a split that `row_filter` keeps; logs how many it drops."""
         rows = self._open(split).read_whole()
+        if self.row_filter is None:
+            return rows
         keep = self._filter()
-        filtered_rows = [located for located in map(rows.located, rows.keys()) if keep(located)]
-        num_rows = rows.num_rows or 0
-        if len(filtered_rows) < num_rows:
+        filtered = rows.only([key for key in rows.row_keys() if keep(rows.located(key))])
+        num_dropped = (rows.num_rows or 0) - (filtered.num_rows or 0)
+        if num_dropped:
             names = ", ".join(repr(source.source) for source in rows.sources)
-            logger.warning("row_filter dropped %d of %d rows of %s.", num_rows - len(filtered_rows), num_rows, names)
-        self._located[split] = [located._replace(row={}) for located in filtered_rows]
-        return [self._prompt(located) for located in filtered_rows]
+            logger.warning("row_filter dropped %d of %d rows of %s.", num_dropped, rows.num_rows, names)
+        return filtered
+
+    def _own_rows(self, split: Split) -> SplitRows:
+        """The prompts of a subclass's `make_prompts` as rows, each of the source whose label its id has."""
+        prompts = self.make_prompts(split)
+        sources = self.sources[split]
+        parts = [[p for p in prompts if p.id.startswith(f"{split}-{source.label}-")] for source in sources]
+        if len(sources) < 2 or sum(map(len, parts)) < len(prompts):
+            sources, parts = [DataSource("make_prompts")], [prompts]
+        sources = [replace(source, columns={}) for source in sources]
+        return SplitRows(split, sources, parts, name_row=lambda index: f"Row {index + 1} of the {split} prompts")
 
     def _prompt(self, located: LocatedRow) -> Prompt:
         """The prompt of a row, with messages."""
@@ -279,54 +296,66 @@ class PromptDataModule(L.LightningDataModule):
         """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
         rows = self._open(split) if split == "train" else self._open(split).read_whole()
         keep = self._filter()
-        make = prompt_maker(self._renderer(), lambda located: self._prompt(located) if keep(located) else None)
-        return RowPrompts(rows, make, seed=self.order_seed, shuffle=self.shuffle)
+        return self._prompts_of(rows, lambda located: self._prompt(located) if keep(located) else None)
+
+    def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
+        return RowPrompts(rows, prompt_of, self._renderer().rendered, self.order_seed, self.shuffle)
+
+    def _checked(self, split: Split) -> RowPrompts:
+        """The prompts of a split; raises ValueError for a bad row among those that are checked at the start."""
+        if self.makes_prompts_of_rows:
+            num_rows = self._open(split).num_rows
+            if split == "train" and (num_rows is None or num_rows > MAX_CHECKED):
+                prompts = self.prompts_on_reading(split)
+                made = prompts.first(ROWS_AT_ONCE if num_rows is None else NUM_CHECKED)
+                logger.info(
+                    "Checked the first %d of %s train rows, of which %d make prompts; others are checked when read.",
+                    len(made),
+                    num_rows or "the streamed",
+                    sum(item is not None for item in made),
+                )
+                return prompts
+            prompts = self._prompts_of(self._filtered(split), self._prompt)
+        else:
+            prompts = self._prompts_of(self._own_rows(split), lambda located: located.row)
+        if split == "test" and not prompts:
+            return self._checked("validation")
+        checked = prompts.check(self.num_tokens_of)
+        num_dropped, num_rows = len(prompts) - len(checked), len(prompts)
+        if num_dropped:
+            limits = self._limits()
+            logger.warning("Dropped %d of %d %ss with %s tokens.", num_dropped, num_rows, self.row_name, limits)
+        return checked
 
     def setup(self, stage: str) -> None:
-        """Makes, renders and checks the prompts of a stage, so problems in the data show up before training."""
-        renderer = self._renderer()
+        """Makes each prompt of a stage once, so problems in the data show up before training."""
         for split in _SPLITS_OF_STAGE[stage]:
-            self.prompts[split] = self._rendered(split, renderer)
+            self.prompts[split] = self._checked(split)
         required = _SPLITS_OF_STAGE[stage][0]
-        if self.prompts[required] == []:
+        prompts = self.prompts[required]
+        if prompts.rows.num_rows == 0:
             names = [source.source for source in self.sources[required]]
             if required in self._rows and (num_rows := self._rows[required].read_whole().num_rows):
+                limits = self._limits()
                 raise ValueError(
-                    f"None of the {num_rows} rows of {required}={', '.join(names)} is left: "
-                    "row_filter, or a limit of length, dropped all. Loosen it."
+                    f"None of the {num_rows} rows of {required}={', '.join(names)} is left: row_filter, or a limit of "
+                    f"length{limits and f' ({limits} tokens)'}, dropped all. Loosen it."
                 )
             raise ValueError(
                 f"{type(self).__name__} has no {required} prompts ({required}={', '.join(names) or None}). Set "
                 f"{required} to a file or a hub name, or override make_prompts."
             )
         if stage == "fit":
-            warn_of_repeats(self.prompts)
+            for source, size in zip(prompts.rows.sources, prompts.rows.sizes, strict=True):
+                if size == 0:
+                    raise ValueError(
+                        f"No row of {source.source!r} passes the filters. Remove the source, or loosen the filters."
+                    )
+            _warn_of_repeats(prompts.checked, self.prompts["validation"].checked)
             if not self.prompts["validation"]:
                 # Lightning validates if this hook is overridden, and warns about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
-            seed = self.order_seed
-            prompts = self.prompts["train"]
-            order: MixtureOrder | None = None
-            if isinstance(prompts, list):
-                order = self.mixture([prompt.id for prompt in prompts], seed=seed, shuffle=self.shuffle)
-            self._stream = PromptStream(
-                prompts, batch_size=self.batch_size, seed=seed, shuffle=self.shuffle, order=order
-            )
-
-    def mixture(self, prompt_ids: Sequence[str], *, seed: int, shuffle: bool) -> MixtureOrder:
-        """The order of rows made from these train prompts, by their sources' weights."""
-        rows = self._rows.get("train")
-        if rows is None or len(rows.sources) < 2:
-            return MixtureOrder([len(prompt_ids)], [1.0], seed=seed, shuffle=shuffle)
-        label_of = self.set_names("train")
-        sizes = Counter(label_of[prompt_id] for prompt_id in prompt_ids)
-        for source in rows.sources:
-            if not sizes[str(source.label)]:
-                raise ValueError(
-                    f"No row of {source.source!r} passes the filters. Remove the source, or loosen the filters."
-                )
-        weights = [source.weight for source in rows.sources]
-        return MixtureOrder([sizes[str(source.label)] for source in rows.sources], weights, seed=seed, shuffle=shuffle)
+            self._stream = PromptStream(prompts, batch_size=self.batch_size)
 
     @property
     def prompt_stream(self) -> PromptStream:
@@ -349,18 +378,7 @@ class PromptDataModule(L.LightningDataModule):
         return self.test_dataloader()
 
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
-        prompts = self.prompts[split]
-        assert isinstance(prompts, list)
-        return prompt_batches(prompts, self.validation_batch_size, self.set_names(split))
-
-    def set_names(self, split: Split) -> dict[str, str]:
-        """The label of each prompt's source, by prompt id; empty unless `make_prompts` read several."""
-        rows = self._rows.get(split)
-        if split == "test" and not rows:
-            return self.set_names("validation")
-        if rows is None or len(rows.sources) < 2:
-            return {}
-        return {located.prompt_id: str(located.source.label) for located in self._located.get(split, [])}
+        return prompt_batches(self.prompts[split], self.validation_batch_size)
 
     def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and image reader, from `attach` or from the trainer's module."""
@@ -376,65 +394,37 @@ class PromptDataModule(L.LightningDataModule):
         set_chat_template(tokenizer, self.chat_template, self.chat_template_kwargs)
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "image_reader", None)
 
-    def _rendered(self, split: Split, renderer: ChatRenderer) -> list[Prompt] | RowPrompts:
-        if split == "train" and self._is_on_reading():
-            prompts_on_reading = self.prompts_on_reading(split)
-            _check_first(prompts_on_reading)
-            return prompts_on_reading
-        prompts = self.make_prompts(split)
-        if split == "test" and not prompts:
-            split = "validation"
-            prompts = self.make_prompts(split)
-        return render_prompts(prompts, renderer, lambda index: self._where(split, index))
+    def _limits(self) -> str:
+        """Say which prompts are dropped for their length; empty if none are."""
+        limits = [f"fewer than {self.min_prompt_tokens}"] if self.min_prompt_tokens is not None else []
+        most_tokens = smallest(self.max_prompt_tokens, self.policy_inputs()[1])
+        if self.prompt_overflow == "drop" and most_tokens is not None:
+            limits.append(f"more than {most_tokens}")
+        return " or ".join(limits)
 
-    def _is_on_reading(self) -> bool:
-        """Whether train prompts are made when they are read; never those of a subclass's own `make_prompts`."""
-        if not self.makes_prompts_of_rows:
-            return False
-        num_rows = self._open("train").num_rows
-        return num_rows is None or num_rows > MAX_PROMPTS_AT_START
-
-    def num_tokens_of(self, prompts: Sequence[Made]) -> list[int | ValueError | None]:
-        """The tokens that each row takes."""
-        return [len(item.token_ids or []) if isinstance(item, Prompt) else item for item in prompts]
+    def num_tokens_of(self, prompt: Prompt) -> int:
+        """The tokens that a prompt takes."""
+        return len(prompt.token_ids or [])
 
     @property
     def makes_prompts_of_rows(self) -> bool:
         """Whether `make_prompts` is this class's own."""
         return type(self).make_prompts is PromptDataModule.make_prompts
 
-    def _where(self, split: Split, index: int) -> str:
-        located = self._located.get(split, [])
-        if index < len(located):
-            return located[index].where
-        return f"Row {index + 1} of the {split} prompts"
 
-
-def _check_first(prompts: RowPrompts) -> None:
-    """Makes the first of many prompts, so that most problems show before training; raises ValueError for a bad row."""
-    num_rows = prompts.rows.num_rows
-    made = without_errors(prompts.first(ROWS_AT_ONCE if num_rows is None else _CHECKED_AT_START))
-    logger.info(
-        "Checked the first %d of %s train rows, of which %d make prompts; the others are checked when read.",
-        len(made),
-        num_rows or "the streamed",
-        sum(item is not None for item in made),
-    )
-
-
-def warn_of_repeats(prompts: Mapping[Split, object]) -> None:
-    """Logs train prompts that repeat, and validation prompts that are train prompts; those made at the start."""
-    splits = [prompts["train"], prompts["validation"]]
-    train, validation = (split if isinstance(split, list) else [] for split in splits)
-    contents = {(tuple(prompt.token_ids or []), prompt.images) for prompt in train}
-    if len(contents) < len(train):
-        logger.warning("%d of %d train prompts repeat another one.", len(train) - len(contents), len(train))
-    num_shared = sum((tuple(prompt.token_ids or []), prompt.images) in contents for prompt in validation)
+def _warn_of_repeats(train: CheckedRows | None, validation: CheckedRows | None) -> None:
+    """Logs train prompts that repeat, and validation prompts that are train prompts, if all were checked."""
+    if train is None or validation is None:
+        return
+    num, contents = len(train.contents), set(train.contents)
+    if len(contents) < num:
+        logger.warning("%d of %d train prompts repeat another one.", num - len(contents), num)
+    num_shared = sum(content in contents for content in validation.contents)
     if num_shared:
         logger.warning(
             "%d of %d validation prompts are train prompts too: they do not show how the policy does on new ones.",
             num_shared,
-            len(validation),
+            len(validation.contents),
         )
 
 

@@ -1,8 +1,8 @@
 """Rows of a data file, a hub dataset or a function, by index, with errors that name the file and the row.
 
-Data of any size: lines of a .jsonl file are found at the start and parsed when they are read; `datasets` maps Parquet
-and Arrow files and hub datasets into memory, from its cache. Files .json and .csv are read whole. Text files may be
-gzipped. Row numbers in messages count from 1.
+Data of any size: lines of a .jsonl file are found at the start and parsed when they are read; `datasets` maps Parquet,
+Arrow and CSV files and hub datasets into memory, from its cache. What a CSV file has stays text. A .json file is read
+whole. Text files may be gzipped. Row numbers in messages count from 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8
 class LocatedRow(NamedTuple):
     """A row of a split."""
 
-    row: Row
+    row: Any  # a dict of columns, or an item of a user's own dataset
     source: DataSource
     where: str  # names it in messages
     prompt_id: str  # unique in the split
@@ -215,14 +215,35 @@ def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
         content = _mapped(path)
         starts = array("Q", islice(_line_starts(content, path), max_rows))  # 8 bytes for each line
         return Rows(len(starts), lambda index: _row_at(content, starts[index], path))
-    if suffix in (".json", ".csv"):
-        return list(islice(TEXT_READERS[suffix](path), max_rows))
+    if suffix == ".json":
+        return list(islice(read_json(path), max_rows))
+    if suffix == ".csv":
+        return _mapped_csv(path, max_rows)
     if suffix in FILE_SUFFIXES:
         refuse_pointer(path)
         return _mapped_rows(load_dataset(suffix[1:], None, "train", data_files=str(path)), max_rows)
     raise ValueError(
         f"Data file '{path}' must end in one of {', '.join(FILE_SUFFIXES)}, not {path.suffix!r}. Convert or rename it."
     )
+
+
+def _mapped_csv(path: Path, max_rows: int | None) -> Sequence[Row]:
+    import datasets
+
+    if next(read_csv(path), None) is None:
+        return []  # `datasets` refuses a file without rows
+    stat = path.stat()
+    version = f"{path.resolve()}, {stat.st_size} bytes of {stat.st_mtime_ns}"
+    arguments = {"path": path, "max_rows": max_rows, "version": version}
+    try:
+        return _mapped_rows(datasets.Dataset.from_generator(_csv_rows, gen_kwargs=arguments), None)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(str(error.__cause__ or error)) from error
+
+
+def _csv_rows(path: Path, max_rows: int | None, version: str) -> Iterator[Row]:
+    """The first rows; `datasets` reads them again if an argument differs, such as the file's `version`."""
+    return islice(read_csv(path), max_rows)
 
 
 def _mapped_rows(dataset: Any, max_rows: int | None) -> Rows:

@@ -1,4 +1,5 @@
-"""Prompts by position: of rows (SplitRows, RowPrompts) or from a list (PromptStream); the loaders of Lightning.
+"""Rows of a split (SplitRows), their prompts, made when they are read (RowPrompts), by position in the run
+(PromptStream); the loaders of Lightning.
 
 A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
 each prompt once, in an order that follows from (seed, e) alone; so resuming needs one number, with any number of ranks.
@@ -11,14 +12,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.mixture import DataSource, MixtureOrder
-from lightrl.data.rows import LocatedRow, Made, Row, renamed, without_errors
+from lightrl.data.rows import LocatedRow, Made, renamed, without_errors
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRow, StreamedRows
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt
 
@@ -26,10 +27,9 @@ if TYPE_CHECKING:
     import lightning as L
 
 T = TypeVar("T")
-Item = TypeVar("Item")
 RowKey: TypeAlias = "tuple[int, int | StreamedRow]"  # number of a source; index of its row, or its streamed row
 
-_FINGERPRINT_PROMPTS = 256  # are compared, if prompts are made when they are read
+_FINGERPRINT_PROMPTS = 256  # are compared, if not all rows are checked
 _MAX_MADE = 4096  # prompts made ahead of need
 _NOT_MADE = "not made"
 
@@ -40,12 +40,16 @@ class SplitRows:
 
     split: str  # its name begins the prompts' ids
     sources: Sequence[DataSource]
-    parts: Sequence[Sequence[Row] | StreamedRows]  # the rows of each source, by index or streamed
+    parts: Sequence[Sequence[Any] | StreamedRows]  # the rows of each source, by index or streamed
+    kept: Mapping[int, Sequence[int]] = field(default_factory=dict)  # number of a source → its rows in use; absent: all
+    name_row: Callable[[int], str] | None = None  # names a row in messages; None: by its number and source
 
     @property
     def sizes(self) -> list[int | None]:
         """Rows of each source; None for one that is streamed."""
-        return [None if isinstance(part, StreamedRows) else len(part) for part in self.parts]
+        return [
+            None if isinstance(part, StreamedRows) else len(self.kept.get(n, part)) for n, part in enumerate(self.parts)
+        ]
 
     @property
     def num_rows(self) -> int | None:
@@ -61,12 +65,25 @@ class SplitRows:
         ]
         return replace(self, parts=read)
 
-    def keys(self) -> Iterator[RowKey]:
+    def row_keys(self) -> Iterator[RowKey]:
         """The key of every row, in the order of the data."""
         return itertools.chain.from_iterable(
-            zip(itertools.repeat(n), part.one_pass() if isinstance(part, StreamedRows) else range(len(part)))
+            zip(
+                itertools.repeat(n),
+                part.one_pass() if isinstance(part, StreamedRows) else self.kept.get(n, range(len(part))),
+            )
             for n, part in enumerate(self.parts)
         )
+
+    def only(self, keys: Sequence[RowKey]) -> SplitRows:
+        """The rows with these keys, which are in the order of the data; the same if these are all."""
+        if len(keys) == self.num_rows:
+            return self
+        kept: dict[int, list[int]] = {n: [] for n in range(len(self.parts))}
+        for number, index in keys:
+            assert isinstance(index, int)
+            kept[number].append(index)
+        return replace(self, kept=kept)
 
     def located(self, key: RowKey) -> LocatedRow:
         """The row with this key; raises ValueError if it cannot be read."""
@@ -77,22 +94,56 @@ class SplitRows:
             row, where, name = part.row(item), part.where(item), part.id(item)
         else:
             assert isinstance(item, int)
-            row, where, name = part[item], f"Row {item + 1} of {source.source!r}", str(item)
+            where = f"Row {item + 1} of {source.source!r}" if self.name_row is None else self.name_row(item)
+            row, name = part[item], str(item)
         if source.columns:
             row = renamed(row, source.columns, where=where)
         prefix = self.split if len(self.sources) == 1 else f"{self.split}-{source.label}"
         return LocatedRow(row, source, where, f"{prefix}-{name}")
 
 
+class CheckedRows(NamedTuple):
+    """Rows that make prompts, each found by making it once, and a few numbers of each."""
+
+    prompt_ids: list[str]
+    contents: list[int]  # hash of the prompt's tokens and images
+    num_tokens: list[int]
+    digest: str  # of all prompts
+
+
 @dataclass(eq=False)
-class RowPrompts:
-    """The prompts of a split's rows by position in the run, each made when it is read."""
+class RowPrompts(Sequence["Prompt | None"]):
+    """The prompts of a split's rows, in the order of the data and by position in the run, made when they are read."""
 
     rows: SplitRows
-    # the rendered prompts of some rows: None for one that a filter or its length drops, ValueError for a bad one
-    make: Callable[[Sequence[LocatedRow]], list[Made]]
+    prompt_of: Callable[[LocatedRow], Prompt | None]  # None for a row that a filter drops; raises for a bad one
+    # prompts with token ids, given them and what names the row of each: None for one that its length drops
+    render: Callable[[Sequence[Made], Callable[[int], str]], list[Made]]
     seed: int  # fixes the order
     shuffle: bool
+    checked: CheckedRows | None = None  # if all rows were checked at the start
+
+    def __len__(self) -> int:
+        """Rows; TypeError if a source is streamed."""
+        if self.rows.num_rows is None:
+            raise TypeError("How many prompts a streamed source has is not known.")
+        return self.rows.num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt | None]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt | None] | None:
+        """Prompts in the order of the data; raises ValueError for a bad row."""
+        chosen = range(len(self))[index]
+        return self.at(chosen) if isinstance(chosen, range) else self.at([chosen])[0]
+
+    def at(self, indices: Iterable[int]) -> list[Prompt | None]:
+        """The prompts of these rows, counted over all sources; raises ValueError for a bad row."""
+        sizes = [size or 0 for size in self.rows.sizes]
+        starts = [0, *itertools.accumulate(sizes)]
+        numbers = ((index, bisect_right(starts, index, hi=len(sizes)) - 1) for index in indices)
+        return without_errors(self._made(numbers, lambda item: self._row(item[1], item[0] - starts[item[1]])))
 
     @functools.cached_property
     def order(self) -> MixtureOrder:
@@ -100,19 +151,46 @@ class RowPrompts:
         weights = [source.weight for source in self.rows.sources]
         return MixtureOrder(self.rows.sizes, weights, seed=self.seed, shuffle=self.shuffle)
 
+    @property
+    def size_by_set(self) -> dict[str | None, int]:
+        """Rows of each source, by label; None is the label of a single one."""
+        labels = [source.label for source in self.rows.sources] if len(self.rows.sources) > 1 else [None]
+        return {label: size or 0 for label, size in zip(labels, self.rows.sizes, strict=False)}
+
     def many(self, positions: Iterable[int]) -> list[Made]:
-        """The prompts at some positions, which is faster than one by one."""
-        return self._made(positions, lambda position: self.rows.located(self._key_at(position)))
+        """The prompts at some positions of the run, which is faster than one by one."""
+        return self._made(positions, self._at_position)
 
     def one_pass(self, step: int = 1) -> Iterator[list[Made]]:
         """The prompts of all rows, or of every `step`-th, in the order of the data, some at a time."""
-        keys = itertools.islice(self.rows.keys(), 0, None, step)
+        keys = itertools.islice(self.rows.row_keys(), 0, None, step)
         while block := list(itertools.islice(keys, ROWS_AT_ONCE)):
             yield self._made(block, self.rows.located)
 
-    def first(self, num: int) -> list[Made]:
-        """The prompts of the first rows."""
-        return self._made(itertools.islice(self.rows.keys(), num), self.rows.located)
+    def first(self, num: int) -> list[Prompt | None]:
+        """The prompts of the first rows; raises ValueError for a bad row."""
+        return without_errors(self._made(itertools.islice(self.rows.row_keys(), num), self.rows.located))
+
+    def check(self, num_tokens_of: Callable[[Prompt], int] = lambda prompt: len(prompt.token_ids or [])) -> RowPrompts:
+        """Makes every prompt once, and keeps none; raises ValueError for a bad row.
+
+        Returns:
+            The prompts of the rows that none of the limits drops.
+        """
+        keys: list[RowKey] = []
+        checked = CheckedRows([], [], [], "")
+        content = hashlib.blake2b(digest_size=6)
+        all_keys = self.rows.row_keys()
+        for made in self.one_pass():
+            for prompt, key in zip(without_errors(made), all_keys):  # noqa: B905  # the keys go on
+                if prompt is None:
+                    continue
+                keys.append(key)
+                checked.prompt_ids.append(prompt.id)
+                checked.contents.append(hash((tuple(prompt.token_ids or ()), prompt.images)))
+                checked.num_tokens.append(num_tokens_of(prompt))
+                _digest(content, prompt)
+        return replace(self, rows=self.rows.only(keys), checked=checked._replace(digest=content.hexdigest()))
 
     def state_dict(self, position: int) -> JsonObject | None:
         """The mark from which each source gives prompts from this position on; None if no source is streamed."""
@@ -124,21 +202,35 @@ class RowPrompts:
             if isinstance(part, StreamedRows) and str(number) in state:
                 part.load_state_dict(state[str(number)])
 
-    def _key_at(self, position: int) -> RowKey:
+    def _at_position(self, position: int) -> LocatedRow:
         number = self.order.source(position)
         turn, part = self.order.num_before(number, position), self.rows.parts[number]
-        return number, part[turn] if isinstance(part, StreamedRows) else self.order.row(number, turn)
+        if isinstance(part, StreamedRows):
+            return self.rows.located((number, part[turn]))
+        return self._row(number, self.order.row(number, turn))
+
+    def _row(self, number: int, index: int) -> LocatedRow:
+        """The row of a source with this index among those in use."""
+        kept = self.rows.kept.get(number)
+        return self.rows.located((number, index if kept is None else kept[index]))
 
     def _made(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
         """The prompts of rows, where `locate` raises ValueError for rows that cannot be read."""
-        located: list[LocatedRow | ValueError] = []
-        for item in items:
+        made: list[Made] = []
+        names: dict[int, str] = {}
+        for index, item in enumerate(items):
             try:
-                located.append(locate(item))
+                located = locate(item)
+                names[index] = located.where
+                made.append(self.prompt_of(located))
             except ValueError as error:
-                located.append(error)
-        made = iter(self.make([row for row in located if not isinstance(row, ValueError)]))
-        return [row if isinstance(row, ValueError) else next(made) for row in located]
+                made.append(error)
+        return self.render(made, names.__getitem__)
+
+
+def _digest(content: Any, prompt: Prompt | None) -> None:
+    if prompt is not None:
+        content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
 
 
 class PromptStream:
@@ -147,66 +239,59 @@ class PromptStream:
     A position whose row is dropped, by a filter or for its length, holds None.
 
     Args:
-        prompts: one epoch's, in the order of the data; or those of rows, made when they are read.
+        prompts: one epoch's, in the order of the data: made when they are read, or there already.
         batch_size: prompts per iteration, which is also groups per iteration.
-        seed: determines the order, with the epoch.
-        shuffle: False keeps the order of the data in every epoch.
-        order: the index in a list of prompts at each position; None for one source with this `seed` and `shuffle`.
+        seed: determines the order of prompts that are there already, with the epoch.
+        shuffle: False keeps their order in every epoch.
 
     Raises:
         ValueError: if there are fewer prompts than one iteration needs, or two have the same id.
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt | None] | RowPrompts,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        order: MixtureOrder | None = None,
+        self, prompts: Sequence[Prompt | None], *, batch_size: int, seed: int = 0, shuffle: bool = True
     ) -> None:
         check_bounds(1, batch_size=batch_size)
-        # per epoch, if known
-        self.num_prompts = prompts.rows.num_rows if isinstance(prompts, RowPrompts) else len(prompts)
+        if isinstance(prompts, RowPrompts):
+            # Rows of files that are not read yet have unique ids by construction.
+            ids = prompts.checked.prompt_ids if prompts.checked is not None else []
+        else:
+            ids = [prompt.id for prompt in prompts if prompt is not None]
+            rows = SplitRows("train", [DataSource("prompts")], [prompts])
+            prompts = RowPrompts(rows, lambda located: located.row, lambda made, _: list(made), seed, shuffle)
+        self.num_prompts = prompts.rows.num_rows  # per epoch, if known
         if self.num_prompts is not None and self.num_prompts < batch_size:
             raise ValueError(
                 f"batch_size={batch_size} exceeds the {self.num_prompts} train prompts. Lower batch_size or add data."
             )
-        # Rows that are not read yet have unique ids by construction.
-        ids = [] if isinstance(prompts, RowPrompts) else [prompt.id for prompt in prompts if prompt is not None]
         if len(set(ids)) < len(ids):
             raise ValueError(
                 f"{len(ids) - len(set(ids))} train prompts have duplicate ids. Make them unique: seeds depend on them."
             )
         self.prompts, self.batch_size = prompts, batch_size
-        self.seed, self.shuffle = seed, shuffle
-        if isinstance(prompts, RowPrompts):
-            self.order = prompts.order
-        else:
-            self.order = order or MixtureOrder([len(prompts)], [1.0], seed=seed, shuffle=shuffle)
         self._made: dict[int, Made] = {}  # ahead of need, by position
+
+    @property
+    def seed(self) -> int:
+        return self.prompts.seed
+
+    @property
+    def shuffle(self) -> bool:
+        return self.prompts.shuffle
 
     def __len__(self) -> int:
         """Prompts per epoch; TypeError if that is not known."""
-        if self.num_prompts is None:
-            raise TypeError("How many prompts a streamed source has is not known.")
-        return self.num_prompts
+        return len(self.prompts)
 
     def __getitem__(self, position: int) -> Prompt | None:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}.")
         made = self._made.get(position, _NOT_MADE)
-        return without_errors(self.many([position]) if isinstance(made, str) else [made])[0]
-
-    @property
-    def is_made_on_reading(self) -> bool:
-        """Whether reading a position takes time, unless it is prepared."""
-        return isinstance(self.prompts, RowPrompts)
+        return without_errors(self.prompts.many([position]) if isinstance(made, str) else [made])[0]
 
     def is_prepared(self, position: int) -> bool:
         """Whether reading this position takes no time."""
-        return position in self._made or not self.is_made_on_reading
+        return position in self._made
 
     def prepare(self, first: int, num: int) -> None:
         """Makes the prompts of these positions, for an event loop that must not wait; may be called in a thread.
@@ -214,15 +299,9 @@ class PromptStream:
         What is wrong with a row is raised when it is read.
         """
         missing = [position for position in range(first, first + num) if not self.is_prepared(position)]
-        self._made |= zip(missing, self.many(missing), strict=True)
+        self._made |= zip(missing, self.prompts.many(missing), strict=True)
         for position in sorted(self._made)[:-_MAX_MADE]:
             self._made.pop(position, None)
-
-    def many(self, positions: Sequence[int]) -> Sequence[Made]:
-        """The prompts at some positions, made now; ValueError where a row is bad."""
-        if isinstance(self.prompts, RowPrompts):
-            return self.prompts.many(positions)
-        return [self.prompts[self.order[position]] for position in positions]
 
     @property
     def num_iterations(self) -> int | None:
@@ -232,40 +311,35 @@ class PromptStream:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies the prompts and their order: if it differs, a checkpoint's positions mean other prompts."""
+        prompts = self.prompts
         if self.num_prompts is None:
-            assert isinstance(self.prompts, RowPrompts)
-            parts = ", ".join(str(part) for part in self.prompts.rows.parts if isinstance(part, StreamedRows))
-            return f"{parts}; {self.order}"
-        content = hashlib.blake2b(digest_size=6)
-        sample: Iterable[Prompt | None]
-        if isinstance(self.prompts, RowPrompts):
-            blocks = self.prompts.one_pass(step=-(-self.num_prompts // _FINGERPRINT_PROMPTS))
-            sample = without_errors(itertools.chain.from_iterable(blocks))
+            parts = ", ".join(str(part) for part in prompts.rows.parts if isinstance(part, StreamedRows))
+            return f"{parts}; {prompts.order}"
+        if prompts.checked is not None:
+            digest = prompts.checked.digest
         else:
-            sample = self.prompts
-        for prompt in sample:
-            if prompt is not None:
-                content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
-        return f"{self.num_prompts} prompts {self.order}, content {content.hexdigest()}"
+            content = hashlib.blake2b(digest_size=6)
+            for block in prompts.one_pass(step=-(-self.num_prompts // _FINGERPRINT_PROMPTS)):
+                for prompt in without_errors(block):
+                    _digest(content, prompt)
+            digest = content.hexdigest()
+        return f"{self.num_prompts} prompts {prompts.order}, content {digest}"
 
     def first(self, num_prompts: int) -> PromptStream:
         """The first prompts of the data, over and over in order; for `overfit_batches`."""
-        if not isinstance(self.prompts, RowPrompts):
-            prompts = list(self.prompts[:num_prompts])
-        elif self.num_prompts is None:
+        if self.num_prompts is None:
             prompts = [self[position] for position in range(num_prompts)]
         else:
-            prompts = without_errors(self.prompts.first(num_prompts))
+            prompts = self.prompts.first(num_prompts)
         return PromptStream(prompts, batch_size=self.batch_size, seed=self.seed, shuffle=False)
 
     def state_dict(self, position: int) -> JsonObject | None:
         """The marks of streamed sources for the prompts from this position on; None without such sources."""
-        return self.prompts.state_dict(position) if isinstance(self.prompts, RowPrompts) else None
+        return self.prompts.state_dict(position)
 
     def load_state_dict(self, state: JsonMapping) -> None:
         """Saves reading what comes before; a stream without it gives the same prompts."""
-        if isinstance(self.prompts, RowPrompts):
-            self.prompts.load_state_dict(state)
+        self.prompts.load_state_dict(state)
 
 
 class EpochLoader(Generic[T]):
@@ -360,23 +434,27 @@ def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> E
     return EpochLoader(stream.num_iterations, lambda epoch, index: index, trainer=trainer)
 
 
-def prompt_batches(
-    prompts: Sequence[Prompt], batch_size: int, set_names: Mapping[str, str] = MappingProxyType({})
-) -> EpochLoader[PromptBatch]:
-    """A validation loader: lists of prompts in the order of the data; `set_names` are of several sets, by prompt id."""
-    return batches_in_order(prompts, batch_size, PromptBatch, lambda prompt: set_names.get(prompt.id))
+def prompt_batches(prompts: Sequence[Prompt | None], batch_size: int) -> EpochLoader[PromptBatch]:
+    """A validation loader: lists of prompts in the order of the data."""
+    return batches_in_order(prompts, batch_size, PromptBatch)
 
 
 def batches_in_order(
-    items: Sequence[Item],
-    batch_size: int,
-    collate: Callable[[Sequence[Item], str | None], T],
-    set_of: Callable[[Item], str | None],
+    prompts: Sequence[Prompt | None], batch_size: int, collate: Callable[[list[Any], str | None], T]
 ) -> EpochLoader[T]:
-    """Collated batches of consecutive items of one set, which `set_of` names; the last of each set may be smaller."""
+    """Collated batches of consecutive prompts of one source, which has a name if there are several.
+
+    The last batch of each source may be smaller.
+    """
+    sizes = prompts.size_by_set if isinstance(prompts, RowPrompts) else {None: len(prompts)}
     batches = [
-        (part[start : start + batch_size], name)
-        for name, part in ((name, list(part)) for name, part in itertools.groupby(items, set_of))
-        for start in range(0, len(part), batch_size)
+        (slice(start, min(start + batch_size, end)), name)
+        for (name, size), end in zip(sizes.items(), itertools.accumulate(sizes.values()), strict=True)
+        for start in range(end - size, end, batch_size)
     ]
-    return EpochLoader(len(batches), lambda epoch, index: collate(*batches[index]))
+
+    def batch_at(epoch: int, index: int) -> T:
+        chosen, name = batches[index]
+        return collate([prompt for prompt in prompts[chosen] if prompt is not None], name)
+
+    return EpochLoader(len(batches), batch_at)

@@ -32,9 +32,6 @@ class Prompts(Protocol):
 class PreparesPrompts(Prompts, Protocol):
     """Prompts that may take time to make: then a thread makes them before they are read."""
 
-    @property
-    def is_made_on_reading(self) -> bool: ...
-
     def is_prepared(self, position: int) -> bool:
         """Whether reading this position takes no time."""
         ...
@@ -187,7 +184,7 @@ class PromptCursor:
     @property
     def _on_reading(self) -> PreparesPrompts | None:
         prompts = self.prompts
-        return prompts if isinstance(prompts, PreparesPrompts) and prompts.is_made_on_reading else None
+        return prompts if isinstance(prompts, PreparesPrompts) else None
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
         """Keeps the success rate of a group for the curriculum, if there is one."""

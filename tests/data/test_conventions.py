@@ -153,8 +153,8 @@ def test_a_chat_is_read_and_its_turns_are_trained(name: str, tmp_path: Path, pla
     row, settings, prompt, targets = CHATS[name]
     kind = PreferenceDataModule if settings is None else SFTDataModule
     data = set_up(kind, tmp_path, plain_tokenizer, row, settings or {})
-    (chat,) = data.completed["train"]
-    assert plain_tokenizer.decode(chat.prompt_ids) == prompt
+    (chat,) = data.prompts["train"]
+    assert plain_tokenizer.decode(chat.token_ids) == prompt
     completions = zip(chat.completion_ids, chat.is_generated, strict=True)
     assert [turn for ids, mask in completions for turn in turns(ids, mask, plain_tokenizer)] == targets
     batch = next(iter(data.train_dataloader()))
@@ -246,12 +246,12 @@ def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path, plain_to
 
 def test_a_system_prompt_opens_whole_chats_that_have_none(tmp_path: Path, plain_tokenizer: Any):
     settings = {**MESSAGES, "system_prompt": "Add."}
-    (chat,) = set_up(SFTDataModule, tmp_path, plain_tokenizer, {"messages": TALK}, settings).completed["train"]
-    assert plain_tokenizer.decode(chat.prompt_ids) == f"<system>Add.<|im_end|>\n{ASKED}"
+    (chat,) = set_up(SFTDataModule, tmp_path, plain_tokenizer, {"messages": TALK}, settings).prompts["train"]
+    assert plain_tokenizer.decode(chat.token_ids) == f"<system>Add.<|im_end|>\n{ASKED}"
 
 
 def test_tokens_between_two_turns_are_those_of_a_rollout(tmp_path: Path, plain_tokenizer: Any):
-    (chat,) = set_up(SFTDataModule, tmp_path, plain_tokenizer, {"messages": TALK}, MESSAGES).completed["train"]
+    (chat,) = set_up(SFTDataModule, tmp_path, plain_tokenizer, {"messages": TALK}, MESSAGES).prompts["train"]
     assert plain_tokenizer.decode(chat.completion_ids[0]) == TALKED.removeprefix(ASKED) + "5<|im_end|>"
     read = [token_id for token_id, keep in zip(chat.completion_ids[0], chat.is_generated[0], strict=True) if not keep]
     assert plain_tokenizer.decode(read) == "\n<user>+3?<|im_end|>\n<assistant>"
@@ -280,6 +280,6 @@ def test_calls_of_tools_and_their_results_are_kept(tmp_path: Path, plain_tokeniz
     data = SFTDataModule(str(path), batch_size=1, chat_template=template, **MESSAGES)
     data.attach(plain_tokenizer)
     data.setup("fit")
-    (row,) = data.completed["train"]
+    (row,) = data.prompts["train"]
     found = turns(row.completion_ids[0], row.is_generated[0], plain_tokenizer)
     assert found == ["!add<|im_end|>", "It is 2.<|im_end|>"]

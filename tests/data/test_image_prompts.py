@@ -9,7 +9,6 @@ from tiny import char_tokenizer
 
 from lightrl.data import PromptDataModule
 from lightrl.data.chat import take_images
-from lightrl.data.prompts import warn_of_repeats
 from lightrl.models.images import ImageReader, read_image
 from lightrl.trajectory import Prompt
 
@@ -77,9 +76,10 @@ def test_more_images_than_image_parts_are_refused():
         take_images(messages, [RED, BLUE], folder=Path())
 
 
-def test_one_question_about_two_images_is_no_repetition(caplog: pytest.LogCaptureFixture) -> None:
-    of_red, of_blue = (Prompt("a", token_ids=[1, IMAGE], images=(image,)) for image in (RED, BLUE))
-    warn_of_repeats({"train": [of_red], "validation": [of_blue]})
-    assert not caplog.records
-    warn_of_repeats({"train": [of_red], "validation": [of_blue, of_red]})
+def test_one_question_about_two_images_is_no_repetition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    of_red, of_blue = ({"image": image, "question": "1"} for image in (RED, BLUE))
+    for others in ([of_blue], [of_blue, of_red]):
+        (tmp_path / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+        assert "validation prompts are" not in caplog.text
+        prompts_of([of_red], tmp_path, validation=tmp_path / "others.jsonl", image_column="image")
     assert "1 of 2 validation prompts are train prompts too" in caplog.text

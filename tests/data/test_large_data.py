@@ -16,8 +16,8 @@ from lightrl.rollout.prompts import PromptCursor
 
 @pytest.fixture(autouse=True)
 def _many_are_five(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "MAX_PROMPTS_AT_START", 4)
-    monkeypatch.setattr(prompts, "_CHECKED_AT_START", 2)
+    monkeypatch.setattr(prompts, "MAX_CHECKED", 4)
+    monkeypatch.setattr(prompts, "NUM_CHECKED", 2)
 
 
 def write(path: Path, questions: list[str]) -> str:
@@ -37,20 +37,19 @@ def make_data(tokenizer, train, **settings) -> PromptDataModule:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_prompts_made_on_reading_are_those_made_at_the_start(
+def test_rows_that_are_not_checked_at_the_start_give_the_same_prompts(
     tmp_path: Path, plain_tokenizer, suffix: str, monkeypatch: pytest.MonkeyPatch
 ):
     source = write(tmp_path / f"train{suffix}", ["a" * size for size in range(1, 10)])
-    lazy = make_data(plain_tokenizer, source)
-    monkeypatch.setattr(prompts, "MAX_PROMPTS_AT_START", 9)
-    eager = make_data(plain_tokenizer, source)
-    assert isinstance(eager.prompts["train"], list)
-    assert not isinstance(lazy.prompts["train"], list)
-    assert lazy.prompt_stream.num_iterations == eager.prompt_stream.num_iterations
-    assert [lazy.prompt_stream[position] for position in range(20)] == [
-        eager.prompt_stream[position] for position in range(20)
+    unchecked = make_data(plain_tokenizer, source)
+    monkeypatch.setattr(prompts, "MAX_CHECKED", 9)
+    checked = make_data(plain_tokenizer, source)
+    assert (unchecked.prompts["train"].checked is None, checked.prompts["train"].checked is None) == (True, False)
+    assert unchecked.prompt_stream.num_iterations == checked.prompt_stream.num_iterations
+    assert [unchecked.prompt_stream[position] for position in range(20)] == [
+        checked.prompt_stream[position] for position in range(20)
     ]
-    assert lazy.prompt_stream.fingerprint == eager.prompt_stream.fingerprint
+    assert unchecked.prompt_stream.fingerprint == checked.prompt_stream.fingerprint
 
 
 def test_only_the_first_rows_are_rendered_at_the_start(tmp_path: Path, plain_tokenizer, monkeypatch):

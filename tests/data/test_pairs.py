@@ -61,7 +61,7 @@ def test_an_epoch_has_each_pair_once_in_an_order_of_its_own(tmp_path: Path) -> N
 def test_pairs_that_are_too_long_are_dropped_or_refused(tmp_path: Path) -> None:
     rows = [row(), row("5=", "5", "6")]
     data = make(tmp_path, rows, max_tokens=5, batch_size=1, prompt_overflow="drop")
-    assert len(data.completed["train"]) == 1
+    assert len(data.prompts["train"]) == 1
     with pytest.raises(ValueError, match=r"prompt 'train-0' has 7 tokens, more than 5"):
         make(tmp_path, rows, max_tokens=5)
 

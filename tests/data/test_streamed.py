@@ -205,7 +205,7 @@ def test_the_rows_of_a_pass_can_be_bounded_and_validation_is_read_at_once(folder
 
 class Counted(SFTDataModule):
     def collate(self, rows: Any) -> Any:
-        return [row.prompt_id for row in rows]
+        return [row.id for row in rows]
 
 
 class CountedPairs(PreferenceDataModule):
@@ -219,12 +219,12 @@ def batches(data: Any, num: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_chats_are_rendered_when_they_are_read(folder: str, plain_tokenizer: Any, streaming: bool, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_PROMPTS_AT_START", 4)
+    monkeypatch.setattr(prompts, "MAX_CHECKED", 4)
     monkeypatch.setattr("lightrl.data.completions.BATCHES", 3)
     source = streamed(folder) if streaming else DataSource(folder)
     settings = {"row_filter": lambda row: row["question"] != "0-1"}
     data = make_data(plain_tokenizer, source, Counted, **settings)
-    assert "train" not in data.completed
+    assert data.prompts["train"].checked is None
     expected = batches(data, 51)
     assert all(len(batch) == 2 for batch in expected)
     times = Counter(name for batch in expected for name in batch)  # 6 epochs of 17 rows, in windows of 6
@@ -247,7 +247,8 @@ def test_pairs_are_rendered_when_they_are_read_in_the_order_of_the_stream(folder
     assert data.train_dataloader().num_batches is None
 
 
-def test_a_bad_chat_is_named_when_it_is_read(folder: str, plain_tokenizer: Any):
+def test_a_bad_chat_is_named_when_it_is_read(folder: str, plain_tokenizer: Any, monkeypatch):
+    monkeypatch.setattr(prompts, "ROWS_AT_ONCE", 0)  # rows that are checked at the start
     data = make_data(plain_tokenizer, folder, Counted, max_tokens=4)
     with pytest.raises(ValueError, match=r"The chat of prompt 'train-\d-\d' has 5 tokens, more than 4"):
         batches(data, 1)

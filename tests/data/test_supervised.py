@@ -82,7 +82,9 @@ def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
         pytest.param({"max_tokens": 12}, r"The chat of prompt 'train-0' has 21 tokens, more than 12", id="long"),
         pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no room"),
         pytest.param(
-            {"max_tokens": 12, "prompt_overflow": "drop"}, r"No train chat has at most 12 tokens", id="all dropped"
+            {"max_tokens": 12, "prompt_overflow": "drop"},
+            r"None of the 10 rows of train=.* is left: .* limit of length \(more than 12 tokens, or a prompt of",
+            id="all dropped",
         ),
     ],
 )
@@ -95,4 +97,4 @@ def test_long_chats_are_dropped_on_request(tmp_path: Path, plain_tokenizer):
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"question": "q", "answer": "a" * n}) + "\n" for n in (1, 9, 2, 1, 2)))
     data = make_data(str(path), plain_tokenizer, max_tokens=5, prompt_overflow="drop")
-    assert len(data.completed["train"]) == 4
+    assert len(data.prompts["train"]) == 4

@@ -57,7 +57,7 @@ def test_a_resumed_run_continues_at_the_next_row(folder: str, tmp_path: Path, ma
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_sft_resumes_at_the_next_row_too(folder, tmp_path, streaming, monkeypatch):
-    monkeypatch.setattr("lightrl.data.prompts.MAX_PROMPTS_AT_START", 3)
+    monkeypatch.setattr("lightrl.data.prompts.MAX_CHECKED", 3)
     monkeypatch.setattr("lightrl.data.completions.BATCHES", 3)
     source = folder if streaming else folder.replace("*", "0")
 

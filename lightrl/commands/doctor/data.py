@@ -7,9 +7,9 @@ import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 from tqdm import tqdm
@@ -34,12 +34,13 @@ class SplitReport:
     is_cut: bool = False  # there are more rows than were read
     times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's tokens → times
 
-    def add(self, made: Sequence[object], rows: Sequence[int | ValueError | None]) -> None:
-        """Counts some rows: of each the prompt and its tokens, None for a dropped row, ValueError for a bad one."""
-        self.problems += [str(item) for item in rows if isinstance(item, ValueError)]
-        self.num_dropped += sum(item is None for item in rows)
-        self.num_tokens += [item for item in rows if isinstance(item, int)]
-        self.times_seen.update(hash(tuple(item.token_ids or ())) for item in made if isinstance(item, Prompt))
+    def add(self, made: Sequence[Prompt | ValueError | None], num_tokens_of: Callable[[Prompt], int]) -> None:
+        """Counts some rows: of each its prompt, None for a dropped row, ValueError for a bad one."""
+        prompts = [item for item in made if isinstance(item, Prompt)]
+        self.problems += [str(item) for item in made if isinstance(item, ValueError)]
+        self.num_dropped += sum(item is None for item in made)
+        self.num_tokens += map(num_tokens_of, prompts)
+        self.times_seen.update(hash(tuple(prompt.token_ids or ())) for prompt in prompts)
 
     def counts_text(self) -> str:
         lengths = sorted(self.num_tokens)
@@ -90,9 +91,8 @@ def read_split(
     """Reads at most about `max_rows` rows. A subclass's own prompts are taken as made."""
     report, num_read = SplitReport(split), 0
     if not datamodule.makes_prompts_of_rows:
-        of_split: Any = datamodule.prompts.get(split) or []
-        own = list(itertools.islice(of_split, max_rows))
-        report.add(own, datamodule.num_tokens_of(own))
+        if split in datamodule.prompts:
+            report.add(datamodule.prompts[split][:max_rows], datamodule.num_tokens_of)
         return report
     prompts = datamodule.prompts_on_reading(split)
     with tqdm(total=prompts.rows.num_rows, desc=split, disable=None, leave=False) as bar:
@@ -101,7 +101,7 @@ def read_split(
                 if max_rows is not None and num_read >= max_rows:
                     report.is_cut = True
                     break
-                report.add(made, datamodule.num_tokens_of(made))
+                report.add(made, datamodule.num_tokens_of)
                 num_read += len(made)
                 bar.update(len(made))
         except ValueError as error:
