@@ -8,7 +8,7 @@ Lengths are lognormal (sigma 0.8, in units of the median), cut off at 30; 5 % of
 
 Orders:
     windowed      the default: stream order, slow groups are waited for
-    redraw        `redraw_stragglers`: what would exceed the bound is aborted and drawn again
+    resample      `resample_stragglers`: what would exceed the bound is aborted and sampled again
     over-sample   `DynamicSampling(oversample_fraction=0.25)`: what would hold a batch back is given up
     discard       not ours: any P finished groups; what is too old when it is done is discarded, its prompt requeued
 
@@ -240,7 +240,7 @@ def measure(stalenesses: Sequence[int], paces: Sequence[float], num_trajectories
         for staleness in stalenesses:
             orders: dict[str, Order] = {
                 "windowed": OrderOfScheduler(max_staleness=staleness),
-                "redraw": OrderOfScheduler(max_staleness=staleness, redraw_stragglers=True),
+                "resample": OrderOfScheduler(max_staleness=staleness, resample_stragglers=True),
                 "over-sample": OrderOfScheduler(max_staleness=staleness, oversample_fraction=0.25),
                 "discard": DiscardAndRequeue(staleness),
             }

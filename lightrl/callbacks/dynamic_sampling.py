@@ -49,7 +49,7 @@ class DynamicSampling(RLCallback):
         rule: a function of a Group, or its dotted path; a word (the reason) or True drops the group, None or
             False keeps it. It runs on the rollouts' event loop, so it must be quick.
         incomplete_groups: what happens to a group that lost a trajectory (its reward raised, for example): `train` on
-            the others, `redraw` it with new seeds, three times at most, or `drop` it.
+            the others, `resample` it with new seeds, three times at most, or `drop` it.
         oversample_fraction: of P, above.
         max_dropped_groups_per_iteration: the run ends with an error that lists the reasons if more groups are dropped
             for one iteration; 10·P if None.
@@ -63,11 +63,11 @@ class DynamicSampling(RLCallback):
         max_success: float = 1.0,
         max_group_tokens: int | None = None,
         rule: str | Callable[[Group], str | bool | None] | None = None,
-        incomplete_groups: Literal["train", "redraw", "drop"] = "train",
+        incomplete_groups: Literal["train", "resample", "drop"] = "train",
         oversample_fraction: float = 0.0,
         max_dropped_groups_per_iteration: int | None = None,
     ) -> None:
-        check_choice(("train", "redraw", "drop"), incomplete_groups=incomplete_groups)
+        check_choice(("train", "resample", "drop"), incomplete_groups=incomplete_groups)
         check_bounds(0, 10, oversample_fraction=oversample_fraction)
         check_bounds(0, max_dropped_groups_per_iteration=max_dropped_groups_per_iteration)
         self.group_filter = GroupFilter(

@@ -95,7 +95,7 @@ class StalenessControl(RLCallback):
 
     Groups are trained on in the order of the prompt stream, none is thrown away, and where the next one is slow the
     trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
-    docs/async.md. If a hook sets `RolloutSettings.redraw_stragglers`, the policy learns from short trajectories too
+    docs/async.md. If a hook sets `RolloutSettings.resample_stragglers`, the policy learns from short trajectories too
     often: `staleness/resampled_fraction`, of all groups since the start, bounds the Kolmogorov-Smirnov distance between
     sampled and trained durations, and is close to it. Above 1 % a warning says so.
 
@@ -143,19 +143,19 @@ class StalenessControl(RLCallback):
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         """Measures the bias of resampling."""
-        if trainer.rollout.is_recorded or not trainer.rollout.settings.redraw_stragglers:
+        if trainer.rollout.is_recorded or not trainer.rollout.settings.resample_stragglers:
             return
         self._num_taken += len(groups)
-        num_resampled = trainer.rollout.progress()["redrawn_groups"]
+        num_resampled = trainer.rollout.progress()["resampled_groups"]
         num_groups = self._num_taken + num_resampled
         fraction = num_resampled / num_groups
         module.log("staleness/resampled_fraction", fraction, on_step=True, on_epoch=False)
         if fraction > MIN_BIAS and num_groups >= MIN_GROUPS and not self._has_warned and trainer.is_global_zero:
             self._has_warned = True
             log.warning(
-                "redraw_stragglers=True has dropped %.1f %% of the groups sampled so far, the slowest ones: the policy "
-                "learns from shorter completions than it samples (staleness/resampled_fraction). To wait for them "
-                "instead, set redraw_stragglers to False and increase max_staleness.",
+                "resample_stragglers=True has dropped %.1f %% of the groups sampled so far, the slowest ones: the "
+                "policy learns from shorter completions than it samples (staleness/resampled_fraction). To wait for "
+                "them instead, set resample_stragglers to False and increase max_staleness.",
                 100 * fraction,
             )
 

@@ -57,7 +57,7 @@ _REMOVED = {
     "PromptDataModule.max_validation_prompts": "Set validation: {source: ..., max_rows: ...}.",
     "PromptDataModule.streaming": "Set train: {source: ..., streaming: true}.",
     "PromptDataModule.shuffle_buffer": "Set train: {source: ..., streaming: true, shuffle_buffer: ...}.",
-    "StalenessControl.redraw_stragglers": "Increase max_staleness; in Python, configure_rollout sets it.",
+    "StalenessControl.redraw_stragglers": "Increase max_staleness; in Python, see RolloutSettings.resample_stragglers.",
     "StalenessControl.loop_timeout_s": "Remove it: an event loop may be blocked for 60 s.",
     "LearningCurve.title": "Remove it: the image has the name of the module's class.",
     "LearningCurve.constant_label": "Remove it: the line is called best constant answer.",

@@ -351,7 +351,7 @@ def _configured(trainer: RLTrainer, module: RLModule, settings: RolloutSettings)
             )
         settings = changed
     if module.loss_unit == "pair" and settings.incomplete_groups == "train":
-        settings = dataclasses.replace(settings, incomplete_groups="redraw")  # an odd trajectory has no partner
+        settings = dataclasses.replace(settings, incomplete_groups="resample")  # an odd trajectory has no partner
     return settings
 
 

@@ -220,7 +220,7 @@ class RolloutController:
         return {
             **self._depths(),
             "skipped_prompts": self._cursor.num_skipped,
-            "redrawn_groups": self._scheduler.num_resampled,
+            "resampled_groups": self._scheduler.num_resampled,
             "stragglers": self._stragglers.num,
             "straggler_wait_s": self._stragglers.waited_s,
             **self._scheduler.counter.thrown_away,

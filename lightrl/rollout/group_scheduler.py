@@ -19,10 +19,10 @@ import collections
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
 from lightrl.errors import RewardError, RolloutError
@@ -110,7 +110,7 @@ class RolloutSettings:
         total_groups: what the whole run needs; None if it has no known end.
         max_staleness: η, in versions; 0 is on-policy.
         max_concurrent: bound on groups in flight; None leaves it to the staleness bound.
-        redraw_stragglers: start a group again, instead of waiting for it, when it would exceed the staleness bound.
+        resample_stragglers: start a group again, instead of waiting for it, when it would exceed the staleness bound.
             Faster with a heavy tail, but it over-represents short completions.
         rollout_timeout_s: the run ends if no trajectory that a batch waits for finishes for this long.
         loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for this long.
@@ -119,7 +119,7 @@ class RolloutSettings:
         group_filter: decides from the rewards which groups are dropped, and why; each is replaced by a new prompt.
         max_dropped_groups: the run ends if more than this many groups are dropped per P that are kept, by the filter,
             as incomplete, or because every trajectory failed; 10·P if None.
-        incomplete_groups: if some trajectories of a group fail, `train` on the others, `redraw` the whole group with
+        incomplete_groups: if some trajectories of a group fail, `train` on the others, `resample` the whole group with
             new seeds (at most three times), or `drop` it for a new prompt.
         oversample_fraction: start this fraction of P more groups than needed. The run gives up those in flight that
             would hold a batch back and carries the others over; on-policy it gives up all of them.
@@ -133,19 +133,23 @@ class RolloutSettings:
     total_groups: int | None = None
     max_staleness: int = 0
     max_concurrent: int | None = None
-    redraw_stragglers: bool = False
+    resample_stragglers: bool = False
     rollout_timeout_s: float = 1800.0
     loop_timeout_s: float = 60.0
     max_failed_fraction: float = 0.5
     curriculum: Curriculum | None = None
     group_filter: DropsGroups | None = None
     max_dropped_groups: int | None = None
-    incomplete_groups: Literal["train", "redraw", "drop"] = "train"
+    incomplete_groups: Literal["train", "resample", "drop"] = "train"
     oversample_fraction: float = 0.0
     workflow_workers: int = 0
     defers_rewards: bool = False
+    redraw_stragglers: InitVar[None] = None  # an old name; passing it is an error that says the new one
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, redraw_stragglers: None) -> None:
+        if redraw_stragglers is not None:
+            raise TypeError("RolloutSettings.redraw_stragglers is now called resample_stragglers. Rename it.")
+        check_choice(("train", "resample", "drop"), incomplete_groups=self.incomplete_groups)
         check_bounds(1, group_size=self.group_size, groups_per_iteration=self.groups_per_iteration)
         check_bounds(1, max_concurrent=self.max_concurrent)
         check_bounds(0, max_staleness=self.max_staleness, max_dropped_groups=self.max_dropped_groups)
@@ -170,7 +174,7 @@ class RolloutSettings:
     @property
     def passes_over_stragglers(self) -> bool:
         """Whether a batch takes later groups before slow ones; else it takes the stream's order."""
-        return self.redraw_stragglers or self.num_oversampled > 0
+        return self.resample_stragglers or self.num_oversampled > 0
 
     @property
     def num_oversampled(self) -> int:
@@ -408,7 +412,7 @@ class GroupScheduler:
         group.trajectories = [item for _, item in sorted(running.results.items()) if item is not None]
         is_incomplete = len(group.trajectories) < self.settings.group_size
         num_resamples = self._num_resamples.get(group.id, 0)
-        if is_incomplete and self.settings.incomplete_groups == "redraw" and num_resamples < MAX_RESAMPLES:
+        if is_incomplete and self.settings.incomplete_groups == "resample" and num_resamples < MAX_RESAMPLES:
             self._drop(group.id, "incomplete", f"Group {group.id} lost a trajectory and is sampled again.")
             self._num_resamples[group.id] = num_resamples + 1
             if self.settings.max_staleness == 0:
@@ -497,7 +501,7 @@ class GroupScheduler:
 
     def stragglers(self, batch: Batch, weight_version: int) -> list[int]:
         """The groups a batch waits for that `resample` should start again: all that then get newer weights."""
-        if not self.settings.redraw_stragglers or not self.is_held_back:
+        if not self.settings.resample_stragglers or not self.is_held_back:
             return []
         return [group_id for group_id in batch.waits_for if self.running[group_id].started_version < weight_version]
 
@@ -550,7 +554,7 @@ class GroupScheduler:
                 ]
                 for position, (version, results) in sorted(started.items())
             ],
-            "redraws": [
+            "resamples": [
                 [position, self._num_resamples[position]] for position in in_flight if position in self._num_resamples
             ],
             "finished": [group.state_dict() for group in groups if group.id not in ended],
@@ -561,7 +565,7 @@ class GroupScheduler:
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
         self._queued = sorted(state["in_flight"])
-        self._num_resamples, self.finished = dict(state["redraws"]), {}
+        self._num_resamples, self.finished = dict(state.get("resamples", [])), {}
         for record in state["finished"]:
             self._keep(Group.from_state(record))
         # With a smaller bound what was running might be too old when it is done, so it starts again.

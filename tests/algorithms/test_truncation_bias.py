@@ -47,5 +47,5 @@ def test_a_truncated_policy_finds_the_best_arm() -> None:
 
 def test_a_softmax_over_all_arms_is_biased_to_the_likeliest() -> None:
     """It raises the whole support with every reward, more likely arms most: the support shrinks until the best arm is
-    never drawn again."""
+    never sampled again."""
     assert trained_probabilities(has_supports=False)[0] > 0.99

@@ -26,8 +26,8 @@ def test_the_fraction_of_resampled_groups_is_logged_and_a_warning_names_it(
     num_resampled = iter(resampled_by_iteration)
     rollout = SimpleNamespace(
         is_recorded=False,
-        settings=RolloutSettings(redraw_stragglers=True),
-        progress=lambda: {"redrawn_groups": next(num_resampled)},
+        settings=RolloutSettings(resample_stragglers=True),
+        progress=lambda: {"resampled_groups": next(num_resampled)},
     )
     trainer: Any = SimpleNamespace(rollout=rollout, is_global_zero=True)
     logged: list[tuple[str, float]] = []

@@ -212,7 +212,7 @@ def test_groups_complete_in_any_order_and_are_taken_in_that_of_the_stream(make: 
 
 
 def test_a_straggler_is_given_up_and_sampled_again_with_newer_weights(make: Make) -> None:
-    controller = make(FakeEngine(hang_requests={1}), max_staleness=1, redraw_stragglers=True)
+    controller = make(FakeEngine(hang_requests={1}), max_staleness=1, resample_stragglers=True)
     assert ids(iterate(controller, 0)) == [0, 2]
     assert ids(controller.take(1)) == [3, 4]  # of version 0 there was group 1 too, no later batch could take it
     controller.commit()
@@ -441,6 +441,13 @@ def test_a_failed_load_leaves_the_old_weights_and_the_rollouts_as_they_were(make
 def test_settings_out_of_bounds_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
         RolloutSettings(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_old_name_of_a_setting_says_the_new_one() -> None:
+    with pytest.raises(TypeError, match=r"redraw_stragglers is now called resample_stragglers"):
+        RolloutSettings(redraw_stragglers=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"incomplete_groups must be train, resample or drop, got 'redraw'"):
+        RolloutSettings(incomplete_groups="redraw")  # type: ignore[arg-type]
 
 
 def through_disk(state: dict[str, Any]) -> dict[str, Any]:

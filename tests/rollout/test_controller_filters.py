@@ -116,7 +116,7 @@ def fails_once(trajectory: Trajectory, failed: set[int]) -> float:
 def test_a_group_that_lost_a_trajectory_is_resampled_with_new_seeds(make: Make, max_staleness: int) -> None:
     failed: set[int] = set()
     controller = make(
-        group_size=2, reward=lambda trajectory: fails_once(trajectory, failed), incomplete_groups="redraw",
+        group_size=2, reward=lambda trajectory: fails_once(trajectory, failed), incomplete_groups="resample",
         max_staleness=max_staleness,
     )  # fmt: skip
     taken = [controller.take(0)]
@@ -141,13 +141,13 @@ def test_a_draw_in_flight_keeps_its_new_seeds_over_a_resume(make: Make) -> None:
     failed: set[int] = set()
     pace = lambda prompt, sampling: 0.0 if not failed else 9.0  # noqa: E731
     first = make(
-        FakeEngine(seconds_per_token=pace), group_size=2, groups_per_iteration=1, incomplete_groups="redraw",
+        FakeEngine(seconds_per_token=pace), group_size=2, groups_per_iteration=1, incomplete_groups="resample",
         reward=lambda trajectory: fails_once(trajectory, failed), rollout_timeout_s=1.0,
     )  # fmt: skip
     with pytest.raises(RolloutError):
         first.take(0)
     state = through_disk(first.state_dict())
-    assert (state["in_flight"], state["redraws"]) == ([0], [[0, 1]])
+    assert (state["in_flight"], state["resamples"]) == ([0], [[0, 1]])
     second = make(load=False, group_size=2, groups_per_iteration=1)
     second.load_state_dict(state)
     load_version(second, 0)

@@ -186,7 +186,7 @@ def test_what_a_batch_waits_for_starts_although_the_window_is_full_of_finished_g
 
 
 def test_a_group_that_lost_a_trajectory_is_sampled_again_three_times_with_other_seeds() -> None:
-    scheduler = GroupScheduler(rules(1, group_size=2, incomplete_groups="redraw"))
+    scheduler = GroupScheduler(rules(1, group_size=2, incomplete_groups="resample"))
     names = []
     for _ in range(MAX_RESAMPLES + 1):
         (running,) = start_all(scheduler, 0, next_position=len(scheduler.state_dict()["in_flight"]))
@@ -196,7 +196,7 @@ def test_a_group_that_lost_a_trajectory_is_sampled_again_three_times_with_other_
             scheduler.settle(running.group)
     assert names == ["0:p0", "0:p0:1", "0:p0:2", "0:p0:3"]
     assert scheduler.counter.drain_groups() == {"incomplete": 1}
-    assert (scheduler.running, scheduler.finished, scheduler.state_dict()["redraws"]) == ({}, {}, [])
+    assert (scheduler.running, scheduler.finished, scheduler.state_dict()["resamples"]) == ({}, {}, [])
 
 
 def test_a_checkpoint_samples_again_what_waits_for_a_reward_of_a_workspace() -> None:
@@ -219,7 +219,7 @@ def test_a_checkpoint_samples_again_what_waits_for_a_reward_of_a_workspace() -> 
 
 
 def test_a_resampled_straggler_is_another_group_and_what_it_had_is_dropped() -> None:
-    scheduler = GroupScheduler(rules(1, 1, group_size=3, redraw_stragglers=True))
+    scheduler = GroupScheduler(rules(1, 1, group_size=3, resample_stragglers=True))
     straggler, other = start_all(scheduler, 0, next_position=0)
     scheduler.record(straggler, 0, trajectory_of(straggler, version=0))
     scheduler.record(straggler, 1, None)
@@ -332,8 +332,8 @@ class Controller(RuleBasedStateMachine):
             {
                 "group_size": st.integers(1, 2),
                 "max_concurrent": st.none() | st.integers(1, 5),
-                "redraw_stragglers": st.booleans(),
-                "incomplete_groups": st.sampled_from(["train", "redraw", "drop"]),
+                "resample_stragglers": st.booleans(),
+                "incomplete_groups": st.sampled_from(["train", "resample", "drop"]),
             }
         ),
     )
@@ -379,7 +379,7 @@ class Controller(RuleBasedStateMachine):
                 reason = "incomplete" if is_dropped_for_it else "filtered_rule"
                 self.num_drops[reason] += len(group.trajectories)
         elif group.id not in self.scheduler.running:
-            assert self.settings.incomplete_groups == "redraw"
+            assert self.settings.incomplete_groups == "resample"
             self.num_drops["incomplete"] += len(group.trajectories)
 
     @precondition(lambda self: self.version - self.served <= self.settings.max_staleness)
@@ -400,8 +400,8 @@ class Controller(RuleBasedStateMachine):
         batch = self.scheduler.take(self.version)
         if batch.group_ids is None:
             assert self.scheduler.taken == []
-            assert self.settings.redraw_stragglers or not self.scheduler.stragglers(batch, self.served)
-            self.redraw(self.scheduler.stragglers(batch, self.served))
+            assert self.settings.resample_stragglers or not self.scheduler.stragglers(batch, self.served)
+            self.resample(self.scheduler.stragglers(batch, self.served))
             return
         self.is_waiting = False
         assert [group.id for group in self.scheduler.taken] == batch.group_ids
@@ -415,7 +415,7 @@ class Controller(RuleBasedStateMachine):
             results = running[group_id].results.values() if group_id in running else []
             self.num_drops["oversampled"] += self.settings.group_size - sum(item is None for item in results)
 
-    def redraw(self, group_ids: list[int]) -> None:
+    def resample(self, group_ids: list[int]) -> None:
         for group_id in group_ids:
             before = self.scheduler.running[group_id]
             after = self.scheduler.start(group_id, self.scheduler.resample(group_id), self.served)

@@ -55,7 +55,7 @@ def test_every_trained_token_is_within_the_bound_with_a_straggler(max_staleness,
 
     class Stragglers(RLCallback):
         def configure_rollout(self, trainer: Any, module: Any, settings: RolloutSettings) -> RolloutSettings:
-            return replace(settings, redraw_stragglers=resamples)
+            return replace(settings, resample_stragglers=resamples)
 
     module = TinyGRPO()
     callbacks = [StalenessControl(max_staleness), Stragglers()]

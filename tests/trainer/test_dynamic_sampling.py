@@ -92,7 +92,7 @@ def test_over_sampling_trains_on_whole_iterations(tmp_path: Path) -> None:
 
 
 def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="incomplete_groups must be train, redraw or drop, got 'keep'"):
+    with pytest.raises(ValueError, match="incomplete_groups must be train, resample or drop, got 'keep'"):
         DynamicSampling(incomplete_groups="keep")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="oversample_fraction must be between 0 and 10, got -1"):
         DynamicSampling(oversample_fraction=-1)
@@ -111,7 +111,7 @@ def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("callbacks", [(), (DynamicSampling(drop_zero_variance=False),)], ids=["alone", "with rules"])
 def test_a_failed_reward_does_not_part_a_pair(tmp_path: Path, callbacks: tuple[Callback, ...]) -> None:
-    """An odd group has no pairs, so it is drawn again."""
+    """An odd group has no pairs, so it is sampled again."""
     failed: list[str] = []
 
     class InPairs(TinyGRPO):
