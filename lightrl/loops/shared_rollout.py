@@ -15,9 +15,8 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from types import SimpleNamespace, TracebackType
+from typing import Any, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -28,7 +27,7 @@ from lightrl.rollout.group_scheduler import Drop
 from lightrl.rollout.prompts import State
 from lightrl.rollout.protocol import OnWait
 from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all_ranks
-from lightrl.trajectory import FinishReason, Group, Prompt, Sampling, Trajectory
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
 _Summaries = list[list[Any]]  # per group: id, prompt's id and images, trajectories
@@ -37,50 +36,20 @@ HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
-class _OnRank0:
-    """Explains where the attributes are that a summary lacks."""
+class Summary(SimpleNamespace):
+    """The part of a prompt or of a trajectory that the ranks other than 0 have; explains where the rest is."""
 
-    if not TYPE_CHECKING:  # else every attribute would be known
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("__"):  # a copy asks for these before it has anything
-                raise AttributeError(name)
-            raise AttributeError(
-                f"Rank 0 has {name!r} of {self!r}, with its tokens and texts; other ranks have its numbers: reward, "
-                "metrics, versions. Read it if trainer.is_global_zero, or read tensors of experience.local in "
-                "on_experience_ready."
-            )
-
-
-@dataclass(repr=False)
-class PromptSummary(_OnRank0):
-    """The part of a prompt that the ranks other than 0 have."""
-
-    id: str
-    images: tuple[str, ...] = ()
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy asks for these before it has anything
+            raise AttributeError(name)
+        raise AttributeError(
+            f"Rank 0 has {name!r} of {self!r}, with its tokens and texts; other ranks have its numbers: reward, "
+            "metrics, versions. Read it if trainer.is_global_zero, or read tensors of experience.local in "
+            "on_experience_ready."
+        )
 
     def __repr__(self) -> str:
-        return f"prompt {self.id!r}"
-
-
-@dataclass(repr=False)
-class TrajectorySummary(_OnRank0):
-    """The part of a trajectory that the ranks other than 0 have."""
-
-    prompt: PromptSummary
-    group_id: int
-    sample: int
-    finish_reason: FinishReason
-    is_truncated: bool
-    oldest_version: int
-    newest_version: int
-    reward: float | None
-    metrics: dict[str, float]
-    rewards: None = None
-    call_outputs: dict[str, Any] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return f"a trajectory of {self.prompt!r}"
+        return f"a trajectory of {self.prompt!r}" if "prompt" in vars(self) else f"prompt {self.id!r}"
 
 
 def summaries_of(groups: Sequence[Group]) -> _Summaries:
@@ -98,11 +67,12 @@ def summaries_of(groups: Sequence[Group]) -> _Summaries:
 
 
 def groups_of(summaries: _Summaries) -> list[Group]:
-    """Make groups of PromptSummary and TrajectorySummary."""
+    """Make groups of summaries, which stand in for prompts and trajectories."""
     groups = []
     for group_id, prompt_id, images, records in summaries:
-        prompt: Any = PromptSummary(prompt_id, tuple(images))
-        items: list[Any] = [TrajectorySummary(prompt=prompt, group_id=group_id, **record) for record in records]
+        prompt: Any = Summary(id=prompt_id, images=tuple(images))
+        shared = {"prompt": prompt, "group_id": group_id, "rewards": None}
+        items: list[Any] = [Summary(**shared, **record, call_outputs={}) for record in records]
         groups.append(Group(group_id, prompt, items))
     return groups
 
