@@ -20,6 +20,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -605,6 +606,36 @@ def _as_plain(value: object) -> object:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file of trajectories, or those of a folder of TrajectoryLog, in the order of training; ValueError if none."""
+    files = sorted(set(path.glob("*.jsonl")) - {path / "tokens.jsonl"}) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise ValueError(f"{str(path)!r} is neither a file nor a folder with .jsonl files of TrajectoryLog. Fix it.")
+    return files
+
+
+def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
+    """Lines of a file: what names each in messages, its record and its trajectory; ValueError for one without."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"Line {number} of {str(file)!r}"
+            try:
+                record = json.loads(line)
+                trajectory = Trajectory.from_json(record.get("trajectory", record))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                problem = f"is not a trajectory of TrajectoryLog or a failed reward ({type(error).__name__}: {error})"
+                raise ValueError(f"{where} {problem}.") from error
+            yield where, record, trajectory
+
+
+def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
+    """The trajectories of one file that TrajectoryLog wrote, or of a folder of such files, in the order of training."""
+    for file in files_of(Path(path)):
+        yield from (trajectory for _, _, trajectory in read_records(file))
 
 
 _ENCODER = json.JSONEncoder(default=_as_plain, ensure_ascii=False)

@@ -50,7 +50,7 @@ class TrajectoryLog(RLCallback):
     """Writes trajectories of every n-th iteration to `<run folder>/trajectories/iteration-000012.jsonl`.
 
     One line is one complete trajectory, so that an iteration can be read, filtered with `jq`, replayed and trained on
-    (`read_trajectories`):
+    (`lightrl.trajectory.read_trajectories`):
 
         {"iteration": 12, "weight_version": 12, "advantage": 0.87, "reward": 1.0, ..., "trajectory": {"prompt": ...}}
 
@@ -288,15 +288,6 @@ def keep_answers(module: RLModule, experience: Experience, trajectories: Sequenc
         rows = zip(trajectories, experience.lengths.tolist(), strict=True)
         for (trajectory, length), values in zip(rows, _rows_of_all(experience, key, len(trajectories)), strict=True):
             trajectory.call_outputs[key] = values[:length].numpy()
-
-
-def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
-    """The trajectories of one file that TrajectoryLog wrote, or of a folder of such files, in the order of training."""
-    path = Path(path)
-    for file in sorted(path.glob("iteration-*.jsonl")) if path.is_dir() else [path]:
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                yield Trajectory.from_json(json.loads(line)["trajectory"])
 
 
 def pick_rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +10,7 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.stream import EpochLoader
-from lightrl.trajectory import Group, Trajectory
+from lightrl.trajectory import Group, Trajectory, files_of, read_records
 
 
 class TrajectoryDataModule(L.LightningDataModule):
@@ -66,29 +65,14 @@ def read_iterations(path: Path) -> Iterator[list[Group]]:
 
     A line is a record of TrajectoryLog, or a bare trajectory; lines without an iteration form one together.
     """
-    files = sorted(set(path.glob("*.jsonl")) - {path / "tokens.jsonl"}) if path.is_dir() else [path]
-    if not files or not files[0].is_file():
-        raise ValueError(
-            f"{str(path)!r} is neither a file nor a folder with .jsonl files of TrajectoryLog. Fix the path."
-        )
-    for file in files:
-        with file.open("rb") as lines:
-            records = [_record(line, file, number) for number, line in enumerate(lines, start=1) if line.strip()]
-        for _, iteration in groupby(records, key=lambda record: record[0]):
-            yield _groups([trajectory for _, trajectory in iteration])
-
-
-def _record(line: bytes, file: Path, number: int) -> tuple[object, Trajectory]:
-    try:
-        record = json.loads(line)
-        trajectory = Trajectory.from_json(record.get("trajectory", record))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"Line {number} of {str(file)!r} is not a trajectory of TrajectoryLog ({type(error).__name__}: {error})."
-        ) from error
-    if trajectory.reward is None:
-        raise ValueError(f"Line {number} of {str(file)!r} has no reward, without which it cannot be trained on.")
-    return record.get("iteration"), trajectory
+    for file in files_of(path):
+        for _, iteration in groupby(read_records(file), key=lambda item: item[1].get("iteration")):
+            trajectories = []
+            for where, _, trajectory in iteration:
+                if trajectory.reward is None:
+                    raise ValueError(f"{where} has no reward, without which it cannot be trained on.")
+                trajectories.append(trajectory)
+            yield _groups(trajectories)
 
 
 def _groups(trajectories: list[Trajectory]) -> list[Group]:

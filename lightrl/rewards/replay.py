@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from lightrl.errors import RewardError
 from lightrl.rewards.hook import RewardWorker, make_reward_worker
 from lightrl.rewards.parts import Reward
 from lightrl.rewards.reward_result import RewardFunction, RewardResult
-from lightrl.trajectory import Trajectory, encode_json
+from lightrl.trajectory import Trajectory, encode_json, read_records
 
 _logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ def replay(
         ValueError: if a line has no trajectory, or there is no such reward function.
     """
     check_bounds(1, repeats=repeats)
-    trajectories = read_failures(source) if isinstance(source, str | Path) else source
+    trajectories = _without_rewards(Path(source)) if isinstance(source, str | Path) else source
     first = list(itertools.islice(trajectories, num))
 
     async def rows() -> list[ReplayRow]:
@@ -127,24 +126,16 @@ def replay(
         reward_worker.close()
 
 
-def read_failures(path: str | Path) -> Iterator[Trajectory]:
-    """The trajectories of a file; ValueError names a line that has none."""
-    with Path(path).open(encoding="utf-8") as lines:
-        for index, line in enumerate(lines, start=1):
-            try:
-                trajectory = Trajectory.from_json(json.loads(line)["trajectory"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}:{index} has no trajectory ({error!r}). Pass a failed_rewards.jsonl or a file of the "
-                    "trajectory log."
-                ) from error
-            if trajectory.workspace is not None:
-                raise ValueError(
-                    f"{path}:{index} cannot be replayed: its reward read the workspace {trajectory.workspace}, now "
-                    "deleted. The line's message says how it failed."
-                )
-            trajectory.reward = None  # `rewards` stay: they came from an environment, before the reward function
-            yield trajectory
+def _without_rewards(file: Path) -> Iterator[Trajectory]:
+    """The trajectories of a file; raises ValueError for one whose reward read what is no longer there."""
+    for where, _, trajectory in read_records(file):
+        if trajectory.workspace is not None:
+            raise ValueError(
+                f"{where} cannot be replayed: its reward read the workspace {trajectory.workspace}, now deleted. The "
+                "line's message says how it failed."
+            )
+        trajectory.reward = None  # `rewards` stay: they came from an environment, before the reward function
+        yield trajectory
 
 
 async def _row(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from scripted_run import ScriptedModule, groups_of, run, trajectory
 
-from lightrl.callbacks.trajectory_log import TrajectoryLog, format_table, pick_rows, read_trajectories
-from lightrl.trajectory import Group, Turn
+from lightrl.callbacks.trajectory_log import TrajectoryLog, format_table, pick_rows
+from lightrl.trajectory import Group, Turn, read_trajectories
 
 
 class LetterTokenizer:
