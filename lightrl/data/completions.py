@@ -280,7 +280,7 @@ class CompletionDataModule(PromptDataModule):
         if prompts.checked is not None:
             return self._epochs(prompts, prompts.checked.num_tokens)
         check_run_length(stream, self.trainer)
-        windows = Windows(prompts.many, self.batch_size, seed=stream.seed, sorts=self.sorts_by_length and self.shuffle)
+        windows = Windows(prompts.many, self.batch_size, seed=prompts.seed, sorts=self.sorts_by_length and self.shuffle)
         if self._restored:
             windows.load_state_dict(self._restored["windows"])
             stream.load_state_dict(self._restored["stream"] or {})

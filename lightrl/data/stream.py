@@ -161,9 +161,9 @@ class RowPrompts(Sequence["Prompt | None"]):
         """The prompts at some positions of the run, which is faster than one by one."""
         return self._made(positions, self._at_position)
 
-    def one_pass(self, step: int = 1) -> Iterator[list[Made]]:
-        """The prompts of all rows, or of every `step`-th, in the order of the data, some at a time."""
-        keys = itertools.islice(self.rows.row_keys(), 0, None, step)
+    def one_pass(self) -> Iterator[list[Made]]:
+        """The prompts of all rows, in the order of the data, some at a time."""
+        keys = self.rows.row_keys()
         while block := list(itertools.islice(keys, ROWS_AT_ONCE)):
             yield self._made(block, self.rows.located)
 
@@ -189,7 +189,7 @@ class RowPrompts(Sequence["Prompt | None"]):
                 checked.prompt_ids.append(prompt.id)
                 checked.contents.append(hash((tuple(prompt.token_ids or ()), prompt.images)))
                 checked.num_tokens.append(num_tokens_of(prompt))
-                _digest(content, prompt)
+                content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
         return replace(self, rows=self.rows.only(keys), checked=checked._replace(digest=content.hexdigest()))
 
     def state_dict(self, position: int) -> JsonObject | None:
@@ -226,11 +226,6 @@ class RowPrompts(Sequence["Prompt | None"]):
             except ValueError as error:
                 made.append(error)
         return self.render(made, names.__getitem__)
-
-
-def _digest(content: Any, prompt: Prompt | None) -> None:
-    if prompt is not None:
-        content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
 
 
 class PromptStream:
@@ -271,14 +266,6 @@ class PromptStream:
         self.prompts, self.batch_size = prompts, batch_size
         self._made: dict[int, Made] = {}  # ahead of need, by position
 
-    @property
-    def seed(self) -> int:
-        return self.prompts.seed
-
-    @property
-    def shuffle(self) -> bool:
-        return self.prompts.shuffle
-
     def __len__(self) -> int:
         """Prompts per epoch; TypeError if that is not known."""
         return len(self.prompts)
@@ -311,19 +298,15 @@ class PromptStream:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies the prompts and their order: if it differs, a checkpoint's positions mean other prompts."""
-        prompts = self.prompts
+        rows, checked = self.prompts.rows, self.prompts.checked
         if self.num_prompts is None:
-            parts = ", ".join(str(part) for part in prompts.rows.parts if isinstance(part, StreamedRows))
-            return f"{parts}; {prompts.order}"
-        if prompts.checked is not None:
-            digest = prompts.checked.digest
-        else:
-            content = hashlib.blake2b(digest_size=6)
-            for block in prompts.one_pass(step=-(-self.num_prompts // _FINGERPRINT_PROMPTS)):
-                for prompt in without_errors(block):
-                    _digest(content, prompt)
-            digest = content.hexdigest()
-        return f"{self.num_prompts} prompts {prompts.order}, content {digest}"
+            parts = ", ".join(str(part) for part in rows.parts if isinstance(part, StreamedRows))
+            return f"{parts}; {self.prompts.order}"
+        if checked is None:
+            sample = itertools.islice(rows.row_keys(), 0, None, -(-self.num_prompts // _FINGERPRINT_PROMPTS))
+            checked = replace(self.prompts, rows=rows.only(list(sample))).check().checked
+        assert checked is not None
+        return f"{self.num_prompts} prompts {self.prompts.order}, content {checked.digest}"
 
     def first(self, num_prompts: int) -> PromptStream:
         """The first prompts of the data, over and over in order; for `overfit_batches`."""
@@ -331,7 +314,7 @@ class PromptStream:
             prompts = [self[position] for position in range(num_prompts)]
         else:
             prompts = self.prompts.first(num_prompts)
-        return PromptStream(prompts, batch_size=self.batch_size, seed=self.seed, shuffle=False)
+        return PromptStream(prompts, batch_size=self.batch_size, seed=self.prompts.seed, shuffle=False)
 
     def state_dict(self, position: int) -> JsonObject | None:
         """The marks of streamed sources for the prompts from this position on; None without such sources."""

@@ -46,8 +46,8 @@ def test_items_become_prompts_with_ids_tokens_and_fields(plain_tokenizer: PreTra
 
 
 def test_a_shuffling_loader_gives_a_shuffling_stream(plain_tokenizer: PreTrainedTokenizerFast):
-    assert wrap_train_loader(DataLoader(ITEMS, batch_size=2, shuffle=True), plain_tokenizer).shuffle
-    assert not wrap_train_loader(DataLoader(ITEMS, batch_size=2), plain_tokenizer).shuffle
+    assert wrap_train_loader(DataLoader(ITEMS, batch_size=2, shuffle=True), plain_tokenizer).prompts.shuffle
+    assert not wrap_train_loader(DataLoader(ITEMS, batch_size=2), plain_tokenizer).prompts.shuffle
 
 
 def test_an_iterable_dataset_is_read_in_order_over_and_over(plain_tokenizer: PreTrainedTokenizerFast):

@@ -1,5 +1,6 @@
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,39 @@ def test_long_prompts_are_dropped_and_counted_on_request(
         data.setup("fit")
     assert [prompt.id for prompt in data.prompts["train"]] == ["train-0", "train-2"]
     assert "Dropped 2 of 4 prompts with more than 5 tokens." in caplog.text
+
+
+def test_a_bad_row_of_a_small_file_is_named_before_training(tmp_path: Path, plain_tokenizer):
+    path = tmp_path / "train.jsonl"
+    rows = [{"question": "x", "answer": "y"}] * 6 + [{"question": "x"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for train, validation in ((path, None), (DataSource(str(path), max_rows=6), path)):
+        data = PromptDataModule(train, validation, batch_size=1)
+        data.attach(plain_tokenizer)
+        with pytest.raises(ValueError, match=r"Row 7 of .* has no column 'answer'"):
+            data.setup("fit")
+
+
+def test_prompts_are_made_again_for_every_batch_of_validation(train_file: str, plain_tokenizer):
+    data = PromptDataModule(train_file, train_file, batch_size=2, validation_batch_size=4)
+    data.attach(plain_tokenizer)
+    data.setup("fit")
+    first, second = (next(iter(data.val_dataloader())) for _ in range(2))
+    assert first == second
+    assert first[0] is not second[0]  # none is kept
+
+
+def test_prompts_of_a_subclass_keep_the_weights_of_their_sources(train_file: str, plain_tokenizer):
+    class Marked(PromptDataModule):
+        def make_prompts(self, split):
+            return [replace(prompt, fields={"split": split}) for prompt in super().make_prompts(split)]
+
+    data = Marked([DataSource(train_file, weight=3), DataSource(train_file, label="few")], batch_size=2)
+    data.attach(plain_tokenizer)
+    data.setup("fit")
+    prompts = [data.prompt_stream[position] for position in range(8)]
+    assert sum(prompt.id.startswith("train-few-") for prompt in prompts) == 2
+    assert {prompt.fields["split"] for prompt in prompts} == {"train"}
 
 
 def test_rows_need_no_answer_where_no_column_is_asked_for(tmp_path: Path, plain_tokenizer):

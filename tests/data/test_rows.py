@@ -39,6 +39,23 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str):
     assert list(read_rows(source, max_rows=2)) == ROWS[:2]
 
 
+def test_values_of_a_csv_file_stay_the_text_that_they_are(tmp_path: Path):
+    path = tmp_path / "train.csv"
+    path.write_text('question,answer,note\na,007,NA\nb,1.50,\n"c\nd",null,"3,4"\n')
+    assert list(read_rows(str(path))) == [
+        {"question": "a", "answer": "007", "note": "NA"},
+        {"question": "b", "answer": "1.50", "note": ""},
+        {"question": "c\nd", "answer": "null", "note": "3,4"},
+    ]
+
+
+def test_a_csv_file_that_has_changed_is_read_again(tmp_path: Path):
+    path = tmp_path / "train.csv"
+    for answer in ("1", "22"):
+        path.write_text(f"answer\n{answer}\n")
+        assert list(read_rows(str(path))) == [{"answer": answer}]
+
+
 def test_a_missing_file_is_named_with_the_nearest_ones(tmp_path: Path):
     write(tmp_path / "train.jsonl")
     with pytest.raises(ValueError, match=r"trian\.jsonl' does not exist.* contains train\.jsonl"):
