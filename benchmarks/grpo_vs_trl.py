@@ -1,6 +1,7 @@
 """Iterations per second of GRPO: lightrl against TRL's GRPOTrainer, on the same task, in one run.
 
     python -m benchmarks.grpo_vs_trl [--quick] [--threads 2] [--tasks short,skewed] [--contenders ...]
+    python -m benchmarks.grpo_vs_trl --model FOLDER [--seeds 0,1,2] [--picture curves.png]
 
 Needs TRL: `pip install -c constraints.txt -e ".[bench]"`.
 
@@ -11,7 +12,8 @@ few. They take turns, so drift of the machine's speed favors nobody, and ratios 
 
 Equal on both sides: the model folder (weights, tokenizer), prompts, group size, float32, threads, AdamW with gradient
 clipping, the token-level clipped loss without KL, one update per iteration, logging at every iteration, no checkpoints.
-The learning rate is 0, so the policy and its completions stay the same while the same work is done.
+The learning rate is 0, so the policy and its completions stay the same while the same work is done; with --model both
+learn, and greedy accuracy on held-out prompts is measured by one function for both.
 
     short    the quickstart's task: 32 prompts × 16, at most 4 new tokens, sampled; the end token ends a completion
     skewed   16 prompts × 8, at most 128 new tokens, lengths forced by one list (lengths.py); the reward differs, since
@@ -63,7 +65,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-TARGETS = {"short": 2.0, "skewed": 4.0}
+TARGETS = {"short": 2.0, "skewed": 4.0, "sums": 2.0}
 OUTSIDE_TARGET = 0.04  # of an iteration, in no phase: Lightning's loop, hooks, metrics, loggers, progress
 
 
@@ -76,7 +78,13 @@ class Task:
     group_size: int  # G
     cap: int  # most new tokens
     trl_batch: int  # TRL's per_device_train_batch_size, the fastest tried
-    is_forced: bool  # lengths from the shared list
+    is_forced: bool = False  # lengths from the shared list
+    is_learned: bool = False  # by a pretrained model
+    seed: int = 0
+
+    @property
+    def lr(self) -> float:
+        return 1e-5 if self.is_learned else 0.0
 
     @property
     def num_trajectories(self) -> int:
@@ -88,12 +96,16 @@ class Task:
         return skewed_lengths(self.num_trajectories, self.cap) if self.is_forced else None
 
 
+SUMS = Task("sums", 8, 16, cap=16, trl_batch=64, is_learned=True)
+
+
 @dataclass
 class Block:
     """A contender's measurements of one turn."""
 
     seconds: list[float] = field(default_factory=list)  # of each iteration
     trained_tokens: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # the mean of each iteration's trajectories
     phase_seconds: dict[str, list[float]] = field(default_factory=dict)
     peak_rss_mib: float = 0.0
 
@@ -181,11 +193,20 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
 
         def on_experience_ready(self, trainer: Any, module: Any, experience: Any) -> None:
             turnstile.block.trained_tokens.append(experience.num_loss_tokens)
+            turnstile.block.rewards.append(float(experience.rewards.mean()))
 
-    L.seed_everything(0)
+    L.seed_everything(task.seed)
+    reward, data = "examples.quickstart.reward.exact", LargestDigit(batch_size=task.num_prompts)
+    callbacks: list[L.Callback] = [Measure()]
+    if task.is_forced:
+        reward = "benchmarks.grpo_vs_trl.odd_fraction"
+    if task.is_learned:
+        reward = "examples.pretrained.tasks.last_number"
+        data = lightrl.PromptDataModule("examples.pretrained.tasks.sums", batch_size=task.num_prompts)
+        callbacks.append(lightrl.HuggingFaceExport(str(folder / "learned")))
     trainer = lightrl.Trainer(
         engine=make_engine(task),
-        callbacks=[Measure()],
+        callbacks=callbacks,
         max_steps=num_iterations,
         accelerator="cpu",
         logger=[CSVLogger(folder / "csv"), TensorBoardLogger(folder / "tensorboard")],
@@ -197,13 +218,13 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
     )
     module = lightrl.GRPO(
         str(folder / "model"),
-        reward="benchmarks.grpo_vs_trl.odd_fraction" if task.is_forced else "examples.quickstart.reward.exact",
+        reward=reward,
         group_size=task.group_size,
         # With forced lengths the engine draws no end token, which the trainer's logprobs must take into account.
         sampling=lightrl.Sampling(max_new_tokens=task.cap, min_new_tokens=task.cap if task.is_forced else 0),
-        lr=0.0,
+        lr=task.lr,
     )
-    trainer.fit(module, datamodule=LargestDigit(batch_size=task.num_prompts))
+    trainer.fit(module, datamodule=data)
 
 
 def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: int) -> None:
@@ -220,6 +241,7 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
     from trl import GRPOTrainer
 
     from benchmarks.lengths import ForcedLengths
+    from examples.pretrained.tasks import ends_in, sums
     from examples.quickstart.task import LargestDigit
 
     lengths = task.lengths()
@@ -235,6 +257,11 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
     def odd(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
 
+    def last_number(completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        ends = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
+        return [float(end and ends_in(text, right)) for end, text, right in zip(ends, texts, answer, strict=True)]
+
     class Measure(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             turnstile.pass_through()
@@ -242,12 +269,17 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "completions/mean_length" in logs:
                 turnstile.block.trained_tokens.append(round(logs["completions/mean_length"] * task.num_trajectories))
+                turnstile.block.rewards.append(logs["reward"])
 
-    prompts = LargestDigit(batch_size=task.num_prompts).make_prompts("train")
-    rows = [{"prompt": prompt.id, "answer_ids": prompt.fields["answer_ids"]} for prompt in prompts]
+    if task.is_learned:
+        chats = [[{"role": "user", "content": row["question"]}] for row in sums()]
+        rows = [{"prompt": chat, "answer": row["answer"]} for chat, row in zip(chats, sums(), strict=True)]
+    else:
+        prompts = LargestDigit(batch_size=task.num_prompts).make_prompts("train")
+        rows = [{"prompt": prompt.id, "answer_ids": prompt.fields["answer_ids"]} for prompt in prompts]
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=exact if lengths is None else odd,
+        reward_funcs=last_number if task.is_learned else exact if lengths is None else odd,
         args=trl_settings(task, folder, num_iterations),
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(rows),
@@ -256,6 +288,8 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     trainer.train()
+    if task.is_learned:
+        trainer.save_model(str(folder / "learned"))
 
 
 def trl_settings(task: Task, folder: Path, num_iterations: int) -> Any:
@@ -279,8 +313,9 @@ def trl_settings(task: Task, folder: Path, num_iterations: int) -> Any:
         beta=0.0,
         loss_type="dapo",  # the mean over tokens, as lightrl's default
         max_steps=num_iterations,
-        learning_rate=0.0,
+        learning_rate=task.lr,
         lr_scheduler_type="constant",
+        adam_beta2=0.95,  # lightrl's
         max_grad_norm=1.0,
         optim="adamw_torch_fused",
         logging_steps=1,
@@ -289,7 +324,7 @@ def trl_settings(task: Task, folder: Path, num_iterations: int) -> Any:
         disable_tqdm=True,
         dataloader_pin_memory=False,
         use_transformers_continuous_batching=False,
-        seed=0,
+        seed=task.seed,
     )
 
 
@@ -388,11 +423,35 @@ def save_model(folder: Path) -> None:
     token.save_pretrained(folder)
 
 
+def held_out_accuracy(folder: Path) -> float:
+    """The share of held-out sums that a model answers right, greedily."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from examples.pretrained.tasks import ends_in, sums
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    chats = [[{"role": "user", "content": row["question"]}] for row in sums("test")]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=SUMS.cap)[:, inputs["input_ids"].shape[1] :]
+    ends = (ids == tokenizer.eos_token_id).any(dim=1).tolist()
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    answers = [row["answer"] for row in sums("test")]
+    right = [end and ends_in(text, answer) for end, text, answer in zip(ends, texts, answers, strict=True)]
+    return statistics.mean(right)
+
+
 def measure(report: Report, task: Task, names: Sequence[str], arguments: argparse.Namespace) -> float | None:
     """Adds all rows of one task; returns lightrl's ratio to TRL if both took part."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_vs_trl_")))
-        save_model(folder / "model")
+        if arguments.model is None:
+            save_model(folder / "model")
+        else:
+            (folder / "model").symlink_to(arguments.model.absolute())
         turns = arguments.pairs + 1  # the first warms up
         num_iterations = turns * arguments.iterations + 1  # the last runs to the end of training, unmeasured
         contenders: dict[str, Contender] = {}
@@ -403,6 +462,8 @@ def measure(report: Report, task: Task, names: Sequence[str], arguments: argpars
         seconds = {name: times[1:] for name, times in interleaved(runs, repeats=turns).items()}
         for contender in contenders.values():
             contender.end()
+        folders = {name: folder / name / "learned" for name in names if task.is_learned}
+        held_out = {name: round(held_out_accuracy(learned), 4) for name, learned in folders.items()}
     cpu = {name: contender.cpu_seconds[1:] for name, contender in contenders.items()}
     tokens = {
         name: statistics.mean(count for block in contender.blocks[1:] for count in block.trained_tokens)
@@ -426,18 +487,55 @@ def measure(report: Report, task: Task, names: Sequence[str], arguments: argpars
             trained_tokens=round(tokens[name], 1),
             **against,
             target=TARGETS[task.name] if name == "lightrl" else None,
+            seed=task.seed,
+            held_out_accuracy=held_out.get(name),
+            rewards=[round(reward, 4) for block in contender.blocks for reward in block.rewards],
             **{f"{phase}_s": round(statistics.median(values), 4) for phase, values in phases.items()},
             **outside_phases(contender.blocks[1:]),
             peak_rss_mib=contender.blocks[-1].peak_rss_mib,
             children_rss_mib=round(contender.children_rss_mib, 1),
         )
-    # Sampled lengths differ only by chance, forced ones not at all.
-    num_measured = arguments.pairs * arguments.iterations
-    tolerance = 0 if task.is_forced else 0.01 * max(tokens.values()) + 4 * (task.num_trajectories / num_measured) ** 0.5
-    assert max(tokens.values()) - min(tokens.values()) <= tolerance, f"unequal work: trained tokens {tokens}"
+    if not task.is_learned:  # sampled lengths differ only by chance, forced ones not at all
+        by_chance = (
+            0.01 * max(tokens.values()) + 4 * (task.num_trajectories / arguments.pairs / arguments.iterations) ** 0.5
+        )
+        difference = max(tokens.values()) - min(tokens.values())
+        assert difference <= (0 if task.is_forced else by_chance), f"unequal work: trained tokens {tokens}"
     if not {"trl", "lightrl"} <= set(names):
         return None
     return median_ratio(seconds["trl"], seconds["lightrl"])["ratio"]
+
+
+def accuracy_difference(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """lightrl's mean held-out accuracy minus TRL's, and the standard error of that difference over seeds."""
+    ours, theirs = (
+        [row["held_out_accuracy"] for row in rows if row["contender"] == name] for name in ("lightrl", "trl")
+    )
+    if min(len(ours), len(theirs)) < 2:
+        return {}
+    error = (statistics.variance(ours) / len(ours) + statistics.variance(theirs) / len(theirs)) ** 0.5
+    difference = statistics.mean(ours) - statistics.mean(theirs)
+    return {"accuracy_difference": round(difference, 4), "standard_error": round(error, 4)}
+
+
+def draw_rewards(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """A line per contender: the mean over seeds of the sampled rewards, and each seed as a thin line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5.5, 3), layout="constrained")
+    for name, color in (("trl", "tab:orange"), ("lightrl", "tab:blue")):
+        curves = [row["rewards"] for row in rows if row["contender"] == name]
+        for curve in curves:
+            axis.plot(curve, color=color, linewidth=0.6, alpha=0.5)
+        means = [statistics.mean(values) for values in zip(*curves, strict=False)]
+        axis.plot(means, color=color, linewidth=2, label=f"{name}, mean of {len(curves)} seeds")
+    axis.set(xlabel="iteration", ylabel="sampled answers right", ylim=(0, 1.02))
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def outside_phases(blocks: Sequence[Block]) -> dict[str, float]:
@@ -459,6 +557,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="OpenMP threads sleep while they wait; for busy machines",
     )
+    parser.add_argument("--model", type=Path, help="the folder of a pretrained model, which learns sums")
+    parser.add_argument("--seeds", default="0,1,2", help="with --model")
+    parser.add_argument("--picture", type=Path, help="with --model: a PNG of the rewards")
     parser.add_argument("--quick", action="store_true", help="8 prompts × 4, cap 16, two turns of one iteration")
     arguments = parser.parse_args(argv)
     names = arguments.contenders.split(",")
@@ -474,6 +575,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "short": Task("short", 32, 16, cap=4, trl_batch=256, is_forced=False),
         "skewed": Task("skewed", 16, 8, cap=128, trl_batch=32, is_forced=True),
     }
+    if arguments.model is not None:
+        tasks = {f"sums_{seed}": replace(SUMS, seed=int(seed)) for seed in arguments.seeds.split(",")}
+        arguments.tasks = ",".join(tasks)
     if arguments.quick:
         arguments.pairs, arguments.iterations = 1, 1
         tasks = {
@@ -494,10 +598,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         ratio = measure(report, tasks[name], names, arguments)
         if ratio is not None:
             ratios[f"ratio_{name}"] = ratio
+    if arguments.model is not None:
+        report.add("sums", contender="the model before", held_out_accuracy=held_out_accuracy(arguments.model))
+        ratios |= accuracy_difference(report.rows)
+        if arguments.picture is not None:
+            draw_rewards(report.rows, arguments.picture)
     report.finish(
         [
             "measurement", "contender", "seconds", "cpu_seconds", "trained_tokens", "ratio", "ratio_min", "ratio_max",
-            "cpu_ratio", "target", "rollout_s", "update_s", "outside_phases_fraction", "peak_rss_mib",
+            "cpu_ratio", "target", "seed", "held_out_accuracy", "rollout_s", "update_s", "outside_phases_fraction", "peak_rss_mib",
             "children_rss_mib",
         ],
         **ratios,

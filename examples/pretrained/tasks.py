@@ -30,9 +30,13 @@ def questions(split: str = "train") -> list[dict[str, str]]:
 
 def last_number(trajectory: Trajectory) -> dict[str, float]:
     """1 if the last number that the completion writes is the answer. An expression is not evaluated."""
-    found = re.findall(r"\d+", trajectory.completion)
-    is_right = trajectory.finish_reason == "stop" and found[-1:] == [trajectory.prompt.fields["answer"]]
+    is_right = trajectory.finish_reason == "stop" and ends_in(trajectory.completion, trajectory.prompt.fields["answer"])
     return {"reward": float(is_right), "accuracy": float(is_right)}
+
+
+def ends_in(completion: str, answer: str) -> bool:
+    """Whether the answer is the last number of the completion."""
+    return re.findall(r"\d+", completion)[-1:] == [answer]
 
 
 def one_question(trajectory: Trajectory) -> dict[str, float]:
