@@ -96,7 +96,7 @@ class Task:
         return skewed_lengths(self.num_trajectories, self.cap) if self.is_forced else None
 
 
-SUMS = Task("sums", 8, 16, cap=16, trl_batch=64, is_learned=True)
+SUMS = Task("sums", 8, 8, cap=16, trl_batch=32, is_learned=True)
 
 
 @dataclass
