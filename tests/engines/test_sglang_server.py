@@ -470,7 +470,11 @@ def is_back(process: ServerProcess, old_pid: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("kill -9", r"its process ended \(signal 9\)"), ("SIGSTOP", "it has not answered for")]
+    ("how", "reason"),
+    [
+        ("kill -9", r"its process ended \(signal 9\)"),
+        pytest.param("SIGSTOP", "it has not answered for", marks=pytest.mark.extra),
+    ],
 )
 def test_a_server_that_is_lost_is_replaced_and_the_others_stay(how, reason, small_server, caplog):
     servers = [small_server(), small_server()]

@@ -227,6 +227,7 @@ def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make, servers, rou
     assert tokens(iterations(make(0), 5)) == tokens(groups)
 
 
+@pytest.mark.extra
 def test_what_is_given_up_ends_on_the_servers(make: Make, servers: list[FakeServerProcess]) -> None:
     controller = make(2, group_size=1, oversample_fraction=1.0)
     servers[1].pace(60.0)  # its half would take twelve minutes
@@ -317,6 +318,7 @@ def test_requests_at_a_server_that_hangs_continue_though_the_gateway_does_not_sa
 
 
 @ROUTERS
+@pytest.mark.extra
 def test_a_server_that_leaves_during_an_iteration_is_drained(make, router, servers):
     expected = make(0).take(0)
     controller = make(2, router=router)

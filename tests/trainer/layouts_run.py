@@ -211,7 +211,7 @@ CASES: dict[str, Case] = {
     "sharded, awaited rewards by group": Case("awaited rewards by group", SHARDED),
     "sharded, a smaller mask": Case("a smaller mask", SHARDED),
     "sharded trees": Case("trees", SHARDED),
-    "sharded PPO of trees": Case("PPO of trees", SHARDED),
+    "sharded PPO of trees": Case("PPO of trees", SHARDED, is_extra=True),
     "trees in two stages": Case("trees in stages", lambda: SPLIT(pp=2), is_extra=True),
     "a sharded checkpoint": Case("a checkpoint", SHARDED, is_extra=True),
     "LoRA on a sharded checkpoint": Case("LoRA on a checkpoint", SHARDED),
