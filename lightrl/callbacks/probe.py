@@ -346,7 +346,8 @@ class LagProbe:
         if trainer.rollout.settings.max_staleness > 0 and trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
             indices = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
-            chosen = [trajectories[place] for place in indices if not trajectories[place].prompt.images]
+            kept = (trajectories[place] for place in indices)
+            chosen = [item for item in kept if not (item.prompt.images or item.images)]
             cut = [
                 (list(item.token_ids[:end]), list(item.loss_mask[:end]), list(item.behavior_logprobs[:end]))
                 for item in chosen

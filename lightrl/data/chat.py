@@ -13,13 +13,13 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightrl.checks.user_code import user_code
 from lightrl.data.rows import Made, Row
 from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
-from lightrl.models.images import ImageReader, data_url, refusal
+from lightrl.models.images import ImageReader, refusal
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, chat_as_text, plain_text
 
 if TYPE_CHECKING:
@@ -159,59 +159,6 @@ def check_template(prompt_template: str) -> None:
         raise ValueError(f"prompt_template={prompt_template!r} {problem}. Use {{prompt}}, or a column by its name.")
 
 
-def take_images(messages: Messages, images: Sequence[object], *, folder: Path) -> tuple[Messages, tuple[str, ...]]:
-    """Moves images out of messages: bare image parts, and the images as paths or data: URLs, in order.
-
-    Args:
-        messages: image parts look like `{"type": "image", "image": "cats/3.png"}`; `path` and `url` also work, and a
-            part without any of them takes the next of `images`.
-        images: the row's images; if no part takes them, they go first in the last user turn.
-        folder: base of relative paths.
-    """
-    unplaced = [_image_text(image, folder) for image in images]
-    placed: list[str] = []
-    bare: Messages = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = []
-            for part in content:
-                if part.get("type") == "image":
-                    named = next((part[key] for key in ("image", "path", "url") if part.get(key)), None)
-                    if named is not None:
-                        placed.append(_image_text(named, folder))
-                    elif unplaced:
-                        placed.append(unplaced.pop(0))
-                    part = {"type": "image"}
-                parts.append(part)
-            message = {**message, "content": parts}
-        bare.append(message)
-    if unplaced and placed:
-        raise ValueError(
-            f"There are {len(placed) + len(unplaced)} images for {len(placed)} image parts. Give each image an "
-            "image part, or use no image parts."
-        )
-    if unplaced:
-        last = max(index for index, message in enumerate(bare) if message["role"] == "user")
-        content = bare[last]["content"]
-        text = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        bare[last] = {**bare[last], "content": [*({"type": "image"} for _ in unplaced), *text]}
-    return bare, tuple(placed or unplaced)
-
-
-def _image_text(image: Any, folder: Path) -> str:
-    """An image as a Prompt holds it: a path or a data: URL. Takes those, bytes, Pillow images and datasets' dicts."""
-    if isinstance(image, dict):
-        image = image.get("bytes") or image.get("path")
-    if not isinstance(image, str):
-        return data_url(image)
-    if image.startswith("data:") or Path(image).expanduser().is_absolute():
-        return image
-    if "://" in image:
-        raise ValueError(f"Image {image[:80]!r} must be a path or a data: URL, not a web address. Download it first.")
-    return str(folder / image)
-
-
 class ChatRenderer:
     """Renders messages as token ids with the chat template, or as plain text if there is none.
 
@@ -235,14 +182,13 @@ class ChatRenderer:
         self.tokenizer, self.image_reader = tokenizer, image_reader
         self.max_tokens, self.min_tokens, self.overflow = max_tokens, min_tokens, overflow
         self.template = ChatTemplate(tokenizer)
+        self.template.image_reader = image_reader
         self.template.check_generation_prompt()
 
     def _text(self, messages: Messages, arguments: JsonMapping) -> str:
         if self.template.chat_template is not None:
             return self._render(messages, arguments)
-        reader = self.image_reader
-        token = "" if reader is None else self.tokenizer.convert_ids_to_tokens(reader.image_token_id)
-        return plain_text(messages, str(token))
+        return self.template.plain_text(messages)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:

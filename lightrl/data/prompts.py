@@ -18,7 +18,6 @@ from lightrl.data.chat import (
     Messages,
     check_template,
     row_messages,
-    take_images,
 )
 from lightrl.data.mixture import DataSource, Source, sources_of
 from lightrl.data.rows import LocatedRow, Row, check_source, json_able, read_rows, require_column
@@ -34,7 +33,7 @@ from lightrl.data.stream import (
 )
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, open_stream
 from lightrl.models.chat_template import set_chat_template
-from lightrl.models.images import ImageReader
+from lightrl.models.images import ImageReader, take_images
 from lightrl.trajectory import JsonObject, Prompt
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ class RolloutEngine(Protocol):
 
         Args:
             session: the conversation's name, for prefix caches.
-            images: of the prompt; `token_ids` has their image tokens.
+            images: of the prompt, then of observations; `token_ids` has their image tokens.
             started: the start of the only completion. Its tokens keep their logprobs and versions, and count for
                 `sampling.max_new_tokens`; the others are sampled as if nothing had come between.
 

@@ -127,10 +127,10 @@ def _check_tokens(trajectory: Trajectory) -> None:
     firsts = [0] if num else []
     if trajectory.gaps is not None:
         gaps, most = np.asarray(trajectory.gaps, np.int64), np.arange(num)
-        if ((gaps < 0) | (gaps > most)).any() or trajectory.prompt.images:
+        if ((gaps < 0) | (gaps > most)).any() or trajectory.prompt.images or trajectory.images:
             raise ValueError(
                 f"A trajectory of prompt {trajectory.prompt.id!r} has gaps, which must be from 0 to the number of "
-                "tokens before the token, and are for prompts without images. Fix the workflow."
+                "tokens before the token, and are for trajectories without images. Fix the workflow."
             )
         firsts = np.flatnonzero(gaps == most).tolist()
     if any(trajectory.loss_mask[first] for first in firsts):

@@ -223,7 +223,7 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
         "finish": trajectory["finish_reason"],
         "truncated": trajectory["is_truncated"],
         "prompt": {"id": prompt["id"], "messages": prompt.get("messages"), "fields": prompt.get("fields") or {}},
-        "num_images": len(prompt.get("images") or ()),
+        "num_images": len(_images(trajectory)),
         "completion": trajectory["completion"],
         "metrics": trajectory["metrics"],
         "turns": trajectory["turns"],
@@ -243,11 +243,16 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
     }
 
 
+def _images(trajectory: Json) -> list[str]:
+    """Those of the prompt, then those of observations."""
+    return [*(trajectory["prompt"].get("images") or ()), *(trajectory.get("images") or ())]
+
+
 def image(record: Json, number: int) -> tuple[str, bytes]:
-    """Content type and bytes of an image of the prompt; of a run's machine nothing but images is shown."""
-    images = record["trajectory"]["prompt"].get("images") or ()
+    """Content type and bytes of an image of a trajectory; of a run's machine nothing but images is shown."""
+    images = _images(record["trajectory"])
     if not 0 <= number < len(images):
-        raise LookupError(f"The prompt has {count_text(len(images), 'image')}; there is no number {number}.")
+        raise LookupError(f"The trajectory has {count_text(len(images), 'image')}; there is no number {number}.")
     source = str(images[number])
     try:
         if source.startswith("data:"):

@@ -54,7 +54,7 @@ class Summary(SimpleNamespace):
 
 def summaries_of(groups: Sequence[Group]) -> _Summaries:
     """Return JSON from which `groups_of` makes what the other ranks have."""
-    names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
+    names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward", "images")
 
     def summary(item: Trajectory) -> dict[str, object]:
         metrics = {name: float(value) for name, value in item.metrics.items()}

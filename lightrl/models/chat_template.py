@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.trajectory import Prompt, Sampling, content_text
+from lightrl.trajectory import Prompt, Sampling, content_text, plain_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightrl.models.images import ImageReader
 
 Messages = Sequence[Mapping[str, Any]]
 Template = str | Mapping[str, str] | None  # Jinja text, or several by name
@@ -75,6 +77,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        self.image_reader: ImageReader | None = None  # how the policy reads images; None if it takes none
         self.end_token_ids: set[int] = set()  # further ends of a turn, besides the tokenizer's and the template's own
         self._ends: tuple[Template, set[int | None]] | None = None  # the template, and the ends of its turns
         self._reads_text: tuple[Template, bool] = None, True  # a template, and whether it reads text, not only parts
@@ -131,6 +134,11 @@ class ChatTemplate:
         if reads_text and isinstance(content, list) and all(part.get("type") == "text" for part in content):
             return {**message, "content": content_text(content)}
         return message
+
+    def plain_text(self, messages: Messages) -> str:
+        """The text of these messages without a template, with an image token for each image."""
+        reader = self.image_reader
+        return plain_text(messages, "" if reader is None else self.decode([reader.image_token_id]))
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

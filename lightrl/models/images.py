@@ -3,8 +3,8 @@
     Prompt.images ─► pixel values ─► features ─► embeddings of K tokens each
     paths, data:     [M, 3, H, W]    [M, K, H]   of the prompt
 
-An image is a fixed number K of image tokens, which the prompt's token ids contain from the start. Only the first
-K · (number of images) image tokens of a row are images; one that the policy samples is a token like any other.
+An image is a fixed number K of image tokens, which the token ids of its prompt or observation contain from the start.
+Only the first K · (number of images) image tokens of a row are images; one that the policy samples is like any other.
 
 Shapes: B trajectories, T tokens, M images, I most images of a row, K tokens per image, H hidden size.
 """
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightrl.trajectory import Trajectory
+from lightrl.checks.printable import count_text
+from lightrl.trajectory import JsonObject, Trajectory
 
 
 class HasTensors(Protocol):
@@ -197,7 +198,7 @@ def with_images(
         image_reader: of the policy.
         rows: those whose images are computed on here; None for all.
     """
-    images = [trajectory.prompt.images for trajectory in trajectories]
+    images = [(*trajectory.prompt.images, *trajectory.images) for trajectory in trajectories]
     distinct = dict.fromkeys(image for row in images for image in row)
     if not distinct:
         return experience
@@ -216,8 +217,8 @@ def with_images(
 def refusal(num_images: int) -> str:
     """The message about images for a model that takes token ids only."""
     return (
-        f"The prompts have {num_images} images, but the policy takes token ids only. Use one of {SUPPORTED}, or "
-        "prompts without images."
+        f"Got {count_text(num_images, 'image')}, but the policy takes token ids only. Use one of {SUPPORTED}, or leave "
+        "the images out."
     )
 
 
@@ -251,6 +252,60 @@ def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Te
         )
     filled: Tensor = embeddings.masked_scatter(is_prompt_image[..., None], features[inverse].to(embeddings.dtype))
     return filled
+
+
+def take_images(
+    messages: Sequence[JsonObject], images: Sequence[object] = (), *, folder: Path
+) -> tuple[list[JsonObject], tuple[str, ...]]:
+    """Moves images out of messages: bare image parts, and the images as paths or data: URLs, in order.
+
+    Args:
+        messages: image parts look like `{"type": "image", "image": "cats/3.png"}`; `path` and `url` also work, and a
+            part without any of them takes the next of `images`.
+        images: the row's images; if no part takes them, they go first in the last user turn.
+        folder: base of relative paths.
+    """
+    unplaced = [_image_text(image, folder) for image in images]
+    placed: list[str] = []
+    bare: list[JsonObject] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = []
+            for part in content:
+                if part.get("type") == "image":
+                    named = next((part[key] for key in ("image", "path", "url") if part.get(key)), None)
+                    if named is None and not unplaced:
+                        raise ValueError('An image part needs an image: {"type": "image", "image": "cats/3.png"}.')
+                    placed.append(_image_text(named, folder) if named is not None else unplaced.pop(0))
+                    part = {"type": "image"}
+                parts.append(part)
+            message = {**message, "content": parts}
+        bare.append(message)
+    if unplaced and placed:
+        raise ValueError(
+            f"There are {len(placed) + len(unplaced)} images for {len(placed)} image parts. Give each image an "
+            "image part, or use no image parts."
+        )
+    if unplaced:
+        last = max(index for index, message in enumerate(bare) if message["role"] == "user")
+        content = bare[last]["content"]
+        text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        bare[last] = {**bare[last], "content": [*({"type": "image"} for _ in unplaced), *text]}
+    return bare, tuple(placed or unplaced)
+
+
+def _image_text(image: Any, folder: Path) -> str:
+    """An image as a Prompt holds it: a path or a data: URL. Takes those, bytes, Pillow images and datasets' dicts."""
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    if not isinstance(image, str):
+        return data_url(image)
+    if image.startswith("data:") or Path(image).expanduser().is_absolute():
+        return image
+    if "://" in image:
+        raise ValueError(f"Image {image[:80]!r} must be a path or a data: URL, not a web address. Download it first.")
+    return str(folder / image)
 
 
 def save_processor(config: PretrainedConfig, folder: Path) -> None:

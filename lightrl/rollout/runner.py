@@ -154,7 +154,9 @@ class _TurnGenerate:
         self.num_turns = 0
         self.turn_log: TurnLog | None = self.group.in_flight.turn_log(self.group.seed_name, self.session)
 
-    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+    async def __call__(
+        self, token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
+    ) -> Completion:
         group, log, turn = self.group, self.turn_log, self.num_turns
         self.num_turns += 1
         seed = sampling_seed(group.run_seed, group.seed_name, self.sample, turn)
@@ -165,15 +167,15 @@ class _TurnGenerate:
             completion = log.completions[turn]
         else:
             with span("generate", "generate", "generations", session=self.session, prompt=len(token_ids)):
-                completion = await self._generate(token_ids, sampling)
+                completion = await self._generate(token_ids, sampling, (*group.prompt.images, *images))
             if log is not None and log.journal is not None:
                 await log.journal.add(self.session, completion=completion.state_dict())
         in_flight[seed] = completion
         return checked(completion, sampling, turn, group.prompt)
 
-    async def _generate(self, token_ids: list[int], sampling: Sampling) -> Completion:
+    async def _generate(self, token_ids: list[int], sampling: Sampling, images: tuple[str, ...]) -> Completion:
         """The engine's completion, or the rest of one that a checkpoint has started."""
-        engine, images = self.group.engine, self.group.prompt.images
+        engine = self.group.engine
         request: dict[str, Any] = {"images": images} if images else {}
         started = self.group.in_flight.started.pop(sampling.seed, None)
         if started is not None and started.finish_reason != "abort":

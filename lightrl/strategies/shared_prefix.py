@@ -55,18 +55,25 @@ Plan = list[list[Row]]  # the rows of each forward
 Layout = Callable[[Sequence[Row]], Plan]  # from distinct prompts with their completions
 
 
-def find_shared_prompts(experience: Experience) -> list[Row]:
+def find_shared_prompts(experience: Experience, image_token_id: int | None = None) -> list[Row]:
     """Each distinct prompt with all its trajectories, the shortest prompt first.
 
     The prompt is what precedes the first loss token; prompts are the same if group, tokens and images are. A
-    trajectory without loss tokens counts as a prompt without its last token.
+    trajectory without loss tokens counts as a prompt without its last token; so does, alone, one with images after its
+    first loss token.
     """
     token_ids, loss_mask = on_host(experience.token_ids).numpy(), on_host(experience.loss_mask)
     images = token_ids[:, :0] if experience.image_rows is None else on_host(experience.image_rows).numpy()
     ends = on_host(experience.lengths) - 1
     starts = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), ends).clamp(min=1)
+    groups = on_host(experience.group_ids)
+    if experience.image_rows is not None:
+        is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= starts[:, None])
+        is_alone = (is_read & (on_host(experience.token_ids) == image_token_id)).any(1)
+        starts, alone = torch.where(is_alone, ends, starts), -1 - torch.arange(len(ends))
+        groups = torch.where(is_alone, alone, groups)
     prompts: dict[tuple[int, int, bytes, bytes], Row] = {}
-    numbers = zip(starts.tolist(), on_host(experience.group_ids).tolist(), ends.tolist(), strict=True)
+    numbers = zip(starts.tolist(), groups.tolist(), ends.tolist(), strict=True)
     for row, (start, group, end) in enumerate(numbers):
         key = (start, group, token_ids[row, :start].tobytes(), images[row].tobytes())
         prompt = prompts.setdefault(key, Row(start, [], []))

@@ -371,7 +371,7 @@ class SingleModel:
         replays = self.routes is not None and experience.routes is not None  # not with shared prompts
         if self.form in ("packed", "rectangles") or not self.layouts or replays:
             return self.form or "rectangles", []
-        prompts = find_shared_prompts(experience)
+        prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
         if self.form is not None:
             return self.form, self.layouts[self.form](prompts)
         plans = {name: layout(prompts) for name, layout in self.layouts.items()}

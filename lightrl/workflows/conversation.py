@@ -16,14 +16,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lightrl.checks.user_code import user_code
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.functional import joined_supports, support_ends
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, Messages, opened, with_turn
+from lightrl.models.images import data_url, read_image, refusal, take_images
 from lightrl.models.routes import joined_routes, spliced_routes
-from lightrl.trajectory import JsonMapping, JsonObject, Prompt, TokenArray, Trajectory, Turn, plain_text
+from lightrl.trajectory import JsonMapping, JsonObject, Prompt, TokenArray, Trajectory, Turn
 
 # Arguments of known templates that let earlier thinking stay, or leave thinking out.
 _KEEP_HISTORY: tuple[JsonObject, ...] = (
@@ -101,6 +103,30 @@ class TurnRenderer(ChatTemplate):
                 return form, text, text[end:]
         raise _RewritesHistory(_rewrites(self.render(forms[0], arguments), before + content))
 
+    def take_images(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], tuple[str, ...]]:
+        """Messages of an environment with bare image parts, and their images as data: URLs.
+
+        Raises:
+            RolloutError: if an image cannot be read, by anybody or by this policy.
+        """
+        with user_code(lambda error: _not_shown(messages, error)):
+            bare, images = take_images(messages, folder=Path())
+            if images and self.image_reader is None:
+                raise ValueError(refusal(len(images)))
+            for image in images:
+                read_image(image)
+            return bare, tuple(map(data_url, images))
+
+    def expanded(self, token_ids: list[int], num_images: int, messages: Messages) -> list[int]:
+        """The tokens of these messages with all tokens of their images; raises RolloutError if the template left out
+        an image."""
+        if not num_images:
+            return token_ids
+        with user_code(lambda error: _not_shown(messages, error)):
+            if self.image_reader is None:
+                raise ValueError(refusal(num_images))
+            return self.image_reader.expanded(token_ids, num_images, where="It")
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -109,6 +135,7 @@ class Observed:
     token_ids: list[int]
     messages: list[JsonMapping] | None  # the whole conversation's, observation included
     text: str  # all these messages in one
+    images: tuple[str, ...] = ()  # of the observation
 
 
 class Conversation:
@@ -121,7 +148,8 @@ class Conversation:
         tools: JSON schemas for the chat template; None for those of the prompt's row.
 
     Raises:
-        RolloutError: if the prompt has no token ids, or they differ from those of its rendered messages.
+        RolloutError: if the prompt has no token ids, or they differ from those of its rendered messages, or the policy
+            cannot read an image of the opening.
     """
 
     def __init__(
@@ -136,12 +164,14 @@ class Conversation:
         self.messages: list[JsonMapping] | None = None  # None if observations are encoded as they are
         self.text = ""  # the messages so far, completions as generated
         self.turns: list[Turn] = []
+        opening, self.images = renderer.take_images(opening)  # those after the prompt's
         token_ids = list(prompt.token_ids or [])
         if prompt.messages is not None and renderer.chat_template is not None:
             self.messages = [*prompt.messages, *opening]
             self.arguments = renderer.row_arguments(prompt, tools)
             self.text = renderer.render(self.messages, self.arguments)
-            rendered = renderer.encode(self.text)
+            num_images = len(prompt.images) + len(self.images)
+            rendered = renderer.expanded(renderer.encode(self.text), num_images, self.messages)
             if not opening and not tools and token_ids and token_ids != rendered:
                 raise RolloutError(
                     f"Prompt {prompt.id!r} has {len(token_ids)} token ids, but the chat template makes {len(rendered)} "
@@ -149,7 +179,8 @@ class Conversation:
                 )
             token_ids = rendered
         elif opening:
-            token_ids += renderer.encode(plain_text(opening))
+            encoded = renderer.encode(renderer.plain_text(opening))
+            token_ids += renderer.expanded(encoded, len(self.images), opening)
         if not token_ids:
             raise RolloutError(f"Prompt {prompt.id!r} has neither messages nor token ids.")
         # The prompt itself, if possible: its JSON is made once for all trajectories that share it.
@@ -161,6 +192,7 @@ class Conversation:
         self.gaps: TokenArray[int] | None = None  # Trajectory.gaps, once there is a branch
         self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a distribution was truncated
         self.routes: TokenArray[int] | None = None  # all tokens' experts, once a completion has some
+        self._num_shown = 0  # images before the last turn
         self._add_read(token_ids)
 
     def copy(self) -> Conversation:
@@ -179,6 +211,7 @@ class Conversation:
             completion.token_ids, logprobs, versions, generated, supports=completion.supports, routes=completion.routes
         )
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
+        self._num_shown = len(self.images)
         return self._text_of_turn(completion.token_ids)
 
     def _text_of_turn(self, turn_ids: Sequence[int]) -> str:
@@ -190,14 +223,15 @@ class Conversation:
         If that was cut off, they start with the end of turn that the policy did not generate.
 
         Raises:
-            RolloutError: if the template rewrites earlier text, or adds nothing.
+            RolloutError: if the template rewrites earlier text, or adds nothing, or the policy cannot read an image.
         """
+        messages, images = self.renderer.take_images(messages)
         turn = self.turns[-1]
         turn_ids = self.token_ids[turn.start : turn.end]
         has_end = turn.finish_reason == "stop"
         end_token, content = turn_ids[-1], self.renderer.decode(turn_ids[:-1] if has_end else turn_ids)
         if self.messages is None:
-            observed = Observed(self.renderer.encode_after(end_token, plain_text(messages)), None, "")
+            observed = Observed(self.renderer.encode_after(end_token, self.renderer.plain_text(messages)), None, "")
         else:
             try:
                 after_turn, rendered, added = self.renderer.after_turn(
@@ -211,12 +245,21 @@ class Conversation:
             observed = Observed(self.renderer.encode_after(end_token, added), after_turn, rendered)
         if not observed.token_ids:
             raise RolloutError(f"The observation {messages!r:.200} has no tokens. Return some text.")
-        return observed
+        if not images:
+            return observed
+        reader, num_before = self.renderer.image_reader, len(self.prompt.images) + len(self.images)
+        if reader is not None and list(self.token_ids).count(reader.image_token_id) != num_before * reader.tokens_each:
+            raise RolloutError(
+                f"The policy or a text has written an image token (id {reader.image_token_id}) before an image in "
+                f"{_source_of(messages)}, and would have it there."
+            )
+        token_ids = self.renderer.expanded(observed.token_ids, len(images), messages)
+        return replace(observed, token_ids=token_ids, images=images)
 
     def add_observation(self, observed: Observed) -> None:
         """Appends a result of `encode_observation`."""
         self._add_read(observed.token_ids)
-        self.messages, self.text = observed.messages, observed.text
+        self.messages, self.text, self.images = observed.messages, observed.text, (*self.images, *observed.images)
 
     def add_branch(self, other: Conversation, start: int, last: int) -> None:
         """Appends another conversation's tokens from `start` on, which follow this one's token `last`; -1: none.
@@ -269,6 +312,7 @@ class Conversation:
             finish_reason=last.finish_reason,
             is_truncated=is_truncated,
             rewards=TokenArray.of_runs(reward_runs, "d"),
+            images=list(self.images[: self._num_shown]),
             turns=list(self.turns),
             metrics=metrics,
             # What follows was read: a byte for each token.
@@ -315,6 +359,16 @@ def _end_of_prefix(text: str, prefix: str) -> int | None:
             return None
         end += 1
     return end
+
+
+def _source_of(messages: Messages) -> str:
+    """Names what has images among these messages."""
+    names = [message.get("name") for message in messages if isinstance(message.get("content"), list)]
+    return "a message" if not names or names[-1] is None else f"a result of the tool {names[-1]!r}"
+
+
+def _not_shown(messages: Messages, error: BaseException) -> RolloutError:
+    return RolloutError(f"The policy cannot be shown {_source_of(messages)}: {error}")
 
 
 def _rewrites(after: str, before: str) -> str:

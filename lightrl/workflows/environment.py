@@ -26,7 +26,8 @@ from lightrl.errors import RolloutError
 from lightrl.rewards import RewardResult
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
 
-# What the policy reads next: the text of a user's turn, one chat message, or several; None adds nothing.
+# What the policy reads next: the text of a user's turn, one chat message, or several; None adds nothing. A message's
+# content may be parts, `{"type": "image", "image": path or data: URL}` among them, for a policy that reads images.
 Observation: TypeAlias = str | JsonMapping | Sequence[JsonMapping] | None
 # observation, reward of the turn, done
 Step: TypeAlias = tuple[Observation, float, bool]

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonObject
-from lightrl.workflows.tools import ToolServer, run_apart, text_of_parts
+from lightrl.workflows.tools import ToolServer, read_parts, run_apart
 
 _START_TIMEOUT_S = 60.0  # a program may import much before it answers
 
@@ -52,7 +52,7 @@ class MCPServer(ToolServer):
     def open(self) -> MCPServer:
         return copy.copy(self)
 
-    async def call(self, name: str, /, **arguments: object) -> str:
+    async def call(self, name: str, /, **arguments: object) -> str | list[JsonObject]:
         try:
             if self._client is None:
                 await self._connect()
@@ -60,7 +60,7 @@ class MCPServer(ToolServer):
             parts = [part.model_dump() for part in result.content]
         except Exception as error:  # noqa: BLE001  # the package has errors of many kinds
             raise RolloutError(f"The MCP server {self.name!r} failed in {name}: {_first(error)}.") from None
-        return text_of_parts(parts, is_error=bool(result.is_error))
+        return read_parts(parts, is_error=bool(result.is_error))
 
     async def close(self) -> None:
         if self._owner is not None:

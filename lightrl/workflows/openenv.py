@@ -20,7 +20,7 @@ import aiohttp
 from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt
 from lightrl.workflows.environment import Environment, Step
-from lightrl.workflows.tools import ToolEnvironment, ToolParser, ToolServer, parse_hermes, run_apart, text_of_parts
+from lightrl.workflows.tools import ToolEnvironment, ToolParser, ToolServer, parse_hermes, read_parts, run_apart
 
 _MAX_BYTES = 2**26  # the longest message of a server
 _START_TIMEOUT_S = 30.0  # to ask for the schemas, once
@@ -102,7 +102,7 @@ class _Session(ToolServer):
     def open(self) -> _Session:
         return self
 
-    async def call(self, name: str, /, **arguments: object) -> str:
+    async def call(self, name: str, /, **arguments: object) -> str | list[JsonObject]:
         observation = await self.act({"type": "call_tool", "tool_name": name, "arguments": arguments})
         if (error := observation.get("error")) is not None:
             raise ValueError(error["message"])
@@ -110,7 +110,7 @@ class _Session(ToolServer):
         content = result.get("content") if isinstance(result, dict) else None
         if content is None:
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        return text_of_parts(content, is_error=bool(observation["result"]["is_error"]))
+        return read_parts(content, is_error=bool(observation["result"]["is_error"]))
 
     async def close(self) -> None:
         if self._http is not None:

@@ -183,15 +183,28 @@ class ToolServer(ABC):
         """Ends the session; called once, also if there was no call."""
 
 
-def text_of_parts(content: Sequence[JsonMapping], *, is_error: bool) -> str:
-    """A tool's result in MCP's form as text; raises ValueError with that text for an error.
+def read_parts(content: Sequence[JsonMapping], *, is_error: bool) -> str | list[JsonObject]:
+    """A tool's result in MCP's form as a message's content; raises ValueError with its text for an error.
 
-    The policy reads of an image or a sound only that there is one.
+    The policy reads of a sound only that there is one.
     """
-    text = "\n".join(part["text"] if part["type"] == "text" else f"({part['type']}, not shown)" for part in content)
+    texts = [part["text"] if part["type"] == "text" else f"({part['type']}, not shown)" for part in content]
     if is_error:
-        raise ValueError(text)
-    return text
+        raise ValueError("\n".join(texts))
+    if all(part["type"] != "image" for part in content):
+        return "\n".join(texts)
+    return [
+        {"type": "image", "image": f"data:image/png;base64,{part['data']}"}  # or another format: the data says
+        if part["type"] == "image"
+        else {"type": "text", "text": f"{text}\n"}
+        for text, part in zip(texts, content, strict=True)
+    ]
+
+
+def _has_images(content: object) -> bool:
+    """Whether a tool's result is parts, text and images."""
+    kinds = [isinstance(part, dict) and part.get("type") for part in content] if isinstance(content, list) else []
+    return "image" in kinds and all(kind in ("text", "image") for kind in kinds)
 
 
 def run_apart(work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
@@ -204,12 +217,13 @@ class ToolEnvironment(Environment):
     """Runs the tools that a completion calls and shows their results; a completion without calls is the last turn.
 
     Args:
-        tools: functions, sync or async, their dotted paths, or servers with tools, such as MCPServer.
+        tools: functions, sync or async, their dotted paths, or servers with tools, such as MCPServer. One that returns
+            images returns parts: `[{"type": "text", "text": "here:"}, {"type": "image", "image": path or data: URL}]`.
         environment: answers completions without calls, which then need not be the last; a class, or a function without
             arguments.
         parser: finds the calls in a completion; a function or its dotted path.
         max_calls: per completion; further ones are answered with an error.
-        max_result_chars: longer results are cut.
+        max_result_chars: longer texts of results are cut.
         tool_timeout_s: deadline of one call; the policy reads that it was missed. Keep the sum for `max_calls` below
             the workflow's step_timeout_s.
         has_side_effects: a tool changes something outside; then no call is repeated after a kill (see Environment).
@@ -286,7 +300,7 @@ class ToolEnvironment(Environment):
     async def _answer(self, call: ToolCall, index: int) -> JsonObject:
         """The message about this call, for the policy to read."""
         error = self._refusal(call, index)
-        result = ""
+        result: str | list[JsonObject] = ""
         if error is None:
             try:
                 result = await self._run(call)
@@ -300,9 +314,14 @@ class ToolEnvironment(Environment):
         self.num_calls += 1
         self.num_errors += error is not None
         content = result if error is None else f"Error: {error}"
-        if len(content) > self.max_result_chars:
-            content = f"{content[: self.max_result_chars]}… ({len(content)} characters, cut)"
-        return {"role": "tool", "name": call.name, "content": content}
+        return {"role": "tool", "name": call.name, "content": self._cut(content)}
+
+    def _cut(self, content: str | list[JsonObject]) -> str | list[JsonObject]:
+        """A message's content with its texts cut."""
+        if isinstance(content, list):
+            return [{**part, "text": self._cut(part["text"])} if "text" in part else part for part in content]
+        is_long = len(content) > self.max_result_chars
+        return f"{content[: self.max_result_chars]}… ({len(content)} characters, cut)" if is_long else content
 
     def _refusal(self, call: ToolCall, index: int) -> str | None:
         """Why this call does not run, for the policy to read; None if it does."""
@@ -314,10 +333,11 @@ class ToolEnvironment(Environment):
             return f"there is no tool {call.name!r:.80}, only {', '.join(self.tools)}"
         return self.tools[call.name].mismatch(call.arguments)
 
-    async def _run(self, call: ToolCall) -> str:
+    async def _run(self, call: ToolCall) -> str | list[JsonObject]:
         function = functools.partial(self.tools[call.name].function, **call.arguments)
         result = await call_within(function, timeout_s=self.tool_timeout_s, name=call.name)
-        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        is_content = isinstance(result, str) or _has_images(result)
+        return result if is_content else json.dumps(result, default=str, ensure_ascii=False)
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         assert self.environment is not None

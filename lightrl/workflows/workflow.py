@@ -32,8 +32,11 @@ GroupResult = tuple[int, RunResult]  # a sample's number first
 class Generate(Protocol):
     """Calls the policy; sampling settings, session and the seed of each turn are bound to it."""
 
-    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-        """The completion after these token ids; `max_new_tokens` can only lower the sampling's."""
+    async def __call__(
+        self, token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
+    ) -> Completion:
+        """The completion after these token ids, which have the tokens of the prompt's images and then of `images`;
+        `max_new_tokens` can only lower the sampling's."""
         ...
 
 
@@ -233,11 +236,11 @@ class _OwnTime:
     def turn_log(self) -> TurnLog | None:
         return getattr(self._generate, "turn_log", None)
 
-    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+    async def __call__(self, token_ids: list[int], **settings: Any) -> Completion:
         self._num_generating += 1
         self._stop()
         try:
-            return await self._generate(token_ids, max_new_tokens=max_new_tokens)
+            return await self._generate(token_ids, **settings)
         finally:
             self._num_generating -= 1
             if self._num_generating == 0:

@@ -8,8 +8,7 @@ from images_cases import BLUE, RED, TOKENS_EACH, image_spec
 from tiny import char_tokenizer
 
 from lightrl.data import PromptDataModule
-from lightrl.data.chat import take_images
-from lightrl.models.images import ImageReader, read_image
+from lightrl.models.images import ImageReader, read_image, take_images
 from lightrl.trajectory import Prompt
 
 IMAGE = 2  # the image token of images_cases
@@ -83,3 +82,8 @@ def test_one_question_about_two_images_is_no_repetition(tmp_path: Path, caplog: 
         assert "validation prompts are" not in caplog.text
         prompts_of([of_red], tmp_path, validation=tmp_path / "others.jsonl", image_column="image")
     assert "1 of 2 validation prompts are train prompts too" in caplog.text
+
+
+def test_an_image_part_without_an_image_is_refused():
+    with pytest.raises(ValueError, match="An image part needs an image"):
+        take_images([{"role": "user", "content": [{"type": "image"}]}], folder=Path())

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def call(item: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'price', 'arguments': {'item': item}})}</tool_call>"
 
 
-async def answers(server: MCPServer, *items: str) -> list[str]:
+async def answers(server: MCPServer, *items: str) -> list[Any]:
     """What the policy reads in one trajectory."""
     environment = ToolEnvironment([server])
     try:
@@ -46,13 +47,13 @@ async def answers(server: MCPServer, *items: str) -> list[str]:
         await environment.close()
 
 
-def test_each_trajectory_has_a_session_and_reads_text_errors_and_that_there_is_an_image() -> None:
-    async def two_trajectories() -> list[list[str]]:
+def test_each_trajectory_has_a_session_and_reads_text_images_and_errors() -> None:
+    async def two_trajectories() -> list[list[Any]]:
         return await asyncio.gather(answers(MCPServer(FAKE), "tea", "tea"), answers(MCPServer(FAKE), "milk"))
 
-    image = "\n(image, not shown)"
-    expected = [[f"3, call 1{image}", f"3, call 2{image}"], ["Error: ValueError: no milk here"]]
-    assert asyncio.run(two_trajectories()) == expected
+    image = {"type": "image", "image": "data:image/png;base64,iVBORw0="}
+    tea = [[{"type": "text", "text": f"3, call {number}\n"}, image] for number in (1, 2)]
+    assert asyncio.run(two_trajectories()) == [tea, ["Error: ValueError: no milk here"]]
 
 
 def test_the_servers_tools_are_shown_next_to_functions() -> None:
@@ -64,16 +65,16 @@ def test_the_servers_tools_are_shown_next_to_functions() -> None:
 def test_a_program_that_starts_slowly_is_waited_for_by_later_calls() -> None:
     async def first_result() -> str:
         environment = ToolEnvironment([MCPServer([*FAKE, "1.5"])], tool_timeout_s=0.5)
-        text = ""
+        content: Any = "Error: "
         try:
-            while not text.startswith("3"):
-                text = (await environment.step(call("tea")))[0][0]["content"]  # type: ignore[index]
-                assert text.startswith(("3", "Error: "))
+            while isinstance(content, str):  # else there is an image
+                assert content.startswith("Error: ")
+                content = (await environment.step(call("tea")))[0][0]["content"]  # type: ignore[index]
         finally:
             await environment.close()
-        return text
+        return str(content[0]["text"])
 
-    assert asyncio.run(first_result()).startswith("3, call 1")
+    assert asyncio.run(first_result()) == "3, call 1\n"
 
 
 def test_a_conversation_with_a_server_is_not_continued_after_a_resume() -> None:

@@ -501,7 +501,7 @@ function describe(tokens, index, text) {
 function images(one) {
   if (!one.num_images) return [];
   const sources = one.images || Array.from({ length: one.num_images }, (_, index) => `image?run=${state.run}&id=${state.id}&number=${index}`);
-  return [h("h2", {}, "images"), h("div", { class: "images" }, sources.map((source, index) => (source ? h("img", { src: source, alt: `image ${index + 1} of the prompt` }) : null)))];
+  return [h("h2", {}, "images"), h("div", { class: "images" }, sources.map((source, index) => (source ? h("img", { src: source, alt: `image ${index + 1}` }) : null)))];
 }
 
 function messages(prompt) {
