@@ -18,6 +18,7 @@ from lightrl.models.model_folder import (
     check_model_folder,
     replaced_folder,
     save_model,
+    save_tokenizer,
 )
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, Ranks, parallel_model, ranks_of, whole
 
@@ -121,7 +122,7 @@ class HuggingFaceExport(RLCallback):
                 described = module.models()[role] if hasattr(module, "models") else module.policy_role
                 ModelDescription.of(model, described).save(tensors, folder, merged=self.merged)
             if module.tokenizer is not None:
-                module.tokenizer.save_pretrained(folder)
+                save_tokenizer(module.tokenizer, folder)
             save_processor(model.config, folder)
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
 

@@ -19,6 +19,7 @@ from lightrl.models.model_folder import (
     check_model_folder,
     parse_descriptions,
     replaced_folder,
+    save_tokenizer,
 )
 from lightrl.strategies import META_FILE, load_plain, read_tensors
 
@@ -88,7 +89,7 @@ def export_checkpoint(
     with replaced_folder(to) as folder:
         description.save(tensors, folder, merged=merged)
         if source is not None:
-            ModelSpec(config={"model_type": "any"}, tokenizer=source).load_tokenizer().save_pretrained(folder)
+            save_tokenizer(ModelSpec(config={"model_type": "any"}, tokenizer=source).load_tokenizer(), folder)
         if hub is not None:
             base = json.loads(description.config).get("_name_or_path")
             write_card(folder, repo=hub.repo, checkpoint=checkpoint, role=role, base=base)

@@ -29,7 +29,7 @@ from lightrl.models.role import Role
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # What `save_pretrained` of models and tokenizers writes. A folder with anything else is not replaced.
 _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model", ".bin", ".py"})
@@ -235,6 +235,14 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
         return
     bias = head.weight.new_zeros(1, device="cpu")
     save_file({"score.bias": bias}, folder / "score_bias.safetensors", metadata={"format": "pt"})
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """`save_pretrained`, with a class name that transformers 4 knows too: llama.cpp's converter requires it."""
+    tokenizer.save_pretrained(folder)
+    for config in folder.glob("tokenizer_config.json"):
+        text = config.read_text("utf-8")
+        config.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), "utf-8")
 
 
 def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:

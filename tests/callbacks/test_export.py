@@ -64,6 +64,14 @@ def test_tokenizer_and_generation_config_come_along(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "digits" / "generation_config.json").read_text())["max_new_tokens"] == 5
 
 
+def test_transformers_4_knows_the_class_of_the_tokenizer(tmp_path: Path) -> None:
+    fit(Module(), HuggingFaceExport(str(tmp_path / "digits")))
+    config = json.loads((tmp_path / "digits" / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 5 writes TokenizersBackend
+    read = AutoTokenizer.from_pretrained(tmp_path / "digits")
+    assert read.convert_ids_to_tokens([0, 1, 2]) == ["<unk>", "<eos>", "nine"]
+
+
 def test_an_earlier_export_is_replaced_and_nothing_else_is_left_behind(tmp_path: Path) -> None:
     fit(Module(), HuggingFaceExport(str(tmp_path / "digits")))
     (tmp_path / "digits" / "model-00002-of-00002.safetensors").write_text("a shard of a larger model")
