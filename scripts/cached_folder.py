@@ -110,7 +110,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def new_environment(folder: Path) -> Path:
     """Makes a Python environment; returns its python."""
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=True, symlinks=True)  # a copy of python would hide whose libraries it needs
     return folder / "bin" / "python"
 
 

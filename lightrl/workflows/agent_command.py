@@ -41,7 +41,8 @@ _GRACE_S = 10.0  # for a guard to kill what runs, and to remove its folder
 _ENVIRONMENT = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}", "HOME": "{home}", "TMPDIR": "{tmp}"}
 _ENVIRONMENT |= {"ANTHROPIC_BASE_URL": "{root_url}", "ANTHROPIC_API_KEY": "{api_key}", "NO_PROXY": "127.0.0.1"}
 # Not all of /etc: root's programs may lie where only a right to read everything reaches them.
-_READABLE = (*SYSTEM_PATHS, "/sys", "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl")
+_ETC = ("passwd", "group", "hosts", "nsswitch.conf", "ssl", "mime.types")  # mimetypes fails if it may not read the last
+_READABLE = (*SYSTEM_PATHS, "/sys", *(f"/etc/{name}" for name in _ETC))
 # The deadline bounds the CPU time; programs reserve far more memory than they use.
 _LIMITS = asdict(Limits(max_processes=1024, max_open_files=4096, output_kib=64))
 _LIMITS |= dict.fromkeys(("cpu_s", "memory_mib", "file_mib"), 1 << 30)

@@ -1,6 +1,7 @@
 """Builds a Python environment for an environment package whose versions cannot be ours, once, and prints its python.
 
     python scripts/environments/build.py openenv      107 packages, 283 MB
+    python scripts/environments/build.py verifiers    94 packages, 212 MB
     python scripts/environments/build.py --check openenv    only find it; exit code 1 if it is not there
 
 It lies in `~/.cache/lightrl/<name>-<hash of its requirements and the Python version>` (another folder instead of

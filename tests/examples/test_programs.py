@@ -1,4 +1,4 @@
-"""Examples whose agent is a program: a script, and the real Claude Code and Codex with a scripted policy."""
+"""Examples whose agent is a program: a script, a task of verifiers, the real Claude Code and Codex."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import importlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from examples.agent.programs.rewards import repaired_half, wrote_largest_digit
+from examples.agent.programs.rewards import repaired_half, reported, wrote_largest_digit
 from lightrl import Prompt, Trajectory
 from lightrl.commands.cli import run
 
@@ -36,14 +37,16 @@ def left(workspace: Path | None) -> Trajectory:
     return trajectory
 
 
-@pytest.mark.parametrize("reward", [wrote_largest_digit, repaired_half])
+@pytest.mark.parametrize("reward", [wrote_largest_digit, repaired_half, reported])
 def test_the_rewards_read_what_a_program_left(reward: Any, tmp_path: Path) -> None:
     assert reward(left(None)) == 0
     assert reward(left(tmp_path)) == 0
     (tmp_path / "answer.txt").write_text("9")
+    (tmp_path / "reward.txt").write_text("1.0")
     (tmp_path / "half.py").write_text((ROOT / PROGRAMS / "half" / "half.py").read_text().replace("/ 3", "/ 2"))
     assert reward(left(tmp_path)) == 1
     (tmp_path / "answer.txt").write_text("7")
+    (tmp_path / "reward.txt").write_text("0.0")
     (tmp_path / "half.py").write_text("def half(number): return 2")
     assert reward(left(tmp_path)) == 0
 
@@ -55,6 +58,30 @@ def test_the_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     few += ["--trainer.max_steps=2", "--trainer.val_check_interval=2", f"--trainer.default_root_dir={tmp_path}"]
     assert run(["fit", "--config", f"{PROGRAMS}/openai_script.yaml", *few]) == 0
     assert [float(row["rollout/turns"]) for row in metrics(tmp_path)] == [1, 1]
+
+
+def says_largest(prompt: list[int], sampling: Any, sample: int) -> list[int]:
+    """The largest digit of a prompt `3719=`, whose tokens are in the digits' order, and the end."""
+    return [max(prompt[:4]), 1]
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(600)
+def test_a_task_of_verifiers_is_run_and_rewarded_by_its_own_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = [sys.executable, str(ROOT / "scripts" / "environments" / "build.py"), "verifiers", "--check"]
+    found = subprocess.run(build, capture_output=True, text=True)
+    if found.returncode != 0:
+        pytest.skip(found.stderr.strip())
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PATH", f"{Path(found.stdout.strip()).parent}:{os.environ['PATH']}")
+    few = ["--data.batch_size=1", "--model.group_size=2", "--trainer.callbacks=[]", "--trainer.max_steps=2"]
+    few += ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0", "--trainer.log_every_n_steps=1"]
+    few += [f"--trainer.default_root_dir={tmp_path}"]
+    engine = ["--trainer.engine=lightrl.FakeEngine", "--trainer.engine.script=test_programs.says_largest"]
+    assert run(["fit", "--config", f"{PROGRAMS}/verifiers.yaml", *few, *engine]) == 0
+    assert [float(row["rollout/reward"]) for row in metrics(tmp_path)] == [1, 1]
 
 
 @pytest.mark.extra

@@ -13,6 +13,12 @@ def wrote_largest_digit(trajectory: Trajectory) -> float:
     return float(file.is_file() and file.read_text() == max(trajectory.prompt.id[:4]))
 
 
+def reported(trajectory: Trajectory) -> float:
+    """The number that the program wrote into reward.txt; 0 if it had to stop at max_tokens."""
+    file = Path(trajectory.workspace or "", "reward.txt")
+    return float(file.read_text()) if file.is_file() else 0.0
+
+
 def repaired_half(trajectory: Trajectory) -> float:
     """1 if half.py halves; what the policy wrote runs in the sandbox."""
     file = Path(trajectory.workspace or "", "half.py")
