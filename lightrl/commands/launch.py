@@ -30,7 +30,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 _HELP = """\
 usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
 
-Starts a run on one machine or many, as its section `launch:` says: trainer ranks, SGLang servers, or both. Takes the
+Starts a run on one machine or many, as its section `launch:` says: trainer ranks, servers, or both. Takes the
 settings of lightrl fit; lightrl fit --launch.help shows those of the launch, such as --launch.nodes.
 
   --dry-run   print the plan as a drawing of the hosts and a table, and the files that would be submitted

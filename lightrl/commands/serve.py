@@ -217,6 +217,8 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
                 )
             settings["engine"] = kind
             args = engine.get("init_args") or {}
+            if (kind, args.get("transport")) == ("vllm", "distributed"):
+                server_args.setdefault(kind, {})["weight_transfer_config"] = {"backend": "nccl"}
             server_args.setdefault(kind, {}).update(args.get("server_args") or {})
             settings |= {name: args[name] for name in _FROM_ENGINE if args.get(name) is not None}
             if "startup_s" in (args.get("timeouts") or {}):

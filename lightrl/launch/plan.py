@@ -35,7 +35,7 @@ class RunFacts:
     """A run's own settings of ranks, servers and models."""
 
     ranks: int = 1  # trainer.devices · trainer.num_nodes
-    servers: int = 0  # its SGLangEngine starts them
+    servers: int = 0  # its engine starts them
     tp: int = 1  # each server's
     strategy: str | None = None  # class name; None if the YAML leaves it to the trainer
     trainer_pp: int = 1
@@ -285,14 +285,14 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
             raise ValueError(
                 "trainer.engine has urls of servers that run already. Remove urls, or set launch.servers: 0."
             )
-        if facts.engine not in (None, "SGLangEngine"):
+        if facts.engine not in (None, "SGLangEngine", "VLLMEngine"):
             raise ValueError(
-                f"launch.servers={layout.servers} starts SGLang servers, but trainer.engine is {facts.engine}. Use "
-                "SGLangEngine, or set launch.servers: 0, with which VLLMEngine needs urls of servers that run already."
+                f"launch.servers={layout.servers} needs an engine with servers, but trainer.engine is {facts.engine}. "
+                "Use SGLangEngine or VLLMEngine, or set launch.servers: 0."
             )
         # the servers are started by the launch and found in its registry
         arguments = {"servers": None, "tp": 1, "placement": layout.placement}
-        trainer["engine"] = {"class_path": "SGLangEngine", "init_args": arguments}
+        trainer["engine"] = {"class_path": facts.engine or "SGLangEngine", "init_args": arguments}
     return {"trainer": trainer}, notes
 
 

@@ -57,7 +57,7 @@ class Launch:
             this machine has, or what the run needs on one host.
         allocation: AReaL's string instead of `ranks`, `servers` and `tp`, such as `sglang.d4t2+d2p2t1`.
         ranks: of the trainer; None is `trainer.devices` times `trainer.num_nodes`.
-        servers: SGLang servers; None is what the run's SGLangEngine starts by itself.
+        servers: of the run's engine, SGLangEngine or VLLMEngine; None is what it starts by itself.
         tp: GPUs of each server; None is the engine's.
         placement: servers `separate` from the trainer's GPUs, or `colocated` on them.
         gpu_memory_gb: of each GPU, in 1e9 bytes; a model that cannot fit is then refused. None checks nothing.
@@ -168,7 +168,7 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
         )
     model = trained[0]
     if {part.backend for part in served} - {"sglang"} or any(part.pp > 1 for part in served):
-        raise refused("a launch's servers are SGLang's, with d and t. Start others apart and set the engine's urls")
+        raise refused("its servers are SGLang's, with d and t. For VLLMEngine set launch.ranks, servers and tp")
     for letter, size in (("c", model.cp), ("e", model.ep * model.expert_tp)):
         if size > 1:
             raise refused(f"lightrl's strategies split a model by d, p and t, not by {letter}")

@@ -90,6 +90,14 @@ def test_an_engine_that_is_only_named_is_the_kind_of_the_servers(tmp_path):
         parse(["--model", "m/m", *engine_file(tmp_path / "run.yaml", "LocalEngine")])
 
 
+def test_vllm_is_ready_for_nccl_if_the_run_sends_weights_by_it(tmp_path):
+    engine = {"class_path": "VLLMEngine", "init_args": {"transport": "distributed", "server_args": {"seed": 3}}}
+    found = parse(
+        ["--model", "m/m", "--config", write(tmp_path / "run.yaml", json.dumps({"trainer": {"engine": engine}}))]
+    )
+    assert found["server_args"] == {"weight_transfer_config": {"backend": "nccl"}, "seed": 3}
+
+
 def test_arguments_of_the_other_kind_of_server_are_left_out_and_named(tmp_path, caplog):
     sglang = engine_file(tmp_path / "sglang.yaml", "SGLangEngine", mem_fraction_static=0.7, dtype="float32")
     vllm = engine_file(tmp_path / "vllm.yaml", "VLLMEngine", gpu_memory_utilization=0.8)

@@ -120,6 +120,13 @@ def test_the_engines_own_servers_are_placed_if_the_launch_names_none():
     assert plan.layout == Layout(1, 2, 2)
 
 
+def test_the_servers_are_of_the_runs_engine():
+    plan = plan_of(RunFacts(engine="VLLMEngine"), gpus_per_node=2, ranks=1, servers=1)
+    assert plan.settings["trainer"]["engine"]["class_path"] == "VLLMEngine"  # `lightrl serve` reads it there
+    assert len(plan.of("servers")) == 1
+    assert plan_of(ranks=1, servers=1).settings["trainer"]["engine"]["class_path"] == "SGLangEngine"
+
+
 def test_a_run_without_servers_keeps_its_engine():
     assert "engine" not in plan_of(ranks=2).settings["trainer"]
 
@@ -159,7 +166,7 @@ REFUSED = {
         {"gpus_per_node": 128, "gpu_memory_gb": 16, "ranks": 64, "servers": 1, "tp": 1},
         {"planned": planned(microbatch_tokens=1024, **FRUGAL, engine=SERVERS)}, "a server's GPU needs 15",
     ),
-    "vllm": ({"allocation": "vllm:d2+fsdp:d2"}, {}, "servers are SGLang's"),
+    "vllm": ({"allocation": "vllm:d2+fsdp:d2"}, {}, "For VLLMEngine set launch.ranks"),
     "experts": ({"allocation": "megatron:d4e2"}, {}, "not by e"),
     "context": ({"allocation": "fsdp:d4c2"}, {}, "not by c"),
     "models apart": ({"allocation": "fsdp[a]:d4+fsdp[c]:d4"}, {}, "mesh: "),
