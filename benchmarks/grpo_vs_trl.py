@@ -223,6 +223,7 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
         # With forced lengths the engine draws no end token, which the trainer's logprobs must take into account.
         sampling=lightrl.Sampling(max_new_tokens=task.cap, min_new_tokens=task.cap if task.is_forced else 0),
         lr=task.lr,
+        microbatch_tokens=1024 if task.is_learned else 16384,  # both sides hold a model in memory
     )
     trainer.fit(module, datamodule=data)
 
