@@ -1,6 +1,7 @@
 """GRPO, PPO and distillation in every layout against one process: the same gradients, weights, numbers and tokens."""
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,15 @@ def test_the_engine_of_rank_0_has_the_weights_of_the_trainer(name: str, runs: Ru
     shared = found["engine"].keys() & found["sent"].keys()
     assert len(shared) > 5
     assert all(torch.equal(found["engine"][key], found["sent"][key]) for key in shared)
+
+
+@cases(*holding("mixture"))
+def test_the_load_of_experts_is_that_of_all_ranks_rows(name: str, runs: Runs) -> None:
+    ranks, expected = compared(name, runs)
+    for found in (*ranks, expected):
+        assert 0 < found["metrics"]["rollout/expert_load_entropy_nats"] < math.log(30)
+    entropies = [found["metrics"]["rollout/expert_load_entropy_nats"] for found in (ranks[0], expected)]
+    assert entropies[0] == pytest.approx(entropies[1], rel=ROUNDING)
 
 
 @every_ppo
