@@ -46,6 +46,7 @@ from lightrl.errors import LightRLError
 from lightrl.experience import Experience
 from lightrl.functional.rows import NATIVE
 from lightrl.models import Outputs, Role
+from lightrl.models.expert_parallel import expert_mesh
 from lightrl.models.lora import held_tensors
 from lightrl.models.routes import Routes
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, SingleModel
@@ -459,18 +460,21 @@ def _loss(experience: Experience, outputs: Outputs) -> Tensor:
     return -(outputs.logprobs * experience.loss_mask * experience.rewards[:, None]).sum()
 
 
-def measure_ranks(folder: str, num_ranks: int = 2, *, is_mixed: bool = False) -> float:
+def measure_ranks(folder: str, num_ranks: int = 2, *, is_mixed: bool = False, **settings: Any) -> float:
     """Compares ranks of FSDP2Strategy with one process; returns the relative error of the gradients.
 
     Args:
         folder: with the model, which the ranks read.
         is_mixed: in `bf16-mixed` precision.
+        settings: of FSDP2Strategy.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.families"])
     here, there = context.Pipe()
     ranks = [
-        context.Process(target=_run_rank, args=(rank, num_ranks, folder, is_mixed, there if rank == 0 else None))
+        context.Process(
+            target=_run_rank, args=(rank, num_ranks, folder, is_mixed, settings, there if rank == 0 else None)
+        )
         for rank in range(num_ranks)
     ]
     for rank in ranks:
@@ -488,10 +492,12 @@ def measure_ranks(folder: str, num_ranks: int = 2, *, is_mixed: bool = False) ->
     return result
 
 
-def _run_rank(rank: int, num_ranks: int, folder: str, is_mixed: bool, results: Connection | None) -> None:
+def _run_rank(
+    rank: int, num_ranks: int, folder: str, is_mixed: bool, settings: dict[str, Any], results: Connection | None
+) -> None:
     quiet()
     try:
-        result: float | Exception = _compare_ranks(rank, num_ranks, folder, is_mixed)
+        result: float | Exception = _compare_ranks(rank, num_ranks, folder, is_mixed, settings)
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         result = error
@@ -501,7 +507,7 @@ def _run_rank(rank: int, num_ranks: int, folder: str, is_mixed: bool, results: C
     os._exit(0)  # skips the shutdown of gloo's threads
 
 
-def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool) -> float:
+def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, settings: dict[str, Any]) -> float:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     spec = ModelSpec(path=folder, tokenizer=TOKENIZER)
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
@@ -510,7 +516,9 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool) -> fl
     ranks = ProcessRanks(
         dp_group=mesh.get_group(), control_group=control_group, device=torch.device("cpu"), watch=watch
     )
-    strategy = FSDP2Strategy()
+    strategy = FSDP2Strategy(**settings)
+    if strategy.ep > 1:
+        strategy._expert_mesh = expert_mesh("cpu", num_replicas=1, num_shards=num_ranks // strategy.ep, ep=strategy.ep)
     strategy._mesh, strategy.ranks, strategy.parallel_devices = mesh, ranks, [torch.device("cpu")]
     if is_mixed:
         strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")

@@ -71,7 +71,7 @@ def gathered_tensors(experience: Experience) -> dict[str, torch.Tensor]:
     for name, value in experience.local.tensors().items():
         if name.startswith("support"):  # one byte after another, of all rows
             continue
-        fill = -1 if name == "weight_versions" else 0
+        fill = {"weight_versions": -1, "routes": 255}.get(name, 0)  # of what a rank's shorter rows lack
         number = value.int() if value.dtype == torch.bool else value
         whole = number.new_zeros(num, *([width, *value.shape[2:]] if value.dim() > 1 else []))
         whole[(rows, slice(value.shape[1])) if value.dim() > 1 else rows] = number - fill

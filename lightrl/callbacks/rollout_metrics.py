@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
+from lightrl.models.routes import RouteLayout, load_entropy
 
 if TYPE_CHECKING:
     import lightning as L
@@ -66,6 +67,8 @@ class RolloutMetrics(RLCallback):
     | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | of the finished trajectories of dropped groups,
       to compare with those trained on: what a filter or over-sampling prefers; where there were any |
     | rollout/skipped_prompts | by a curriculum, a row filter or their length; logged from the first one on |
+    | rollout/expert_load_entropy_nats | of the experts that tokens were sampled with, mean over a mixture's layers:
+      log E if each of E gets equally many; where the engine returns routes |
     | rollout/tokens_per_s | tokens written, over the time available to write them (below) |
     | time/straggler_wait_s | with `max_staleness` above 0: the part of `time/rollout_s` in which enough groups were
       finished, but slow ones, which are not passed over, were not |
@@ -97,6 +100,7 @@ class RolloutMetrics(RLCallback):
         self._last_failure = ""
         self._num_skipped = 0.0  # prompts of this fit, until the last iteration
         self._thrown_away = MeansSince()
+        self._route_layout: RouteLayout | None = None  # of this fit's policy
         self._num_generated_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
@@ -106,6 +110,7 @@ class RolloutMetrics(RLCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._num_failed, self._warns_at = 0, 1
         self._num_skipped = 0.0
+        self._route_layout = None
         self._thrown_away = MeansSince()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -175,11 +180,18 @@ class RolloutMetrics(RLCallback):
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         self._num_generated_tokens = int(experience.generated_token_counts.sum())
-        _log(module, experience_metrics(experience, trainer.weight_version))
+        values = experience_metrics(experience, trainer.weight_version)
+        local = experience.local
+        if local.routes is not None:
+            policy: Any = module.policy
+            self._route_layout = self._route_layout or RouteLayout.of(policy.config)
+            if self._route_layout is not None:
+                load = experience.total(self._route_layout.load(local.routes))
+                values["rollout/expert_load_entropy_nats"] = load_entropy(load)
+        _log(module, values)
 
         # Other advantages may teach although no group has variance, against the batch's mean for example. A teacher's
         # most likely tokens teach without any.
-        local = experience.local
         teaches = local.advantages is None or "teacher_topk_ids" in local.extras
         teaches = teaches or bool(experience.total(local.advantages[local.loss_mask].any().int(), "max"))  # type: ignore[index]
         comparable = _comparable(self._groups)

@@ -27,6 +27,7 @@ from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun, Unknow
 from lightrl.launch.plan import num_devices
 from lightrl.models import Role
 from lightrl.models.images import auto_model, sees_images
+from lightrl.models.moe import moe_blocks
 from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.costs import SERVED_BYTES
@@ -208,6 +209,7 @@ def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[st
         "reduce_every_microbatch": is_split and strategy.reduce_every_microbatch,
         "keeps_gathered": is_split and not is_3d and not strategy.reshard_after_forward,
         "num_replicas": strategy.num_replicas if is_split else 1,
+        "ep": strategy.ep if is_split else 1,
         "offloads": is_split and strategy.offload_to_cpu and strategy.root_device.type != "cpu",
     }
 
@@ -230,12 +232,14 @@ def _planned_role(
         model = empty_model(role)
     parameters = sum(value.numel() for value in model.parameters())
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    experts: list[Any] = [block.experts for block in moe_blocks(model).values()]
     pp, tp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp)
     return PlannedRole(
         name=name,
         config=model.config.get_text_config(),
         parameters=parameters,
         trained=trained if is_trained else 0,
+        expert_parameters=sum(value.numel() for part in experts for value in part.parameters()),
         ranks=range(world) if role.mesh is None else role.mesh.ranks(world),
         mesh=role.mesh,
         pp=pp,

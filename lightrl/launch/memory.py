@@ -57,6 +57,7 @@ class PlannedRole:
     tp: int = 1
     width: int = 4  # bytes of a parameter
     waits_on_host: bool = False
+    expert_parameters: int = 0  # those of a mixture's experts
 
     @property
     def dp(self) -> int:
@@ -102,6 +103,7 @@ class PlannedRun:
     reduce_every_microbatch: bool = False
     keeps_gathered: bool = False  # parameters, between forward and backward
     num_replicas: int = 1
+    ep: int = 1
     offloads: bool = False  # parameters, gradients and moments wait on the host
     engine: PlannedEngine | None = None
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
@@ -178,9 +180,13 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
             for each in (run.reduce_every_microbatch, True)
         )
         share = 1 / shards
+        own = role.parameters - role.expert_parameters * (1 - 1 / run.ep)  # what a rank gathers, a layer at a time
+        missed = max(0.0, own - num_parameters(config)) if role.expert_parameters else 0.0  # a dense model is counted
         waiting = own_cost.gathered_bytes - reduced_cost.gathered_bytes  # whole gradients
-        whole = compute * role.parameters if run.keeps_gathered else 0
-        gathered = max(reduced_cost.gathered_bytes, whole) + waiting * role.trained / role.parameters
+        waiting += role.width * missed if waiting else 0.0
+        layers = reduced_cost.gathered_bytes + 2 * compute * missed / config.num_hidden_layers
+        whole = compute * own if run.keeps_gathered else 0
+        gathered = max(layers, whole) + waiting * role.trained / role.parameters
         sent = own_cost.sent_bytes
     elif run.layout == "3D":
         cost = parallel_3d_cost(config, role.pp, role.dp, role.tp, work, Machine())

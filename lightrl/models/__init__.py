@@ -6,7 +6,7 @@ Reading order:
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     conversion.py     names and layouts of checkpoints and servers ◄─► those of a model's modules
     lora.py           adapters trained instead of weights
-    moe.py            the blocks with experts, their routers
+    moe.py            the blocks with experts, their routers; expert_parallel.py: experts divided over ranks
     routes.py         the experts that each token was sampled with, recorded and replayed
     images.py         models and prompts with images
     model_folder.py   models as Hugging Face folders, complete or absent

@@ -40,6 +40,7 @@ SEMI_PRIVATE = {
         "convert_and_load_state_dict_in_model",
         "revert_weight_conversion",
     ),
+    "transformers.distributed.expert_parallel": ("apply_expert_parallelism",),
     "transformers.modeling_utils": ("LoadStateDictConfig",),
 }
 
@@ -53,8 +54,8 @@ def semi_private(name: str) -> Any:
         import transformers
 
         raise ImportError(
-            f"Reading and sending checkpoints needs {module}.{name} of transformers >= {NEEDED}, got "
-            f"{transformers.__version__}. Install that release."
+            f"lightrl needs {module}.{name} of transformers >= {NEEDED}, got {transformers.__version__}. Install that "
+            "release."
         ) from error
 
 

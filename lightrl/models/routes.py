@@ -83,6 +83,18 @@ class RouteLayout:
             raise ValueError(f"an expert {ids.max()} of {self.num_experts}")
         return TokenArray.of_stored(as_bytes(torch.from_numpy(ids), self.num_experts).numpy().tobytes(), b"", "B")
 
+    def load(self, routes: Tensor) -> Tensor:
+        """Count the tokens of each expert in each MoE block, int64 [L, E], of routes uint8 [..., w]."""
+        blocks = range(len(self.layers))
+        ids = [_decode(routes.flatten(0, -2), index, len(blocks), self.num_experts) for index in blocks]
+        return torch.stack([torch.bincount(each[each >= 0], minlength=self.num_experts) for each in ids])
+
+
+def load_entropy(load: Tensor) -> float:
+    """Return the entropy of the experts' shares of the load [L, E], mean over blocks: log E nats if all are equal."""
+    shares = load.double() / load.sum(1, keepdim=True).clamp(min=1)
+    return float(torch.special.entr(shares).sum(1).mean())
+
 
 def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The MoE blocks of a model; none if the number of experts of any is unknown: they then route natively."""

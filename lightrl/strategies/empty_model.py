@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lightrl.models import Role
 from lightrl.models.conversion import checkpoint_files, keep_first_axis, load_parts
 from lightrl.models.images import new_model
 from lightrl.models.lora import adapter_reader, base_name, held_tensors, is_adapter
 from lightrl.models.model_spec import check_files
+from lightrl.strategies.planned_gather import box_of, part_at
 from lightrl.strategies.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -126,8 +127,13 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
     assert isinstance(parameter, DTensor), "fully_shard makes all of them DTensors"
     home, shape, dtype = parameter.device_mesh.device_type, parameter.shape, parameter.dtype
     sent = torch.empty(shape, dtype=dtype, device=home) if whole is None else whole.to(home, dtype)
-    shard = distribute_tensor(sent, parameter.device_mesh, parameter.placements)
-    parameter.to_local().copy_(shard.to_local())
+    placements = parameter.placements
+    if all(placement.is_shard() or placement.is_replicate() for placement in placements):
+        part = distribute_tensor(sent, parameter.device_mesh, placements).to_local()
+    else:  # torch cannot cut divided experts in unequal shares
+        everywhere = [Replicate()] * len(placements)
+        part = part_at(distribute_tensor(sent, parameter.device_mesh, everywhere).to_local(), box_of(parameter))
+    parameter.to_local().copy_(part)
 
 
 @contextlib.contextmanager

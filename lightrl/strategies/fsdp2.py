@@ -5,6 +5,7 @@ or two layers. Models start without memory; each rank reads its own part of the 
 
     world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each a quarter of the model
                                replica 1: ranks 4 5 6 7, the same; gradients are averaged over both
+    with ep 2 too:             ranks 0 2 share the first half of each layer's experts, ranks 1 3 the second
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from lightrl.checks.files import check_local
 from lightrl.concurrency.owner import own_mark
 from lightrl.models import ParallelModel, RoleMesh, models_made_by
 from lightrl.models.conversion import conversions
+from lightrl.models.expert_parallel import expert_mesh, num_split_experts, split_experts
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.routes import Routes, recompute_contexts
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
@@ -38,9 +40,18 @@ from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
-from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, empty_out, make_place, role_meshes
+from lightrl.strategies.role_mesh import (
+    OtherRanksModel,
+    Place,
+    check_meshes,
+    empty_out,
+    make_place,
+    role_meshes,
+    roles_of,
+)
 from lightrl.strategies.shared_folder import check_all_see
 from lightrl.strategies.single import LogprobSettings, compiles, decoder_layers
+from lightrl.strategies.tensor_parallel import local
 
 if TYPE_CHECKING:
     import lightning as L
@@ -61,6 +72,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     Args:
         num_replicas: copies of the model, each sharded over `world size / num_replicas` ranks (hybrid sharding). With
             one per node, parameters are gathered within a node and only gradients cross nodes.
+        ep: ranks that divide the experts of each layer of a mixture between them. A rank gathers its own experts alone,
+            and tokens travel to the experts they are routed to. Must divide the number of experts and the ranks of a
+            replica.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
             is faster, but keeps the whole model in memory between forward and backward.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
@@ -79,6 +93,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self,
         *,
         num_replicas: int = 1,
+        ep: int = 1,
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
         offload_to_cpu: bool = False,
@@ -88,10 +103,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         save_async: bool = False,
     ) -> None:
         super().__init__(tensor_parallel_size=1)
-        check_bounds(1, num_replicas=num_replicas)
+        check_bounds(1, num_replicas=num_replicas, ep=ep)
         if hang_timeout_s <= 0:
             raise ValueError(f"hang_timeout_s must be > 0, got {hang_timeout_s}.")
         self.num_replicas = num_replicas
+        self.ep = ep
         self.reshard_after_forward = reshard_after_forward
         self.activation_checkpointing = activation_checkpointing
         self.offload_to_cpu = offload_to_cpu
@@ -103,6 +119,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._save_group: dist.ProcessGroup | None = None  # the writing thread's; the main thread has its own
         self.ranks = Ranks()
         self._mesh: DeviceMesh | None = None
+        self._expert_mesh: DeviceMesh | None = None  # with ep
         self._places: dict[tuple[str, RoleMesh], Place] = {}  # roles with a mesh of their own
 
     @property
@@ -127,6 +144,29 @@ class FSDP2Strategy(ModelParallelStrategy):
                     f"The {role} has mesh={mesh}, but FSDP2Strategy shards over all ranks of a mesh. Remove pp and tp, "
                     "or use Parallel3DStrategy."
                 )
+        if self.ep > 1:
+            self._check_ep(module, world)
+
+    def _check_ep(self, module: L.LightningModule | None, world: int) -> None:
+        settings = {
+            "compile_layers=true": self.compile_layers,
+            "offload_to_cpu=true": self.offload_to_cpu,
+            "trainer.precision='16-mixed'": self.precision_plugin.precision == "16-mixed",
+            "the mesh of a role": role_meshes(module),
+        }
+        if refused := [name for name, is_set in settings.items() if is_set]:
+            raise ValueError(f"ep={self.ep} does not support {' or '.join(refused)} yet. Remove it, or set ep to 1.")
+        roles = {name: role.spec for name, role in roles_of(module).items() if role.spec.url is None}
+        experts = {name: num_split_experts(spec.load_config()) for name, spec in roles.items()}
+        ranks = world // self.num_replicas
+        numbers = {f"{ranks} ranks of a replica": ranks}
+        numbers |= {f"{number} experts of the {name}": number for name, number in experts.items()}
+        for what, number in numbers.items():
+            if number % self.ep:
+                sizes = " or ".join(map(str, nearest_divisors(number, self.ep)))
+                raise ValueError(f"ep={self.ep} must divide the {what}. Set it to {sizes}.")
+        if experts and not any(experts.values()):
+            raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")
 
     def setup_environment(self) -> None:
         """Starts the processes' communication, after all checks that need none."""
@@ -158,6 +198,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self.num_replicas > 1:
             sizes = (self.num_replicas, self.world_size // self.num_replicas)
             self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replica", "shard"))
+        if self.ep > 1:
+            num_shards = self.world_size // (self.num_replicas * self.ep)
+            axes = {"num_replicas": self.num_replicas, "num_shards": num_shards, "ep": self.ep}
+            self._expert_mesh = expert_mesh(self.root_device.type, **axes)
         return dp_mesh.get_group()
 
     def barrier(self, name: str | None = None) -> None:
@@ -243,6 +287,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"{type(model).__name__} does not."
             )
         is_compiled = compiles(model, self.root_device, self.compile_layers)
+        if self._expert_mesh is not None and moe_blocks(model):
+            split_experts(cast("PreTrainedModel", model), self._expert_mesh)
         if self.activation_checkpointing:  # what is recomputed of a layer that is a block replays too
             Routes(model)
         for layer in layers:
@@ -255,8 +301,17 @@ class FSDP2Strategy(ModelParallelStrategy):
                 checkpointed = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
                 layer.forward = functools.partial(checkpointed, context_fn=recompute_contexts)
             policy = mixed if is_mixed else MixedPrecisionPolicy()
-            for block in moe_blocks(layer).values() if is_mixed else ():  # routers are gathered in float32
-                shard(router_of(block), reshard_after_forward=self.reshard_after_forward)
+            for block in moe_blocks(layer).values():
+                if is_mixed:  # routers are gathered in float32
+                    shard(router_of(block), reshard_after_forward=self.reshard_after_forward)
+                if self._expert_mesh is not None:
+                    mesh = self._expert_mesh[("replica", "shard") if self.num_replicas > 1 else "shard"]
+                    experts = shard(
+                        block.experts, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy
+                    )
+                    # The backward has summed the gradient over axis ep, and gloo multiplies no sums.
+                    experts.set_gradient_divide_factor(ranks.size)
+                    experts.set_force_sum_reduction_for_comms(self._expert_mesh["shard"].size() > 1)
             shard(layer, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         # The logprobs read the root's own parameters (embedding, last norm, head) outside of its forward.
         shard(model, reshard_after_forward=False)
@@ -309,9 +364,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips as Lightning does, which warns on a rank without any of the parameters."""
-        if parameters := [value for group in optimizer.param_groups for value in group["params"]]:
-            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+        """Scales this rank's parts by the norm of the whole gradient, over all meshes of its parameters; collective."""
+        gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
+        present = [gradient for gradient in gradients if gradient is not None]
+        scale = clip_val / (self.ranks.total_norm(present) + 1e-6)
+        if scale < 1:
+            for gradient in present:
+                local(gradient).mul_(scale)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None

@@ -33,14 +33,12 @@ from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.role_mesh import Place, check_meshes, make_place, roles_of
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
-from lightrl.strategies.tensor_parallel import local
 from lightrl.strategies.tensor_plans import check_schedule, check_sizes, check_world
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     import lightning as L
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
 
@@ -193,15 +191,6 @@ class Parallel3DStrategy(FSDP2Strategy):
     ) -> Parallel3DModel:
         assert isinstance(ranks, ProcessRanks)
         return Parallel3DModel(self._splits[model], settings, group=ranks.control_group)
-
-    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Over all axes: each rank scales its parts by the norm of the whole gradient."""
-        gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
-        present = [gradient for gradient in gradients if gradient is not None]
-        scale = clip_val / (self.ranks.total_norm(present) + 1e-6)
-        if scale < 1:
-            for gradient in present:
-                local(gradient).mul_(scale)
 
 
 class Parallel3DModel:

@@ -45,7 +45,7 @@ class PlannedGather:
         self._rank = dist.get_rank(group)
         self._device = next((value.device for value in held.values()), torch.device("cpu"))
         boxes: list[dict[str, Box]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(boxes, {name: _box(held[name]) for name in whole_of if name in held}, group=group)
+        dist.all_gather_object(boxes, {name: box_of(held[name]) for name in whole_of if name in held}, group=group)
         self._layouts = [
             Layout(
                 name,
@@ -108,7 +108,7 @@ class PlannedGather:
             if send.source == self._rank:
                 operations.append(self._operation(dist.isend, local(held[send.name].detach()).contiguous(), send.owner))
             elif send.owner == self._rank:
-                place = _view(whole[send.name], send.box)
+                place = part_at(whole[send.name], send.box)
                 part = place
                 if not place.is_contiguous():
                     part = torch.empty_like(place, memory_format=torch.contiguous_format)
@@ -132,14 +132,14 @@ class PlannedGather:
         if part.shape == shape:
             return part
         whole = torch.empty(shape, dtype=part.dtype, device=part.device)
-        _view(whole, _box(held)).copy_(part)
+        part_at(whole, box_of(held)).copy_(part)
         return whole
 
     def _operation(self, kind: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, peer if self._group is None else dist.get_global_rank(self._group, peer))
 
 
-def _box(tensor: Tensor) -> Box:
+def box_of(tensor: Tensor) -> Box:
     """The place of this rank's part in the whole parameter."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
@@ -148,7 +148,8 @@ def _box(tensor: Tensor) -> Box:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def _view(whole: Tensor, box: Box) -> Tensor:
+def part_at(whole: Tensor, box: Box) -> Tensor:
+    """A view of this place in the whole parameter."""
     for axis, (start, size) in enumerate(zip(*box, strict=True)):
         whole = whole.narrow(axis, start, size)
     return whole

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from moe_cases import moe_spec
 from tiny import random_trajectories, tiny_spec
 from transformers import DynamicCache
 
@@ -150,6 +151,21 @@ def test_parameters_that_stay_gathered_are_counted_whole() -> None:
     )
     assert role_cost(kept, kept.roles[0]).gathered == 4 * kept.roles[0].parameters
     assert role_cost(kept, kept.roles[0]).gathered > role_cost(freed, freed.roles[0]).gathered
+
+
+def test_divided_experts_are_gathered_by_their_own_ranks_alone() -> None:
+    """Two layers of four experts, gates and ups of which are [48, 32] and downs [32, 24]."""
+    module = GRPO(moe_spec(max_position_embeddings=256), reward=len, group_size=8, microbatch_tokens=64)
+    costs = {}
+    for ep in (1, 2):
+        planned = plan_of(module, devices=4, strategy=FSDP2Strategy(ep=ep))
+        costs[ep] = role_cost(planned, planned.roles[0])
+    experts = 2 * 4 * (48 * 32 + 32 * 24)
+    assert planned.roles[0].expert_parameters == experts
+    # Half of the experts, in the gradients of all layers and in two gathered ones: here that is all.
+    assert costs[1].gathered - costs[2].gathered == pytest.approx(4 * (experts / 2) * 2)
+    assert costs[1].gathered >= 4 * experts * 2
+    assert costs[1].weights == costs[2].weights
 
 
 def test_3d_divides_the_state_over_pp_and_tp() -> None:

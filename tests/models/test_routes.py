@@ -14,7 +14,7 @@ from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.functional.rows import NATIVE
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.models.routes import RouteLayout, Routes, as_bytes, joined_routes, spliced_routes
+from lightrl.models.routes import RouteLayout, Routes, as_bytes, joined_routes, load_entropy, spliced_routes
 from lightrl.strategies import FSDP2Strategy, fsdp2
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import TokenArray
@@ -219,3 +219,13 @@ def test_the_first_routes_that_are_known_of_a_token_stay():
     assert joined_routes(None, 2, None, 3) is None
     with pytest.raises(EngineError, match="5 bytes of routes for a prompt of 2 tokens and 2 of a completion"):
         joined_routes(None, 2, [0] * 5, 2)
+
+
+def test_the_load_of_experts_and_its_entropy_worked_by_hand():
+    layout = RouteLayout(layers=(1, 2), num_layers=3, num_experts=4)
+    routes = torch.tensor([[[0, 1], [0, 2]], [[NATIVE, NATIVE], [1, 3]]], dtype=torch.uint8)  # top 1 of two blocks
+    load = layout.load(routes)
+    assert load.tolist() == [[2, 1, 0, 0], [0, 1, 1, 1]]
+    assert load_entropy(load) == pytest.approx((0.6365142 + 1.0986123) / 2)  # log 3 - 2/3 log 2, log 3
+    assert load_entropy(torch.tensor([[5, 5, 5, 5]])) == pytest.approx(1.3862944)
+    assert load_entropy(torch.zeros(2, 4, dtype=torch.int64)) == 0

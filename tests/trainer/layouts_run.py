@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from moe_cases import moe_spec
 from rank_scripts import fork_runs, gathered_tensors, leave
 from resharded_run import weights_of
 from second_device import second_device
@@ -50,6 +51,8 @@ UNTIED = replace(POLICY, config={**LAYERS_AND_HEADS, "tie_word_embeddings": Fals
 REWARD_MODEL = replace(UNTIED, head="scalar", seed=5)
 # With more tokens than the student has, as models of one tokenizer may be padded.
 TEACHER = replace(TIED, seed=7, config={**LAYERS_AND_HEADS, "vocab_size": 12, "initializer_range": 0.4})
+# More experts than the tokens of a minibatch are routed to, and shares of unequal size on four ranks.
+MIXTURE = replace(moe_spec(vocab_size=8, num_experts=30), tokenizer="tiny_run.tokenizer", seed=3)
 SEVERAL = {"num_minibatches": 2, "microbatch_tokens": 20}
 MIXED = "bf16-mixed"
 
@@ -150,6 +153,8 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     "LoRA on a checkpoint": from_folder(LoRA(rank=2)),
     "LoRA": grpo(policy=Role(POLICY, lora=LoRA(rank=2)), reference=ReferenceKL(0.1), **SEVERAL),
     MIXED: grpo(**SEVERAL),
+    "a mixture": grpo(policy=MIXTURE, reference=ReferenceKL(0.1, replace(MIXTURE, seed=4)), **SEVERAL),
+    "LoRA on a mixture": grpo(policy=Role(MIXTURE, lora=LoRA(rank=2)), **SEVERAL),
     "distillation": distillation,
     "PPO": ppo(
         num_minibatches=2,
@@ -164,6 +169,10 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
         value_normalization="exponential",
     ),
     "PPO with a reward model": ppo_with_reward_model,
+    "PPO on the body of a mixture": ppo(policy=MIXTURE, critic="shared", num_minibatches=2),
+    "PPO of mixtures": ppo(
+        policy=MIXTURE, reference=AdaptiveKL(0.1, replace(MIXTURE, seed=4), decay=0.5), num_minibatches=2
+    ),
     "PPO by roles": meshed_ppo,
     "PPO on one body": partial(ppo_on_body, decay=0.5),
     "PPO on one body, a fixed reference": ppo_on_body,
@@ -217,6 +226,14 @@ CASES: dict[str, Case] = {
     "LoRA on a sharded checkpoint": Case("LoRA on a checkpoint", SHARDED),
     "sharded LoRA": Case("LoRA", lambda: SHARDED(activation_checkpointing=True)),
     MIXED: Case(MIXED, lambda: SHARDED(activation_checkpointing=True)),
+    "divided experts": Case("a mixture", lambda: SHARDED(ep=2, activation_checkpointing=True)),
+    "divided experts on four ranks": Case("a mixture", lambda: SHARDED(ep=2), 4),
+    "divided experts in two replicas": Case("a mixture", lambda: SHARDED(ep=2, num_replicas=2), 4),
+    "PPO of divided experts": Case("PPO of mixtures", lambda: SHARDED(ep=2), is_extra=True),
+    "PPO with a shared critic on divided experts": Case(
+        "PPO on the body of a mixture", lambda: SHARDED(ep=2), is_extra=True
+    ),
+    "LoRA on divided experts": Case("LoRA on a mixture", lambda: SHARDED(ep=2), is_extra=True),
     "sharded distillation": Case("distillation", SHARDED),
     "distillation, a rank for each role": Case("distillation", SHARDED, meshes=ALONE),
     "distillation on two tensor ranks": Case("distillation", lambda: SPLIT(tp=2)),

@@ -1,0 +1,68 @@
+"""Expert parallelism: the experts of a mixture are divided over ranks, and each token travels to those it is routed to.
+
+    ep 2, 4 experts       rank 0                             rank 1
+    a MoE block           router, experts 0 and 1            router, experts 2 and 3
+    its forward           tokens ── all-to-all ── experts ── all-to-all ── weighted sum, on the token's rank
+
+The ranks have different tokens, and the backward of a rank's experts gives the gradient of all these tokens. What moves
+them is transformers' own; lightrl's other use of its semi-private functions is in conversion.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightrl.models.conversion import semi_private
+from lightrl.models.images import new_model
+from lightrl.models.moe import moe_blocks, num_experts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def expert_mesh(device_type: str, *, num_replicas: int, num_shards: int, ep: int) -> DeviceMesh:
+    """Make the mesh of the experts of one model on all ranks; the ranks of axis `ep`, neighbors, have different ones.
+
+    Axis `shard` divides the experts of an `ep` rank further. `batch` has the ranks with the same tokens: one.
+    """
+    sizes = (num_replicas, num_shards, ep, 1)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "shard", "ep", "batch"))
+
+
+def num_split_experts(config: PretrainedConfig) -> int:
+    """Return the number of experts of a model of this config, built without memory; 0 if it is dense.
+
+    Raises:
+        ValueError: if transformers cannot divide them.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = new_model(config)
+    _plan(model)
+    return math.gcd(*map(num_experts, moe_blocks(model).values()))
+
+
+def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Leave of the experts of each MoE block those of this rank, as DTensors on axis `ep` of the mesh.
+
+    Raises:
+        ValueError: if transformers cannot divide the experts of this family.
+    """
+    semi_private("apply_expert_parallelism")(model, mesh["ep"], mesh["batch"], _plan(model), "all_to_all")
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    """Map the names of a model's experts, and of their parameters, to what transformers does to them."""
+    plan: dict[str, str] = model._expand_parallel_plan(model.ep_plan)
+    experts = {f"{name}.experts" if name else "experts" for name in moe_blocks(model)}
+    divided = {name for name, style in plan.items() if style == "ep_dispatch_experts"}
+    if divided != experts or set(plan.values()) - {"ep_dispatch_experts", "grouped_gemm"}:
+        raise ValueError(
+            f"transformers has no plan to divide the experts of model_type {model.config.model_type!r} over ranks. Set "
+            "ep to 1."
+        )
+    return plan

@@ -1,0 +1,90 @@
+"""Script of test_divided_experts.py: a mixture's experts in one process, and divided over four ranks.
+
+    python tests/trainer/divided_experts_run.py FOLDER short|long
+
+`FOLDER/model` is what all runs start from. Each run leaves its model in `FOLDER/<run>` and, on rank 0, the metrics of
+its updates in `FOLDER/<run>.updates`.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rank_scripts import fork_runs
+from replay_run import OtherRoutes
+from several_ranks_run import Recorded
+from tiny_run import Digits, make_trainer
+
+from lightrl import FSDP2Strategy, HuggingFaceExport, LocalEngine, ModelSpec
+
+# One of eight trajectories is lost, so one of four ranks has none in a minibatch.
+SETTINGS: dict[str, Any] = {"num_minibatches": 2, "microbatch_tokens": 20, "decoupled": True, "loses_some": True}
+ADAM = {"is_adam": True, "lr": 1e-2}
+CLIP = 0.2  # below the first gradient norm
+
+
+def train(
+    folder: Path,
+    name: str,
+    *,
+    engine: Any = None,
+    optimizer: dict[str, Any] | None = None,
+    ckpt_path: Path | None = None,
+    **spread: Any,
+) -> None:
+    """Trains two iterations of two updates, and saves after the first."""
+    torch.set_num_threads(1)
+    policy = ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer")
+    module = Recorded(policy=policy, **SETTINGS, **(optimizer or ADAM))
+    callbacks: list[Any] = [HuggingFaceExport(str(folder / name))]
+    if ckpt_path is None:
+        callbacks += [
+            ModelCheckpoint(folder / f"{name} saved", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        ]
+    trainer = make_trainer(
+        folder / f"{name} files",
+        max_steps=2,
+        engine=engine or LocalEngine(threads=1),
+        gradient_clip_val=CLIP,
+        enable_checkpointing=ckpt_path is None,
+        callbacks=callbacks,
+        **spread,
+    )
+    trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
+    if trainer.is_global_zero:
+        torch.save(module.updates, folder / f"{name}.updates")
+
+
+def ranks(num: int, ep: int, **settings: Any) -> dict[str, Any]:
+    return {"devices": num, "strategy": FSDP2Strategy(ep=ep, **settings)}
+
+
+def on_rank(folder: Path, is_short: bool, size: int) -> None:
+    native, replayed = (LocalEngine(threads=1, record_routes=False), OtherRoutes(threads=1))
+    if size == 1:
+        train(folder, "one")
+        if not is_short:
+            train(folder, "one, native", engine=native)
+            train(folder, "one, replayed", engine=replayed)
+        return
+    train(folder, "four", **ranks(4, 2))
+    train(folder, "untrained", optimizer={"lr": 0.0}, **ranks(4, 2))
+    if is_short:
+        return
+    train(folder, "four, native", engine=native, **ranks(4, 4, activation_checkpointing=True))
+    train(folder, "four, replayed", engine=replayed, **ranks(4, 2, activation_checkpointing=True))
+    train(folder, "replicas", **ranks(4, 2, num_replicas=2, reduce_every_microbatch=True))
+    train(folder, "kept", **ranks(4, 2, reshard_after_forward=False))
+    train(folder, "plain", **ranks(4, 1))
+    saved = folder / "four saved" / "step=1.ckpt"
+    train(folder, "four, then another ep", ckpt_path=saved, **ranks(4, 4))
+    train(folder, "four, then replicas", ckpt_path=saved, **ranks(4, 2, num_replicas=2))
+    train(folder, "four, then none", ckpt_path=saved, **ranks(4, 1))
+    train(folder, "plain, then ep", ckpt_path=folder / "plain saved" / "step=1.ckpt", **ranks(4, 2))
+
+
+if __name__ == "__main__":
+    sys.exit(fork_runs([1, 4], partial(on_rank, Path(sys.argv[1]), sys.argv[2] == "short")))

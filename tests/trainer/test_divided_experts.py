@@ -1,0 +1,126 @@
+"""Experts divided over ranks against one process: the same updates and files; divided_experts_run.py trains."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from divided_experts_run import CLIP, train
+from lightning.pytorch.plugins.precision import MixedPrecision
+from moe_cases import moe_spec
+from rank_scripts import ROUNDING, run
+from safetensors.torch import load_file
+from tiny_run import POLICY, TinyGRPO
+
+from lightrl import FSDP2Strategy, ModelSpec, Role, RoleMesh
+from lightrl.commands.export import export_checkpoint
+from lightrl.strategies import check_strategy
+
+SCRIPT = Path(__file__).with_name("divided_experts_run.py")
+FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"]
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The folder of a family's runs, which are started once for all tests: those of the first family in all layouts."""
+
+    @cache
+    def started(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        moe_spec(family, vocab_size=8).load_model().save_pretrained(folder / "model")
+        run(SCRIPT, folder, "long" if family == FAMILIES[0] else "short", timeout_s=600)
+        return folder
+
+    return started
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    """Updates and exported models are equal but for rounding; a resumed run has the last updates alone."""
+    updates, references = (torch.load(f"{path}.updates") for path in (found, expected))
+    assert references[0]["grad_norm"] > CLIP
+    for update, reference in zip(updates, references[-len(updates) :], strict=True):
+        assert update == pytest.approx(reference, rel=ROUNDING, abs=ROUNDING)
+    tensors, others = (load_file(path / "model.safetensors") for path in (found, expected))
+    assert tensors.keys() == others.keys()
+    for name, value in others.items():
+        assert (tensors[name] - value).abs().max() <= ROUNDING * value.abs().max(), name
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_ranks_learn_what_one_process_learns(family: str, folders: Folders) -> None:
+    folder = folders(family)
+    assert_same(folder / "four", folder / "one")
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_ranks_read_and_do_not_change_is_exported_bit_for_bit(family: str, folders: Folders) -> None:
+    exported, model = (folders(family) / name / "model.safetensors" for name in ("untrained", "model"))
+    assert exported.read_bytes() == model.read_bytes()
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("run", "reference"),
+    [
+        ("four, native", "one, native"),
+        ("four, replayed", "one, replayed"),
+        ("replicas", "one"),
+        ("kept", "one"),
+        ("four, then another ep", "one"),
+        ("four, then replicas", "one"),
+        ("four, then none", "one"),
+        ("plain, then ep", "one"),
+    ],
+)
+def test_ranks_in_other_layouts_learn_and_resume_the_same(run: str, reference: str, folders: Folders) -> None:
+    folder = folders(FAMILIES[0])
+    assert_same(folder / run, folder / reference)
+
+
+@pytest.mark.extra
+def test_a_checkpoint_of_divided_experts_continues_in_one_process_and_is_exported(
+    folders: Folders, tmp_path: Path
+) -> None:
+    folder = folders(FAMILIES[0])
+    train(folder, "then one", ckpt_path=folder / "four saved" / "step=1.ckpt")
+    assert_same(folder / "then one", folder / "one")
+    export_checkpoint(folder / "four saved" / "step=2.ckpt", tmp_path / "model", tokenizer=POLICY.tokenizer)
+    exported, trained = (load_file(path / "model.safetensors") for path in (tmp_path / "model", folder / "four"))
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(value, trained[name]) for name, value in exported.items())
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "message"),
+    [
+        (moe_spec(), {"ep": 4, "num_replicas": 2}, "ep=4 must divide the 2 ranks of a replica. Set it to 2"),
+        (moe_spec(num_experts=6), {"ep": 4}, "ep=4 must divide the 6 experts of the policy. Set it to 3 or 6"),
+        (POLICY, {"ep": 2}, "ep=2 divides experts, but no model of this run has any"),
+        (moe_spec("llama4_text"), {"ep": 2}, "no plan to divide the experts of model_type 'llama4_text'"),
+        (moe_spec(), {"ep": 2, "compile_layers": True}, "does not support compile_layers=true yet"),
+        (moe_spec(), {"ep": 2, "offload_to_cpu": True}, "does not support offload_to_cpu=true yet"),
+        (Role(moe_spec(), mesh=RoleMesh(0, 2)), {"ep": 2}, "does not support the mesh of a role yet"),
+    ],
+    ids=["ranks", "experts", "dense", "family", "compiled", "offloaded", "mesh"],
+)
+def test_what_cannot_be_divided_is_refused(policy: ModelSpec | Role, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_strategy(on_four_ranks(**settings), TinyGRPO(policy))
+
+
+def test_float16_is_refused_with_divided_experts() -> None:
+    strategy = on_four_ranks(ep=2)
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cpu")
+    with pytest.raises(ValueError, match=r"does not support trainer\.precision='16-mixed' yet"):
+        check_strategy(strategy, TinyGRPO(moe_spec()))
+
+
+def on_four_ranks(**settings: Any) -> FSDP2Strategy:
+    strategy = FSDP2Strategy(**settings)
+    strategy.parallel_devices = [torch.device("cpu")] * 4
+    return strategy
