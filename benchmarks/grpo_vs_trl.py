@@ -607,8 +607,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.finish(
         [
             "measurement", "contender", "seconds", "cpu_seconds", "trained_tokens", "ratio", "ratio_min", "ratio_max",
-            "cpu_ratio", "target", "seed", "held_out_accuracy", "rollout_s", "update_s", "outside_phases_fraction", "peak_rss_mib",
-            "children_rss_mib",
+            "cpu_ratio", "target", "seed", "held_out_accuracy", "rollout_s", "update_s", "outside_phases_fraction",
+            "peak_rss_mib", "children_rss_mib",
         ],
         **ratios,
     )  # fmt: skip
