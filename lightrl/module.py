@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning as L
 import torch
@@ -33,7 +33,6 @@ from lightrl.models.role import load_role, trainable_policy
 from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import Evaluation
 from lightrl.rewards.hook import REWARD_THREAD
-from lightrl.rewards.reward_result import RewardFunction
 from lightrl.rewards.reward_result import RewardFunction
 from lightrl.trajectory import Group, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow

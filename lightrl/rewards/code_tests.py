@@ -34,7 +34,6 @@ TestResult = Literal[
 ]
 
 _FAILURES: tuple[TestResult, ...] = get_args(TestResult)[1:]  # without accepted
-Test = Test  # a dict with stdin and stdout or function, arguments and expected; or code
 Test = Mapping[str, Any] | str  # a dict with stdin and stdout or function, arguments and expected; or code
 _FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
 _MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program

@@ -15,6 +15,7 @@ import os
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import user_code
@@ -26,8 +27,7 @@ _MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages ar
 _CANCEL_TIMEOUT_S = 1.0
 _LARGEST_REWARD = 1e15  # the sum of squares of an iteration's rewards stays finite in float32
 _LARGEST_METRIC = 1e38  # float32
-RewardFunction = RewardFunction  # what it may return: see `RewardResult.of`; may be async
-RewardFunction = Callable[[Trajectory], object]  # what it may return: see `RewardResult.of`; may be async
+RewardFunction = Callable[[Trajectory], Any]  # what it may return: see `RewardResult.of`; may be async
 _invalid = functools.partial(RewardError, reason="invalid")
 _MAX_NAMES = 1_000  # in the dict of a trajectory
 _OWN_FILES = (
@@ -173,7 +173,7 @@ class Runner:
 
     async def _compute_async(self, index: int, trajectory: Trajectory) -> tuple[int, Outcome]:
         async def call() -> object:
-            return await self._function(trajectory)  # type: ignore[misc]
+            return await self._function(trajectory)
 
         return index, await self._within_deadline(call(), trajectory)
 

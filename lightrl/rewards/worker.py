@@ -35,6 +35,7 @@ from lightrl.concurrency import parent_guard
 from lightrl.errors import RewardError
 from lightrl.rewards.parts import RewardPart, bound, summed
 from lightrl.rewards.reward_result import Outcome, RewardFunction, Runner, user_traceback
+from lightrl.trajectory import Trajectory
 
 _GRACE_S = 1.0  # for a sandbox, which leaves nothing of its program behind when the worker is gone
 _SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # the pool's: end, and show the stack

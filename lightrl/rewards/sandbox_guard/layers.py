@@ -47,7 +47,6 @@ _CLONE3 = 435  # its flags are in memory, where no filter can see them; without 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 Json = dict[str, Any]  # a request, a reply, or a part of one
-Json = dict[str, Any]  # a request, a reply, or a part of one
 
 
 def unprotected_by(layers: set[str]) -> list[str]:

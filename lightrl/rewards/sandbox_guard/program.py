@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import layers
-from .layers import Json
 from .door import open_door, send_port
 from .layers import Json
 
