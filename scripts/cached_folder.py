@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -86,7 +87,7 @@ class CachedFolder:
             self.say(f"could not be built: {_start(error.cmd)} ended with exit code {error.returncode}")
             return 1
         except subprocess.TimeoutExpired as error:
-            problem = f"{_start(error.cmd)} did not end within {error.timeout:.0f} s. Check the network, and try again"
+            problem = f"{_start(error.cmd)} did not end within {error.timeout:g} s. Check the network, and try again"
             self.say(f"could not be built: {problem}")
             return 1
         except OSError as error:
@@ -122,16 +123,22 @@ def pip_install(python: Path | str, *arguments: str, timeout_s: float = 3600.0) 
 def run(
     command: Sequence[str], *, timeout_s: float, cwd: Path | None = None, environment: dict[str, str] | None = None
 ) -> None:
-    """Runs a command whose output is for people; raises CalledProcessError or TimeoutExpired."""
-    subprocess.run(
+    """Runs a command whose output is for people; raises CalledProcessError, or kills all and raises TimeoutExpired."""
+    with subprocess.Popen(
         list(command),
-        check=True,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr,
         cwd=cwd,
         env=environment,
-        timeout=timeout_s,
-    )
+        start_new_session=True,
+    ) as process:
+        try:
+            status = process.wait(timeout_s)
+        except BaseException:  # Ctrl-C does not reach another session
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if status != 0:
+        raise subprocess.CalledProcessError(status, list(command))
 
 
 def _start(command: Sequence[str]) -> str:

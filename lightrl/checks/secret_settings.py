@@ -1,38 +1,57 @@
-"""Names of secrets, and settings without their values: a run's files are shared, its environment is not."""
+"""Secrets in settings, by names and a few forms of text: a run's files are shared, its environment is not.
+
+A leak is worse than a lost setting, but `chosen_key` names a column: a key of unknown owner counts by its value.
+"""
 
 from __future__ import annotations
 
 import re
 from argparse import Namespace
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
-_WORDS = "key|token|(api|access)_?(key|token)s?|pass(w(or)?ds?|phrase)?|auth(orization)?|(secret|credential|cookie)s?"
-# Any part of a variable's name is one of these words: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK. NUM_TOKENS is no secret.
-_VARIABLE = re.compile(rf"(?!(max|min|num)_(.*_)?tokens?$)(.*_)?({_WORDS}|keys|tokens)(_.*)?")
-# The end of a setting's name is: hf_token, but neither token_file nor max_new_tokens, eos_token or prompt_key.
-_TOKENS = "is|per|bos|eos|pad|unk|sep|cls|mask|start|stop|end|image|video|audio"
-_KEYS = "prompt|input|output|answer|label|target|text|message|messages|image|images|reward|sort|group|column|dict"
-_SETTING = re.compile(rf"(?!(.*_)?(({_TOKENS})_token|({_KEYS})_key)$)(.*_)?({_WORDS})(_?\d+)?")
+_WORDS = "pass(w(or)?ds?|phrase)?|pwd|auth(orization)?|bearer|jwt|dsn|(secret|credential|cookie)s?"
+_OWNERS = "api|access|secret|private|auth|bearer|refresh|session|server|admin|client|encryption|signing|ssh|license"
+_SERVICES = "hub|hf|wandb|openai|anthropic|aws|azure|google|github|gitlab"
+# Any part of a variable's name is one of these words: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK. NUM_TOKENS and PWD are none.
+_VARIABLE = re.compile(rf"(?!pwd$|(max|min|num)_(.*_)?tokens?$)(.*_)?({_WORDS}|(api|access)?(key|token)s?)(_.*)?")
+# The end of a setting's name is: hf_token, but neither token_file nor max_new_tokens.
+_SETTING = re.compile(rf"(key|token|(.*_)?(({_OWNERS}|{_SERVICES})_?(key|token)s?|{_WORDS}))(_?\d+)?")
+_BY_VALUE = re.compile(r".*_(key|token)(_?\d+)?=(?=.*\d)[\w.~+/=-]{16,}")  # acme_key=..., not chosen_key=chosen
 _PLACEHOLDER = re.compile(r"(Bearer )?\{\w+\}")  # filled while the run runs
+_USER = re.compile(r"(?<=://)[^\s/?#@:{}'\"]*:[^\s/?#{}'\"]*@|(?<=http://|ttps://)[^\s/?#{}'\"]+@")  # of a URL
+_ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # of a command, or a header
 
 
-def is_secret(name: str) -> bool:
+def is_secret(name: str, value: str = "") -> bool:
     """Whether a setting, a header or a variable holds a secret, by the last part of its dotted name."""
-    name = re.sub(r"-|(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2])
-    return (_VARIABLE if name.isupper() else _SETTING).fullmatch(name.lower()) is not None
+    name = re.sub(r"-|(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2].lstrip("-"))
+    pattern, lower = _VARIABLE if name.isupper() else _SETTING, name.lower()
+    is_found = pattern.fullmatch(lower) or _BY_VALUE.fullmatch(f"{lower}={value}")
+    return is_found is not None and not _PLACEHOLDER.fullmatch(value)
 
 
 def without_secrets(settings: Any, instead: str | None = None) -> Any:
-    """A copy without secrets at any depth, or with `instead` for each; numbers and placeholders (`{api_key}`) stay."""
+    """A copy without secrets at any depth, or with `instead` for each; numbers and placeholders (`{api_key}`) stay.
+
+    URLs lose their user and password, lists headers (`Authorization: ...`) and arguments (`--api-key`, `...`).
+    """
     if isinstance(settings, Namespace):
         return type(settings)(**without_secrets(vars(settings), instead))
     if isinstance(settings, Mapping):
         texts = {name: str(value) for name, value in settings.items() if not isinstance(value, int | float | None)}
-        hidden = {name for name in texts if is_secret(str(name)) and not _PLACEHOLDER.fullmatch(texts[name])}
+        hidden = {name for name in texts if is_secret(str(name), texts[name])}
         public = {name: instead if name in hidden else without_secrets(settings[name], instead) for name in settings}
         # The name is left out too: null is invalid where a mapping must hold text.
         return {name: value for name, value in public.items() if name not in hidden or instead is not None}
     if isinstance(settings, list | tuple):
-        return type(settings)(without_secrets(value, instead) for value in settings)
-    return settings
+        words = [item if isinstance(item, str) else "" for item in settings]
+        arguments = enumerate(map(_ARGUMENT.fullmatch, words))
+        secret = {n for n, argument in arguments if argument and is_secret(*argument.groups())}
+        for n, (flag, value) in enumerate(pairwise(words)):
+            if flag.startswith("-") and value[:1] not in ("", "-") and is_secret(flag, value):
+                secret |= {n, n + 1}
+        items = [instead if n in secret else without_secrets(item, instead) for n, item in enumerate(settings)]
+        return type(settings)(item for n, item in enumerate(items) if n not in secret or instead is not None)
+    return _USER.sub("", settings) if type(settings) is str else settings

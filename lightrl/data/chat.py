@@ -241,9 +241,9 @@ class ChatRenderer:
         if self.overflow == "drop":
             return False
         raise ValueError(
-            f"{where} (prompt {prompt.id!r}) has {num_tokens} prompt tokens, but at most {self.max_tokens} fit "
-            f"(max_prompt_tokens, or {CONTEXT}, less max_new_tokens). Shorten it, set prompt_overflow='drop', or lower "
-            "max_new_tokens."
+            f"{where if repr(prompt.id) in where else f'{where} (prompt {prompt.id!r})'} has {num_tokens} "
+            f"prompt tokens, but at most {self.max_tokens} fit (max_prompt_tokens, or {CONTEXT}, less max_new_tokens). "
+            "Shorten it, set prompt_overflow='drop', or lower max_new_tokens."
         )
 
     def with_images(self, prompt: Prompt, where: str) -> Prompt:

@@ -271,8 +271,8 @@ class CompletionDataModule(PromptDataModule):
         return smallest(self.max_tokens, self.policy_inputs()[1])
 
     def _limits(self) -> str:
-        of_prompt = super()._limits()
-        limits = [f"more than {self._most_tokens}"] if self.prompt_overflow == "drop" else []
+        of_prompt, most_tokens = super()._limits(), self._most_tokens
+        limits = [f"more than {most_tokens}"] if self.prompt_overflow == "drop" and most_tokens is not None else []
         return " tokens, or ".join([*limits, *([f"a prompt of {of_prompt}"] if of_prompt else [])])
 
     def train_dataloader(self) -> EpochLoader[Any]:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from lightrl.data.chat import ChatRenderer, read_messages
 from lightrl.data.mixture import DataSource
-from lightrl.data.rows import LocatedRow, Rows, without_errors
+from lightrl.data.rows import LocatedRow, without_errors
 from lightrl.data.stream import PromptStream, RowPrompts, SplitRows
 from lightrl.data.streamed import ROWS_AT_ONCE, StreamedRows, shards_of
 from lightrl.trajectory import Prompt
@@ -93,16 +93,16 @@ def wrap_train_loader(
     else:
         loader = _checked(loader)
         dataset = loader.dataset
-        part = Rows(len(dataset), dataset.__getitem__)
+        part = [dataset[index] for index in range(len(dataset))]  # once, in this thread: it may sample, or hold a file
     source = DataSource(type(dataset).__name__)
-    split = SplitRows("train", [source], [part], name_row=lambda index: f"Item {index} of the train loader")
+    split = SplitRows("train", [source], [part], name_row=lambda index, item: f"Item {index} of the train loader")
 
     def prompt_of(located: LocatedRow) -> Prompt:
         return prompt_from(located.row, located.prompt_id.removeprefix("train-"), "train")
 
     render = ChatRenderer(tokenizer, max_tokens=max_prompt_tokens).rendered
     prompts = RowPrompts(split, prompt_of, render, seed, isinstance(loader.sampler, RandomSampler))
-    if isinstance(part, Rows):
+    if not isinstance(part, StreamedRows):
         prompts = prompts.check()
     assert loader.batch_size is not None
     return PromptStream(prompts, batch_size=loader.batch_size)

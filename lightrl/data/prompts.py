@@ -68,8 +68,8 @@ class PromptDataModule(L.LightningDataModule):
 
     A prompt is made when its turn comes, and rows stay on the disk. Up to 10,000 train rows, and all other rows, are
     checked at the start: a bad one is refused, a filtered or too long one left out. Of more train rows the first 1,000
-    are checked, so that the start takes seconds; a bad row then ends the run with its name, and a filtered or too long
-    one is skipped, which `rollout/skipped_prompts` counts.
+    and 256 others are checked, so that the start takes seconds; a bad row then ends the run with its name, and a
+    filtered or too long one is skipped, which `rollout/skipped_prompts` counts.
 
     With `DataSource.streaming`, rows are read in order while they are used: hub datasets are not downloaded, a file's
     name may be a pattern, and how many rows there are need not be known. Then the Trainer needs `max_steps`, or
@@ -192,14 +192,18 @@ class PromptDataModule(L.LightningDataModule):
         return filtered
 
     def _own_rows(self, split: Split) -> SplitRows:
-        """The prompts of a subclass's `make_prompts` as rows, each of the source whose label its id has."""
-        prompts = self.make_prompts(split)
-        sources = self.sources[split]
-        parts = [[p for p in prompts if p.id.startswith(f"{split}-{source.label}-")] for source in sources]
-        if len(sources) < 2 or sum(map(len, parts)) < len(prompts):
+        """The prompts of a subclass's `make_prompts` as rows, each of the source with the longest label its id has."""
+        prompts, sources = self.make_prompts(split), self.sources[split]
+        prefixes = [f"{split}-{source.label}-" for source in sources]
+        owners = [max(filter(prompt.id.startswith, prefixes), key=len, default=None) for prompt in prompts]
+        parts = [[p for p, owner in zip(prompts, owners, strict=True) if owner == prefix] for prefix in prefixes]
+        if len(sources) < 2 or None in owners:
+            if len({source.weight for source in sources}) > 1:
+                problem = "Weights of sources are not used: make_prompts's id %r starts with no label."
+                logger.warning(problem, prompts[owners.index(None)].id)
             sources, parts = [DataSource("make_prompts")], [prompts]
         sources = [replace(source, columns={}) for source in sources]
-        return SplitRows(split, sources, parts, name_row=lambda index: f"Row {index + 1} of the {split} prompts")
+        return SplitRows(split, sources, parts, name_row=lambda index, prompt: f"Prompt {prompt.id!r}")
 
     def _prompt(self, located: LocatedRow) -> Prompt:
         """The prompt of a row, with messages."""
@@ -355,6 +359,7 @@ class PromptDataModule(L.LightningDataModule):
                 # Lightning validates if this hook is overridden, and warns about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
             self._stream = PromptStream(prompts, batch_size=self.batch_size)
+            self._stream.fingerprint  # noqa: B018  # reads a sample of the rows: a bad one is refused now
 
     @property
     def prompt_stream(self) -> PromptStream:

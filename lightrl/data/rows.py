@@ -2,7 +2,8 @@
 
 Data of any size: lines of a .jsonl file are found at the start and parsed when they are read; `datasets` maps Parquet,
 Arrow and CSV files and hub datasets into memory, from its cache. What a CSV file has stays text. A .json file is read
-whole. Text files may be gzipped. Row numbers in messages count from 1.
+whole. A .jsonl file above 64 MiB is mapped into memory: it must not change in place while a run reads it. Text files
+may be gzipped. Row numbers in messages count from 1.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _POINTER = b"version https://git-lfs.github.com/"
+_MAX_COPIED = 64 * 2**20  # bytes of a text file that is read whole, so that a change of it does no harm
 _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the module's own limit is 128 KiB
 _LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
 _PROGRESS_S = 5.0  # between two messages while a large file is scanned
@@ -319,24 +321,22 @@ def refuse_pointer(path: Path) -> None:
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
-    """The content of a text file, mapped into memory, unpacked if it is gzipped; a byte-order mark becomes spaces."""
+    """The content of a text file, unpacked if it is gzipped: a small one's bytes, a larger one mapped into memory."""
     refuse_pointer(path)
     with path.open("rb") as file:
         start = file.read(3)
         if start[:2] in _UTF_16:
             raise ValueError(f"Data file '{path}' is UTF-16. {_TO_UTF_8}")
-        if start[:2] != b"\x1f\x8b" and start != _BOM:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if start else b""  # none can be empty
+        if start[:2] != b"\x1f\x8b":
+            if path.stat().st_size <= _MAX_COPIED:
+                return start + file.read()
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with tempfile.TemporaryFile() as copy:
         try:
-            with gzip.open(path) if start != _BOM else path.open("rb") as file:
+            with gzip.open(path) as file:
                 shutil.copyfileobj(file, copy)
         except (EOFError, gzip.BadGzipFile, OSError) as error:
             raise ValueError(f"Data file '{path}' cannot be unpacked: {error}. Write it again.") from error
-        copy.seek(0)
-        if copy.read(3) == _BOM:
-            copy.seek(0)
-            copy.write(b"   ")
         copy.flush()
         return mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ) if copy.tell() else b""
 
@@ -353,7 +353,7 @@ def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[int]:
     while start < len(content):
         end = content.find(b"\n", start)
         end = len(content) if end < 0 else end
-        if end - start > _LONGEST_BLANK or content[start:end].strip():
+        if end - start > _LONGEST_BLANK or content[start:end].removeprefix(_BOM).strip():
             yield start
         start = end + 1
         num_lines += 1
@@ -375,11 +375,11 @@ def _row_at(content: mmap.mmap | bytes, start: int, path: Path) -> Row:
 def _parsed(line: bytes) -> Row:
     """Raises ValueError for a line that is not UTF-8, not JSON, not an object, too deep, or has half a character."""
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.removeprefix(_BOM).decode())
         if b"\\u" in line:
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte 0x{line[error.start]:02x}). {_TO_UTF_8}") from error
+        raise ValueError(f"is not UTF-8 (byte 0x{error.object[error.start]:02x}). {_TO_UTF_8}") from error
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"has half a character, {half!r}: a lone surrogate. Remove it.") from error
@@ -427,10 +427,10 @@ def read_csv(path: Path) -> Iterator[Row]:
 def _text(path: Path) -> str:
     content = _mapped(path)[:]
     try:
-        return content.decode().lstrip()
+        return content.removeprefix(_BOM).decode().lstrip()
     except UnicodeDecodeError as error:
-        number = content[: error.start].count(b"\n") + 1
-        problem = f"Line {number} of '{path}' is not UTF-8 (byte 0x{content[error.start]:02x}). {_TO_UTF_8}"
+        number = error.object[: error.start].count(b"\n") + 1
+        problem = f"Line {number} of '{path}' is not UTF-8 (byte 0x{error.object[error.start]:02x}). {_TO_UTF_8}"
         raise ValueError(problem) from error
 
 

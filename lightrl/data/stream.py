@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RowKey: TypeAlias = "tuple[int, int | StreamedRow]"  # number of a source; index of its row, or its streamed row
 
-_FINGERPRINT_PROMPTS = 256  # are compared, if not all rows are checked
+FINGERPRINT_PROMPTS = 256  # are compared, if not all rows are checked
 _MAX_MADE = 4096  # prompts made ahead of need
 _NOT_MADE = "not made"
 
@@ -42,7 +42,7 @@ class SplitRows:
     sources: Sequence[DataSource]
     parts: Sequence[Sequence[Any] | StreamedRows]  # the rows of each source, by index or streamed
     kept: Mapping[int, Sequence[int]] = field(default_factory=dict)  # number of a source → its rows in use; absent: all
-    name_row: Callable[[int], str] | None = None  # names a row in messages; None: by its number and source
+    name_row: Callable[[int, Any], str] | None = None  # names a row in messages; None: by its number and source
 
     @property
     def sizes(self) -> list[int | None]:
@@ -94,8 +94,8 @@ class SplitRows:
             row, where, name = part.row(item), part.where(item), part.id(item)
         else:
             assert isinstance(item, int)
-            where = f"Row {item + 1} of {source.source!r}" if self.name_row is None else self.name_row(item)
             row, name = part[item], str(item)
+            where = f"Row {item + 1} of {source.source!r}" if self.name_row is None else self.name_row(item, row)
         if source.columns:
             row = renamed(row, source.columns, where=where)
         prefix = self.split if len(self.sources) == 1 else f"{self.split}-{source.label}"
@@ -286,7 +286,11 @@ class PromptStream:
         What is wrong with a row is raised when it is read.
         """
         missing = [position for position in range(first, first + num) if not self.is_prepared(position)]
-        self._made |= zip(missing, self.prompts.many(missing), strict=True)
+        made = self.prompts.many(missing)
+        if self.num_prompts is not None:  # ids are unique: a row has one prompt in all its epochs
+            by_id = {item.id: item for item in self._made.values() if isinstance(item, Prompt)}
+            made = [by_id.setdefault(item.id, item) if isinstance(item, Prompt) else item for item in made]
+        self._made |= zip(missing, made, strict=True)
         for position in sorted(self._made)[:-_MAX_MADE]:
             self._made.pop(position, None)
 
@@ -303,7 +307,7 @@ class PromptStream:
             parts = ", ".join(str(part) for part in rows.parts if isinstance(part, StreamedRows))
             return f"{parts}; {self.prompts.order}"
         if checked is None:
-            sample = itertools.islice(rows.row_keys(), 0, None, -(-self.num_prompts // _FINGERPRINT_PROMPTS))
+            sample = itertools.islice(rows.row_keys(), 0, None, -(-self.num_prompts // FINGERPRINT_PROMPTS))
             checked = replace(self.prompts, rows=rows.only(list(sample))).check().checked
         assert checked is not None
         return f"{self.num_prompts} prompts {self.prompts.order}, content {checked.digest}"

@@ -140,7 +140,7 @@ def load_parts(
         model: on `device`, with or without adapters, which stay as they are.
         spec: has files, see `checkpoint_files`.
         on_tensor: called once for each tensor of the checkpoint that is sharded, also where nothing of it is read.
-        renamed: further name in a checkpoint → the end of the name whose tensor it gets too.
+        renamed: name of a parameter → the end of the name in the checkpoint whose tensor it gets.
         is_whole: False if the model is a part, so that the checkpoint has other weights too.
 
     Raises:
@@ -152,9 +152,11 @@ def load_parts(
     opened: list[Any] = [safe_open(file, framework="pt") for file in checkpoint_files(spec)]
     slices = {name: _Slice(file.get_slice(name), on_tensor) for file in opened for name in file.keys()}  # noqa: SIM118
     for name, end in (renamed or {}).items():
-        source = next((one for one in slices if one.endswith(end)), None)
+        shape, dtype = list(model.get_parameter(name).shape), spec.build_options["dtype"]
+        names = [one for one in slices if one.endswith(end)]  # one may be of another tower
+        source = min(names, key=lambda one: list(slices[one].get_shape()) != shape, default=None)
         if source is not None:
-            if name in slices and not torch.equal(slices[name][:], slices[source][:]):
+            if name in slices and not torch.equal(*(slices[one][:].to(dtype) for one in (name, source))):
                 raise _untied(spec, name)
             slices[name] = slices[source]
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}

@@ -396,15 +396,15 @@ def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *,
     give_memory(model, device)
     if spec.path is not None:
         check_files(Path(spec.path))
+    head, embed_tokens = model.get_output_embeddings(), model.base_model.embed_tokens
     if checkpoint_files(spec):
-        renamed = {"lm_head.weight": "embed_tokens.weight"} if is_tied else {}
+        renamed = {"lm_head.weight": "embed_tokens.weight"} if is_tied and head is not None else {}
         load_parts(model, spec, device=device, renamed=renamed, is_whole=False)
     else:
         made = spec.load_model().state_dict()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(made[name])
-    head, embed_tokens = model.get_output_embeddings(), model.base_model.embed_tokens
     if is_tied and head is not None and embed_tokens is not None:
         head.weight = embed_tokens.weight
 

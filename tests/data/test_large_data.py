@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lightrl.data import PromptDataModule, prompts, rows
+from lightrl.data import PromptDataModule, prompts, rows, stream
 from lightrl.errors import RolloutError
 from lightrl.rollout.prompts import PromptCursor
 
@@ -18,6 +18,7 @@ from lightrl.rollout.prompts import PromptCursor
 def _many_are_five(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "MAX_CHECKED", 4)
     monkeypatch.setattr(prompts, "NUM_CHECKED", 2)
+    monkeypatch.setattr(stream, "FINGERPRINT_PROMPTS", 1)
 
 
 def write(path: Path, questions: list[str]) -> str:
@@ -40,6 +41,7 @@ def make_data(tokenizer, train, **settings) -> PromptDataModule:
 def test_rows_that_are_not_checked_at_the_start_give_the_same_prompts(
     tmp_path: Path, plain_tokenizer, suffix: str, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(stream, "FINGERPRINT_PROMPTS", 9)
     source = write(tmp_path / f"train{suffix}", ["a" * size for size in range(1, 10)])
     unchecked = make_data(plain_tokenizer, source)
     monkeypatch.setattr(prompts, "MAX_CHECKED", 9)
@@ -61,7 +63,7 @@ def test_only_the_first_rows_are_rendered_at_the_start(tmp_path: Path, plain_tok
         lambda self, prompts, where: rendered.extend(item.id for item in prompts) or whole(self, prompts, where),
     )
     data = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["ab"] * 9), shuffle=False)
-    assert rendered == ["train-0", "train-1"]
+    assert rendered == ["train-0", "train-1", "train-0"]  # the last for the fingerprint
     assert data.prompt_stream[7].id == rendered[-1] == "train-7"
 
 
@@ -109,6 +111,20 @@ def test_a_bad_row_is_named_when_its_turn_comes(tmp_path: Path, plain_tokenizer,
 def test_a_bad_row_among_the_first_is_found_at_the_start(tmp_path: Path, plain_tokenizer):
     with pytest.raises(ValueError, match=r"Row 2 of .* has an empty column 'question'"):
         make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a", " ", "b", "c", "d"]))
+
+
+def test_a_bad_row_of_the_fingerprint_is_refused_at_the_start(tmp_path: Path, plain_tokenizer, monkeypatch):
+    monkeypatch.setattr(stream, "FINGERPRINT_PROMPTS", 2)
+    with pytest.raises(ValueError, match=r"Row 4 of .* has an empty column 'question'"):
+        make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a", "b", "c", " ", "d", "e"]))
+
+
+def test_a_row_has_one_prompt_in_all_its_epochs(tmp_path: Path, plain_tokenizer):
+    prompt_stream = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a", "b"]), shuffle=False).prompt_stream
+    prompt_stream.prepare(0, 3)
+    prompt_stream.prepare(3, 3)
+    assert [prompt_stream[position].id for position in range(4)] == ["train-0", "train-1", "train-0", "train-1"]
+    assert all(prompt_stream[position] is prompt_stream[position % 2] for position in range(6))
 
 
 def test_blank_lines_do_not_count_and_the_last_may_lack_its_end(tmp_path: Path):

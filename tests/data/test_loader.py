@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
@@ -43,6 +45,21 @@ def test_items_become_prompts_with_ids_tokens_and_fields(plain_tokenizer: PreTra
     assert [prompt.fields.get("answer") for prompt in prompts] == ["a", None, "b", "c", "d"]
     assert stream.batch_size == 2
     assert stream.num_iterations == 2
+
+
+def test_each_item_of_a_dataset_is_read_once_in_the_main_thread(plain_tokenizer: PreTrainedTokenizerFast):
+    class Counting(Items):
+        def __getitem__(self, index: int) -> str:
+            calls.append(threading.current_thread())
+            return f"item {index}, call {len(calls)}"
+
+    calls: list[threading.Thread] = []
+    stream = wrap_train_loader(DataLoader(Counting(["a", "b"]), batch_size=2), plain_tokenizer)
+    thread = threading.Thread(target=stream.prepare, args=(0, 4))
+    thread.start()
+    thread.join()
+    assert [stream[position].fields["prompt"] for position in range(4)] == ["item 0, call 1", "item 1, call 2"] * 2
+    assert calls == [threading.main_thread()] * 2
 
 
 def test_a_shuffling_loader_gives_a_shuffling_stream(plain_tokenizer: PreTrainedTokenizerFast):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.data import DataSource, PromptDataModule
+from lightrl.trajectory import Prompt
 
 
 def test_a_row_becomes_a_prompt_with_id_messages_tokens_and_fields(train_file: str, chat_tokenizer, rows):
@@ -100,6 +101,37 @@ def test_prompts_of_a_subclass_keep_the_weights_of_their_sources(train_file: str
     prompts = [data.prompt_stream[position] for position in range(8)]
     assert sum(prompt.id.startswith("train-few-") for prompt in prompts) == 2
     assert {prompt.fields["split"] for prompt in prompts} == {"train"}
+
+
+def test_a_prompt_belongs_to_the_source_of_the_longest_label(train_file: str, plain_tokenizer):
+    class Own(PromptDataModule):
+        def make_prompts(self, split):
+            ids = [f"{split}-math-{n}" for n in range(3)] + [f"{split}-math-hard-{n}" for n in range(2)]
+            chats = [[{"role": "user", "content": "x" * size}] for size in range(1, 6)]
+            return list(map(Prompt, ids, chats)) if split == "train" else []
+
+    sources = [DataSource(train_file, label="math", weight=3), DataSource(train_file, label="math-hard")]
+    data = Own(sources, batch_size=2)
+    data.attach(plain_tokenizer)
+    data.setup("fit")
+    assert data.prompts["train"].size_by_set == {"math": 3, "math-hard": 2}
+    data = Own(sources, batch_size=2, max_prompt_tokens=4)
+    data.attach(plain_tokenizer)
+    with pytest.raises(ValueError, match=r"Prompt 'train-math-hard-1' has 5 prompt tokens, but at most 4 fit"):
+        data.setup("fit")
+
+
+def test_weights_that_no_id_shows_are_said_to_be_unused(train_file: str, plain_tokenizer, caplog):
+    class Own(PromptDataModule):
+        def make_prompts(self, split):
+            names = ("train-0-0", "train-1-0", "other") if split == "train" else ()
+            return [Prompt(id=name, messages=[{"role": "user", "content": "x"}]) for name in names]
+
+    data = Own([DataSource(train_file, weight=3), DataSource(train_file)], batch_size=2)
+    data.attach(plain_tokenizer)
+    data.setup("fit")
+    assert "Weights of sources are not used: make_prompts's id 'other' starts with no label" in caplog.text
+    assert len(data.prompts["train"]) == 3
 
 
 def test_rows_need_no_answer_where_no_column_is_asked_for(tmp_path: Path, plain_tokenizer):

@@ -39,6 +39,13 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str):
     assert list(read_rows(source, max_rows=2)) == ROWS[:2]
 
 
+def test_a_small_file_of_lines_that_is_written_again_in_place_gives_what_it_had(tmp_path: Path):
+    path = tmp_path / "train.jsonl"
+    rows = read_rows(write(path))
+    path.write_text("")
+    assert list(rows) == ROWS
+
+
 def test_values_of_a_csv_file_stay_the_text_that_they_are(tmp_path: Path):
     path = tmp_path / "train.csv"
     path.write_text('question,answer,note\na,007,NA\nb,1.50,\n"c\nd",null,"3,4"\n')

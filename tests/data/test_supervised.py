@@ -93,6 +93,15 @@ def test_chats_that_cannot_be_learned_from_are_refused(train_file: str, plain_to
         make_data(train_file, plain_tokenizer, **settings)
 
 
+def test_short_prompts_are_counted_where_nothing_limits_the_longest(tmp_path: Path, plain_tokenizer, caplog):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"question": "q" * n, "answer": "a"}) + "\n" for n in (1, 9)))
+    data = SFTDataModule(str(path), batch_size=1, min_prompt_tokens=2, prompt_overflow="drop")
+    data.attach(plain_tokenizer)
+    data.setup("fit")
+    assert "with a prompt of fewer than 2 tokens." in caplog.text
+
+
 def test_long_chats_are_dropped_on_request(tmp_path: Path, plain_tokenizer):
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"question": "q", "answer": "a" * n}) + "\n" for n in (1, 9, 2, 1, 2)))

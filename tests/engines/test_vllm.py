@@ -16,7 +16,7 @@ from engine_contract import CONTRACT, EngineCase
 from real_servers import build_script
 from sync_cases import LARGE, config_of, one_weight, running
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from waits import Deadlines
+from waits import Deadlines, comes_true
 
 from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
 from lightrl.engines.sglang.engine import SGLangEngine
@@ -114,6 +114,36 @@ def test_it_is_refused_also_if_nothing_is_verified(num_errors, start):
             engine.start(LARGE)
         with pytest.raises(EngineError, match="without --logprobs-mode processed_logprobs"):
             engine.load_weights(one_weight(0), weight_version=0) if num_errors else engine.start(LARGE)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("is_known", "returns"),
+    [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.extra)],
+    ids=["known", "one unknown", "returns"],
+)
+def test_a_server_that_was_restarted_without_what_rollouts_need_is_lost_at_the_load(is_known, returns, start):
+    other, restarted = start(vllm=True), start(vllm=True)
+    timeouts = Deadlines(probe_interval_s=5.0 if returns else 60.0)
+    engine = VLLMEngine(urls=[other.url, restarted.url], timeouts=timeouts)
+    engine.should_verify = False
+    if not is_known:
+        other.fault("error", "/server_info", count=8)
+    engine.start(LARGE)
+    try:
+        restarted.arguments["vllm_without"] = ["mode"]
+        restarted.start(restarted.port)
+        if not is_known:
+            other.reset()
+        engine.load_weights(one_weight(0), weight_version=0)
+        assert other.url in engine.fleet.urls("routable")
+        assert comes_true(lambda: engine.fleet.urls("lost") == [restarted.url])
+        assert "without --logprobs-mode processed_logprobs" in engine.fleet.servers[restarted.url].reason
+        if returns:
+            del restarted.arguments["vllm_without"]
+            restarted.start(restarted.port)
+            assert comes_true(lambda: engine.fleet.urls("routable") == [other.url, restarted.url])
     finally:
         engine.close()
 

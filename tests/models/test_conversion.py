@@ -184,6 +184,18 @@ def test_a_tied_head_with_values_of_its_own_is_refused(load, tmp_path):
         load(tied_folder(tmp_path, 1))
 
 
+@pytest.mark.parametrize("load", [read, read_part])
+def test_a_tied_head_in_another_dtype_and_another_tower_change_nothing(load, tmp_path):
+    spec = tied_folder(tmp_path, 0)
+    tensors = saved(tmp_path)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16().float()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].bfloat16()
+    if load is read_part:
+        tensors["audio.embed_tokens.weight"] = torch.zeros(3, 2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(load(spec).get_output_embeddings().weight, tensors["model.embed_tokens.weight"])
+
+
 def test_the_head_of_a_part_is_read_from_an_embedding_without_prefix_or_reported(tmp_path):
     spec = tied_folder(tmp_path, 0)
     tensors = {

@@ -514,6 +514,8 @@ def test_a_resume_with_another_number_of_groups_per_iteration_continues(make: Ma
         pytest.param(lambda state: state["finished"][0].update(trajectories=[{"prompt": {}}]), id="records"),
         pytest.param(lambda state: state["finished"][0].update(trajectories=["eyJ9"]), id="other texts"),
         pytest.param(lambda state: state.update(begun=[[0, 1]]), id="pairs"),
+        pytest.param(lambda state: state.pop("curriculum"), id="curriculum"),
+        pytest.param(lambda state: state.pop("prompts"), id="prompts"),
     ],
 )
 def test_a_state_in_the_form_of_another_build_is_refused_with_advice(make: Make, change: Callable[[Any], Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import select
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,21 @@ def test_a_folder_that_is_half_installed_has_no_program(tmp_path: Path, monkeypa
     assert install.program("codex") is None
 
 
-def test_an_installation_that_hangs_ends_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_installation_that_hangs_ends_with_a_message(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.close(os.open(pipe, os.O_WRONLY))  # from now on it can be read when no writer is left
+
     def hangs() -> Path:
-        raise subprocess.TimeoutExpired(["npm", "install"], 5.0)
+        install.run(["sh", "-c", f"exec 3> {pipe}; sleep 600 & wait"], timeout_s=0.2)
+        return tmp_path
 
     assert install.FOLDER.main(hangs, only_find=False) == 1
-    assert (
-        "agents: could not be built: npm install ... did not end within 5 s. Check the network"
-        in capsys.readouterr().err
-    )
+    assert "agents: could not be built: sh -c" in (said := capfd.readouterr().err)
+    assert "did not end within 0.2 s. Check the network" in said
+    assert select.select([reader], [], [], 60.0)[0] == [reader]  # the child of the command has ended too
+    os.close(reader)
 
 
 def test_each_program_gets_the_endpoint_and_the_key_and_nothing_else_of_this_process(

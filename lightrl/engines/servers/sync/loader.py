@@ -50,6 +50,7 @@ class WeightLoader:
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
     _shapes: dict[str, list[int]] | None = None  # parameters of the first load
+    _refused: set[Server] = field(default_factory=set)  # since a load: they lack an argument
     _is_over: bool = False
 
     @property
@@ -184,8 +185,9 @@ class WeightLoader:
         servers = self.fleet.in_state(*ACTIVE)
         is_known = all(server.info is not None for server in servers)
         identifying = asyncio.gather(*(self._identify(server) for server in servers))
-        if not is_known:  # else the answer, of a busy scheduler, is needed only for the log
+        if not is_known:  # else a busy scheduler may answer during the load
             await identifying
+            servers = [server for server in servers if server not in self._refused]
         self.requests.leave_to_load(servers)
         await self.requests.leader.notify()  # whether they have a minimum
         if self.requests.traffic.has_minimum:
@@ -200,6 +202,7 @@ class WeightLoader:
 
     async def _identify(self, server: Server) -> None:
         is_known = server.info is not None
+        self._refused.discard(server)
         try:
             if await server.identify(timeout_s=self.timeouts.request_s):
                 log.warning(
@@ -210,12 +213,14 @@ class WeightLoader:
         except EngineError as error:  # it was started without what rollouts need
             if not is_known:
                 raise
+            self._refused.add(server)
             self.members.lose(server, str(error))
 
     async def _check_models(self, servers: Sequence[Server]) -> None:
 
         async def check(server: Server) -> None:
             await server.identify()
+            self._refused.discard(server)
             model_info = await server.client.model_info()
             ranks = await server.client.digests(timeout_s=self.timeouts.sync_s)
             names = ranks[0] if ranks is not None else {}
@@ -241,7 +246,7 @@ class WeightLoader:
             server.verified_by = report.verified_by.get(url, "version") if report is not None else "version"
             if report is not None and url in report.lost:
                 self.members.lose(server, report.lost[url])
-            elif report is not None and url in report.versions:
+            elif report is not None and url in report.versions and server not in self._refused:
                 self.fleet.admit(server, report.versions[url])
             elif server.state not in ("lost", "restarting"):
                 await self._reassess(server)
