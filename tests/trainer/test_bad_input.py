@@ -24,7 +24,7 @@ def test_a_prompt_longer_than_the_context_is_named(split: str, tmp_path: Path) -
                 prompts[1].token_ids.extend([2] * 30)
             return prompts
 
-    with pytest.raises(ValueError, match=rf"Row 2 of the {split} prompts .*33 .*26"):
+    with pytest.raises(ValueError, match=rf"Prompt '{split}-1' .*33 .*26"):
         make_trainer(tmp_path).fit(TinyGRPO(), datamodule=Long())
 
 
