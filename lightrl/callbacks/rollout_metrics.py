@@ -186,8 +186,9 @@ class RolloutMetrics(RLCallback):
             policy: Any = module.policy
             self._route_layout = self._route_layout or RouteLayout.of(policy.config)
             if self._route_layout is not None:
-                load = experience.total(self._route_layout.load(local.routes))
-                values["rollout/expert_load_entropy_nats"] = load_entropy(load)
+                load = experience.total(self._route_layout.load(local.routes[local.loss_mask]))
+                if load.any():
+                    values["rollout/expert_load_entropy_nats"] = load_entropy(load)
         _log(module, values)
 
         # Other advantages may teach although no group has variance, against the batch's mean for example. A teacher's

@@ -290,6 +290,8 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
                 f"launch.servers={layout.servers} needs an engine with servers, but trainer.engine is {facts.engine}. "
                 "Use SGLangEngine or VLLMEngine, or set launch.servers: 0."
             )
+        if facts.engine == "VLLMEngine" and layout.placement == "colocated":
+            raise ValueError("launch.placement=colocated needs SGLangEngine: vLLM keeps its memory. Use separate.")
         # the servers are started by the launch and found in its registry
         arguments = {"servers": None, "tp": 1, "placement": layout.placement}
         trainer["engine"] = {"class_path": facts.engine or "SGLangEngine", "init_args": arguments}

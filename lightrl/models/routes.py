@@ -91,9 +91,12 @@ class RouteLayout:
 
 
 def load_entropy(load: Tensor) -> float:
-    """Return the entropy of the experts' shares of the load [L, E], mean over blocks: log E nats if all are equal."""
-    shares = load.double() / load.sum(1, keepdim=True).clamp(min=1)
-    return float(torch.special.entr(shares).sum(1).mean())
+    """Return the entropy of the experts' shares of the load [L, E], mean over blocks: log E nats if all are equal.
+
+    Blocks without any load do not count; NaN if none has any.
+    """
+    known = load[load.sum(1) > 0].double()
+    return float(torch.special.entr(known / known.sum(1, keepdim=True)).sum(1).mean())
 
 
 def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:

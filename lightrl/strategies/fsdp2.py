@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -156,14 +157,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         }
         if refused := [name for name, is_set in settings.items() if is_set]:
             raise ValueError(f"ep={self.ep} does not support {' or '.join(refused)} yet. Remove it, or set ep to 1.")
-        roles = {name: role.spec for name, role in roles_of(module).items() if role.spec.url is None}
+        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            raise ValueError(f"ep={self.ep} needs torch >= 2.11, got {torch.__version__}. Install it, or set ep to 1.")
+        planned = getattr(module, "planned_roles", functools.partial(roles_of, module))()
+        roles = {name: role.spec for name, role in planned.items() if role.spec.url is None}
         experts = {name: num_split_experts(spec.load_config()) for name, spec in roles.items()}
         ranks = world // self.num_replicas
         numbers = {f"{ranks} ranks of a replica": ranks}
         numbers |= {f"{number} experts of the {name}": number for name, number in experts.items()}
+        common = math.gcd(*numbers.values())
         for what, number in numbers.items():
             if number % self.ep:
-                sizes = " or ".join(map(str, nearest_divisors(number, self.ep)))
+                sizes = " or ".join(map(str, nearest_divisors(common, self.ep)))
                 raise ValueError(f"ep={self.ep} must divide the {what}. Set it to {sizes}.")
         if experts and not any(experts.values()):
             raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")

@@ -18,6 +18,7 @@ from typing import Any
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
+from lightrl.models.images import data_url
 from lightrl.trajectory import JsonObject, Prompt
 from lightrl.workflows.environment import Environment, call_environment
 
@@ -107,7 +108,7 @@ class TurnLog:
                 await self.journal.add(self.session, begin=method)
             returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)
             try:
-                answer, state = json.loads(json.dumps([returned, environment.state_dict()]))
+                answer, state = json.loads(json.dumps([_with_images(returned), environment.state_dict()]))
             except (TypeError, ValueError) as error:
                 raise RolloutError(
                     f"{name} returned {returned!r:.200} with a state, one of which is not JSON ({error}); an "
@@ -133,3 +134,15 @@ def turn_log_of(journal: Journal | None, session: str, saved: dict[str, list[lis
     log = log if journal is None else journal.logs.pop(session, log)
     log.journal = journal
     return log
+
+
+def _with_images(answer: Any) -> Any:
+    """The answer with a data: URL for each image that is a file, which may be gone after a resume."""
+    if isinstance(answer, (list, tuple)):
+        return [_with_images(item) for item in answer]
+    if not isinstance(answer, dict):
+        return answer
+    image = answer.get("image") if answer.get("type") == "image" else None
+    if isinstance(image, str) and not image.startswith("data:") and Path(image).is_file():
+        return {**answer, "image": data_url(image)}
+    return {key: _with_images(item) for key, item in answer.items()}

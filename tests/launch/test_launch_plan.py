@@ -159,6 +159,9 @@ REFUSED = {
     "another strategy": ({"ranks": 2}, {"strategy": "DDPStrategy"}, "trainer.strategy=DDPStrategy"),
     "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits by data only"),
     "another engine": ({"servers": 1}, {"engine": "LocalEngine"}, "trainer.engine is LocalEngine"),
+    "vLLM next to a rank on its GPU": (
+        {"gpus_per_node": 2, "ranks": 2, "servers": 1, "placement": "colocated"}, {"engine": "VLLMEngine"}, "separate",
+    ),
     "servers by address": ({"servers": 1}, {"engine": "SGLangEngine", "has_urls": True}, "Remove urls"),
     "tp and heads": ({"nodes": 2, "gpus_per_node": 8, "servers": 1, "tp": 8}, {"planned": planned()}, "28 attention"),
     "memory of a rank": ({"gpu_memory_gb": 80, "ranks": 1}, {"planned": planned()}, "weights 30.5 GB"),

@@ -228,4 +228,4 @@ def test_the_load_of_experts_and_its_entropy_worked_by_hand():
     assert load.tolist() == [[2, 1, 0, 0], [0, 1, 1, 1]]
     assert load_entropy(load) == pytest.approx((0.6365142 + 1.0986123) / 2)  # log 3 - 2/3 log 2, log 3
     assert load_entropy(torch.tensor([[5, 5, 5, 5]])) == pytest.approx(1.3862944)
-    assert load_entropy(torch.zeros(2, 4, dtype=torch.int64)) == 0
+    assert load_entropy(torch.tensor([[0, 0, 0, 0], [5, 5, 5, 5]])) == pytest.approx(1.3862944)  # a block without any

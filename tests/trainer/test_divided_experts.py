@@ -14,7 +14,7 @@ from rank_scripts import ROUNDING, run
 from safetensors.torch import load_file
 from tiny_run import POLICY, TinyGRPO
 
-from lightrl import FSDP2Strategy, ModelSpec, Role, RoleMesh
+from lightrl import SFT, FSDP2Strategy, ModelSpec, Role, RoleMesh
 from lightrl.commands.export import export_checkpoint
 from lightrl.strategies import check_strategy
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_divided_experts_continues_in_one_process_and_is_exporte
     ("policy", "settings", "message"),
     [
         (moe_spec(), {"ep": 4, "num_replicas": 2}, "ep=4 must divide the 2 ranks of a replica. Set it to 2"),
-        (moe_spec(num_experts=6), {"ep": 4}, "ep=4 must divide the 6 experts of the policy. Set it to 3 or 6"),
+        (moe_spec(num_experts=6), {"ep": 4}, "ep=4 must divide the 6 experts of the policy. Set it to 2"),
         (POLICY, {"ep": 2}, "ep=2 divides experts, but no model of this run has any"),
         (moe_spec("llama4_text"), {"ep": 2}, "no plan to divide the experts of model_type 'llama4_text'"),
         (moe_spec(), {"ep": 2, "compile_layers": True}, "does not support compile_layers=true yet"),
@@ -111,6 +111,11 @@ def test_a_checkpoint_of_divided_experts_continues_in_one_process_and_is_exporte
 def test_what_cannot_be_divided_is_refused(policy: ModelSpec | Role, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_strategy(on_four_ranks(**settings), TinyGRPO(policy))
+
+
+def test_supervised_training_of_a_dense_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="no model of this run has any"):
+        check_strategy(on_four_ranks(ep=2), SFT(POLICY, lr=1e-3))
 
 
 def test_float16_is_refused_with_divided_experts() -> None:

@@ -22,11 +22,12 @@ from lightrl.experience import Experience
 from lightrl.models.images import ImageReader, read_image, with_images
 from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.strategies.single import LogprobSettings, SingleModel
-from lightrl.trajectory import Prompt, Sampling, Trajectory
+from lightrl.trajectory import JsonObject, Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
 from lightrl.workflows import MultiTurn, ToolEnvironment
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.tools import ToolCall, read_parts
+from lightrl.workflows.turn_log import TurnLog
 
 WRITES_IMAGES = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -218,6 +219,26 @@ def test_a_file_is_read_before_the_environment_deletes_it(tmp_path):
     (image,) = conversation.encode_observation([{"role": "user", "content": content}]).images
     file.unlink()
     assert torch.equal(image_reader().pixel_values([image]), image_reader().pixel_values([RED]))
+
+
+def test_a_resume_shows_the_image_that_the_run_showed(tmp_path):
+    class Screen:
+        def step(self, text: str) -> list[JsonObject]:
+            return [{"role": "tool", "content": [{"type": "image", "image": str(tmp_path / "screen.png")}]}]
+
+        def state_dict(self) -> JsonObject:
+            return {}
+
+        def load_state_dict(self, prompt: Prompt, state: JsonObject) -> None: ...
+
+    read_image(RED).save(tmp_path / "screen.png")
+    log = TurnLog("session")
+    (message,) = asyncio.run(log.ask(Screen(), "step", prompts()[0], "go", timeout_s=5.0))
+    (tmp_path / "screen.png").unlink()
+    resumed = TurnLog("session", answers=log.answers)
+    (again,) = asyncio.run(resumed.ask(Screen(), "step", prompts()[0], "go", timeout_s=5.0))
+    assert again == message
+    assert torch.equal(image_reader().pixel_values([again["content"][0]["image"]]), image_reader().pixel_values([RED]))
 
 
 def test_mcps_content_is_text_or_parts():
