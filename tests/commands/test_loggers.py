@@ -139,6 +139,8 @@ def records_of(run_folder: Path) -> list[Any]:
             place += block - place % block
             continue
         _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        if place + 7 + length > len(content):  # is being written
+            break
         record += content[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # a whole one, or its last part
