@@ -67,7 +67,8 @@ def reward(trajectory: Trajectory) -> dict[str, float]:
     """The data set's own score of the answer, 0 to 1, with `accuracy` (a full score).
 
     The answer is the text in the last `<answer>…</answer>`, otherwise what follows the thinking. One on which the
-    scorer raises ValueError or TypeError, as some do on text that is no number, is wrong.
+    scorer raises ValueError or TypeError, as some do on text that is no number, is wrong; a completion that was cut off
+    scores 0, since a scorer that looks for the answer within a text would reward writing on.
 
     Raises:
         ValueError: if the prompt is not of `rows`.
@@ -83,7 +84,7 @@ def reward(trajectory: Trajectory) -> dict[str, float]:
     dataset = dataset_of(*source)
     entry = dataset[index]
     try:
-        score = float(dataset.score_answer(answer, entry=entry))
+        score = float(dataset.score_answer(answer, entry=entry)) if trajectory.finish_reason == "stop" else 0.0
     except (ValueError, TypeError):
         score = 0.0
     return {"reward": score, "accuracy": float(score >= 1.0)}

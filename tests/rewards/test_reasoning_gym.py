@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -75,6 +76,13 @@ def test_the_data_sets_own_scorer_gives_the_reward(completion: str, reward: floa
         "reward": reward,
         "accuracy": reward,
     }
+
+
+@pytest.mark.usefixtures("legs")
+def test_an_answer_that_was_cut_off_scores_nothing() -> None:
+    row = next(iter(reasoning_gym.rows(datasets=["leg_counting"], size=3)))
+    cut = replace(answered(row, row["answer"]), finish_reason="length")
+    assert reasoning_gym.reward(cut) == {"reward": 0.0, "accuracy": 0.0}
 
 
 @pytest.mark.usefixtures("legs")
