@@ -377,7 +377,7 @@ class Trajectory:
     routes: Sequence[int] | None = None
     # int32 [T], how many tokens between it and the one before it in its conversation; None if all are 0.
     gaps: Sequence[int] | None = None
-    images: list[str] = field(default_factory=list)  # of observations, after the prompt's, as data: URLs
+    images: list[str] = field(default_factory=list)  # images of observations, as data: URLs
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
     workspace: str | None = None  # the folder that an agent left, for the reward; deleted after it

@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 # Rounding of a logprob in units of eps · (1 + mean |logprob|), since it grows with the logits. The differences of
 # healthy engines are at most 0.2 units for models of 0.1 M to 4 M parameters, 1.8 for one of 2,000 with very peaked
 # distributions, and 1.2 in bfloat16 for large ones, which is 0.12 nats. Depth, other kernels and longer sums add to
-# that, so the factor is 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and what is smaller is for
-# digests.
+# it. The factor is 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and digests find what is smaller.
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2
@@ -345,9 +344,9 @@ class LagProbe:
         self._offered = []
         if trainer.rollout.settings.max_staleness > 0 and trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
-            indices = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
-            kept = (trajectories[place] for place in indices)
-            chosen = [item for item in kept if not (item.prompt.images or item.images)]
+            places = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
+            sampled = (trajectories[place] for place in places)
+            chosen = [item for item in sampled if not (item.prompt.images or item.images)]
             cut = [
                 (list(item.token_ids[:end]), list(item.loss_mask[:end]), list(item.behavior_logprobs[:end]))
                 for item in chosen

@@ -100,7 +100,7 @@ class RolloutMetrics(RLCallback):
         self._last_failure = ""
         self._num_skipped = 0.0  # prompts of this fit, until the last iteration
         self._thrown_away = MeansSince()
-        self._route_layout: RouteLayout | None = None  # of this fit's policy
+        self._route_layout: RouteLayout | None = None  # experts of this fit's policy
         self._num_generated_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock

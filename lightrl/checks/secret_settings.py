@@ -20,8 +20,8 @@ _VARIABLE = re.compile(rf"(?!pwd$|(max|min|num)_(.*_)?tokens?$)(.*_)?({_WORDS}|(
 _SETTING = re.compile(rf"(key|token|(.*_)?(({_OWNERS}|{_SERVICES})_?(key|token)s?|{_WORDS}))(_?\d+)?")
 _BY_VALUE = re.compile(r".*_(key|token)(_?\d+)?=(?=.*\d)[\w.~+/=-]{16,}")  # acme_key=..., not chosen_key=chosen
 _PLACEHOLDER = re.compile(r"(Bearer )?\{\w+\}")  # filled while the run runs
-_USER = re.compile(r"(?<=://)[^\s/?#@:{}'\"]*:[^\s/?#{}'\"]*@|(?<=http://|ttps://)[^\s/?#{}'\"]+@")  # of a URL
-_ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # of a command, or a header
+_USER = re.compile(r"(?<=://)[^\s/?#@:{}'\"]*:[^\s/?#{}'\"]*@|(?<=http://|ttps://)[^\s/?#{}'\"]+@")  # a URL's
+_ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # an argument, or a header
 
 
 def is_secret(name: str, value: str = "") -> bool:

@@ -202,7 +202,7 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
     """The policy and the engine's settings of run configurations; later ones win, and the command line's engine."""
     policy: Any = None
     settings: dict[str, Any] = {}
-    server_args: dict[str, dict[str, Any]] = {}  # by kind of engine
+    server_args: dict[str, dict[str, Any]] = {}  # engine's kind → its arguments
     for config in configs:
         content = UserSettings.read(["--config", config])
         policy = content.section("model.init_args").get("policy", policy)

@@ -41,14 +41,14 @@ class SplitRows:
     split: str  # its name begins the prompts' ids
     sources: Sequence[DataSource]
     parts: Sequence[Sequence[Any] | StreamedRows]  # the rows of each source, by index or streamed
-    kept: Mapping[int, Sequence[int]] = field(default_factory=dict)  # number of a source → its rows in use; absent: all
+    used: Mapping[int, Sequence[int]] = field(default_factory=dict)  # number of a source → its rows; absent: all
     name_row: Callable[[int, Any], str] | None = None  # names a row in messages; None: by its number and source
 
     @property
     def sizes(self) -> list[int | None]:
         """Rows of each source; None for one that is streamed."""
         return [
-            None if isinstance(part, StreamedRows) else len(self.kept.get(n, part)) for n, part in enumerate(self.parts)
+            None if isinstance(part, StreamedRows) else len(self.used.get(n, part)) for n, part in enumerate(self.parts)
         ]
 
     @property
@@ -70,7 +70,7 @@ class SplitRows:
         return itertools.chain.from_iterable(
             zip(
                 itertools.repeat(n),
-                part.one_pass() if isinstance(part, StreamedRows) else self.kept.get(n, range(len(part))),
+                part.one_pass() if isinstance(part, StreamedRows) else self.used.get(n, range(len(part))),
             )
             for n, part in enumerate(self.parts)
         )
@@ -79,11 +79,11 @@ class SplitRows:
         """The rows with these keys, which are in the order of the data; the same if these are all."""
         if len(keys) == self.num_rows:
             return self
-        kept: dict[int, list[int]] = {n: [] for n in range(len(self.parts))}
+        used: dict[int, list[int]] = {n: [] for n in range(len(self.parts))}
         for number, index in keys:
             assert isinstance(index, int)
-            kept[number].append(index)
-        return replace(self, kept=kept)
+            used[number].append(index)
+        return replace(self, used=used)
 
     def located(self, key: RowKey) -> LocatedRow:
         """The row with this key; raises ValueError if it cannot be read."""
@@ -108,7 +108,7 @@ class CheckedRows(NamedTuple):
     prompt_ids: list[str]
     contents: list[int]  # hash of the prompt's tokens and images
     num_tokens: list[int]
-    digest: str  # of all prompts
+    digest: str  # hash of all prompts
 
 
 @dataclass(eq=False)
@@ -182,7 +182,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         content = hashlib.blake2b(digest_size=6)
         all_keys = self.rows.row_keys()
         for made in self.one_pass():
-            for prompt, key in zip(without_errors(made), all_keys):  # noqa: B905  # the keys go on
+            for prompt, key in zip(without_errors(made), all_keys):  # noqa: B905  # there are more keys
                 if prompt is None:
                     continue
                 keys.append(key)
@@ -211,8 +211,8 @@ class RowPrompts(Sequence["Prompt | None"]):
 
     def _row(self, number: int, index: int) -> LocatedRow:
         """The row of a source with this index among those in use."""
-        kept = self.rows.kept.get(number)
-        return self.rows.located((number, index if kept is None else kept[index]))
+        used = self.rows.used.get(number)
+        return self.rows.located((number, index if used is None else used[index]))
 
     def _made(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
         """The prompts of rows, where `locate` raises ValueError for rows that cannot be read."""

@@ -244,7 +244,7 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
 
 
 def _images(trajectory: Json) -> list[str]:
-    """Those of the prompt, then those of observations."""
+    """Images of the prompt, then of observations."""
     return [*(trajectory["prompt"].get("images") or ()), *(trajectory.get("images") or ())]
 
 

@@ -57,7 +57,7 @@ class PlannedRole:
     tp: int = 1
     width: int = 4  # bytes of a parameter
     waits_on_host: bool = False
-    expert_parameters: int = 0  # those of a mixture's experts
+    expert_parameters: int = 0  # parameters of a mixture's experts
 
     @property
     def dp(self) -> int:

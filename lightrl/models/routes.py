@@ -95,8 +95,8 @@ def load_entropy(load: Tensor) -> float:
 
     Blocks without any load do not count; NaN if none has any.
     """
-    known = load[load.sum(1) > 0].double()
-    return float(torch.special.entr(known / known.sum(1, keepdim=True)).sum(1).mean())
+    counts = load[load.sum(1) > 0].double()
+    return float(torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1).mean())
 
 
 def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:

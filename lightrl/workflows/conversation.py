@@ -135,7 +135,7 @@ class Observed:
     token_ids: list[int]
     messages: list[JsonMapping] | None  # the whole conversation's, observation included
     text: str  # all these messages in one
-    images: tuple[str, ...] = ()  # of the observation
+    images: tuple[str, ...] = ()  # the observation's
 
 
 class Conversation:
@@ -164,7 +164,7 @@ class Conversation:
         self.messages: list[JsonMapping] | None = None  # None if observations are encoded as they are
         self.text = ""  # the messages so far, completions as generated
         self.turns: list[Turn] = []
-        opening, self.images = renderer.take_images(opening)  # those after the prompt's
+        opening, self.images = renderer.take_images(opening)  # images after the prompt's
         token_ids = list(prompt.token_ids or [])
         if prompt.messages is not None and renderer.chat_template is not None:
             self.messages = [*prompt.messages, *opening]

@@ -219,7 +219,7 @@ class RawAnswer:
     finish: str
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
     experts: str | None = None  # `Answer.experts` in base64
-    max_support: int | None = None  # as of `Answer`
+    max_support: int | None = None  # `Answer.max_support`
 
 
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:

@@ -46,7 +46,7 @@ class VLLMClient(ServerClient):
     hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. For top_p or top_k: {support_help}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
-    _checked_identity = ""  # of the process whose arguments suffice
+    _checked_identity = ""  # identity of the process whose arguments suffice
 
     async def logprobs(self, token_ids: list[int], *, adapter: str | None = None) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}

@@ -14,7 +14,7 @@ from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, 
 from lightrl.trajectory import MAX_SUPPORT
 
 MAX_TIES = 8  # tokens of the support beyond `top_k`: they are as likely as the last one within
-MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # of a token
+MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # a token's
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 
