@@ -386,7 +386,7 @@ def _train(spec: ModelSpec) -> float:
     return _check("max_abs_dlogp", watch.largest)
 
 
-class _Replayed(RLCallback):
+class _ReplayDifferences(RLCallback):
     """Compares a policy in float32 with the engine that sampled in another precision, without and with its routes."""
 
     def __init__(self) -> None:
@@ -409,7 +409,7 @@ class _Replayed(RLCallback):
         self.routed_otherwise = float(is_other[(theirs != NATIVE).any(-1)].float().mean())
 
 
-def measure_replay(family: str) -> _Replayed:
+def measure_replay(family: str) -> _ReplayDifferences:
     """Samples 896 tokens in bfloat16 with a larger model of the family, and computes their logprobs in float32."""
     spec = family_spec(family)
     config = {**(spec.config or {}), "hidden_size": 128, "num_hidden_layers": 8, "initializer_range": 0.06}
@@ -420,7 +420,7 @@ def measure_replay(family: str) -> _Replayed:
             config[name] = 32
         elif value == 2 and name in ("num_experts_per_tok", "moe_k", "moe_topk"):
             config[name] = 4
-    watch = _Replayed()
+    watch = _ReplayDifferences()
     trainer = lightrl.Trainer(
         max_steps=1,
         num_sanity_val_steps=0,
@@ -518,7 +518,7 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, setti
     )
     strategy = FSDP2Strategy(**settings)
     if strategy.ep > 1:
-        strategy._expert_mesh = expert_mesh("cpu", num_replicas=1, num_shards=num_ranks // strategy.ep, ep=strategy.ep)
+        strategy._expert_mesh = expert_mesh("cpu", num_replicas=1, ep=strategy.ep)
     strategy._mesh, strategy.ranks, strategy.parallel_devices = mesh, ranks, [torch.device("cpu")]
     if is_mixed:
         strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")

@@ -1,7 +1,7 @@
 """Iterations per second of GRPO: lightrl against TRL's GRPOTrainer, on the same task, in one run.
 
     python -m benchmarks.grpo_vs_trl [--quick] [--threads 2] [--tasks short,skewed] [--contenders ...]
-    python -m benchmarks.grpo_vs_trl --model FOLDER [--seeds 0,1,2] [--picture curves.png]
+    python -m benchmarks.grpo_vs_trl --model FOLDER [--seeds 0,1,2] [--plot rewards.png]
 
 Needs TRL: `pip install -c constraints.txt -e ".[bench]"`.
 
@@ -560,7 +560,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--model", type=Path, help="the folder of a pretrained model, which learns sums")
     parser.add_argument("--seeds", default="0,1,2", help="with --model")
-    parser.add_argument("--picture", type=Path, help="with --model: a PNG of the rewards")
+    parser.add_argument("--plot", type=Path, help="with --model: a PNG of the rewards")
     parser.add_argument("--quick", action="store_true", help="8 prompts × 4, cap 16, two turns of one iteration")
     arguments = parser.parse_args(argv)
     names = arguments.contenders.split(",")
@@ -602,8 +602,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.model is not None:
         report.add("sums", contender="the model before", held_out_accuracy=held_out_accuracy(arguments.model))
         ratios |= accuracy_difference(report.rows)
-        if arguments.picture is not None:
-            draw_rewards(report.rows, arguments.picture)
+        if arguments.plot is not None:
+            draw_rewards(report.rows, arguments.plot)
     report.finish(
         [
             "measurement", "contender", "seconds", "cpu_seconds", "trained_tokens", "ratio", "ratio_min", "ratio_max",

@@ -54,6 +54,11 @@ class Prompt:
             raise ValueError(f"Prompt {self.id!r} needs messages or token_ids.")
         object.__setattr__(self, "images", tuple(self.images))  # JSON gives lists
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, 0 if it is not rendered; with the longest completion in a subclass that has them."""
+        return len(self.token_ids or [])
+
     def text(self, decode: Callable[[list[int]], str] | None = None) -> str:
         """The last message, or the token ids, as text; without `decode` their numbers."""
         if self.messages or not self.token_ids:
@@ -613,7 +618,7 @@ def files_of(path: Path) -> list[Path]:
     """A file of trajectories, or those of a folder of TrajectoryLog, in the order of training; ValueError if none."""
     files = sorted(set(path.glob("*.jsonl")) - {path / "tokens.jsonl"}) if path.is_dir() else [path]
     if not files or not files[0].is_file():
-        raise ValueError(f"{str(path)!r} is neither a file nor a folder with .jsonl files of TrajectoryLog. Fix it.")
+        raise ValueError(f"{str(path)!r} is no file and no folder with .jsonl files of TrajectoryLog. Fix the path.")
     return files
 
 
@@ -629,7 +634,7 @@ def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
                 trajectory = Trajectory.from_json(record.get("trajectory", record))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 problem = f"is not a trajectory of TrajectoryLog or a failed reward ({type(error).__name__}: {error})"
-                raise ValueError(f"{where} {problem}.") from error
+                raise ValueError(f"{where} {problem}. Remove the line, or pass another file.") from error
             yield where, record, trajectory
 
 

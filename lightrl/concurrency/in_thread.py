@@ -183,7 +183,8 @@ def result_of(future: Future[T], what: str, *, timeout_s: float) -> T:
     Args:
         what: is waited for, in warnings and in the error: "batch 3 of data.jsonl".
     """
-    began_s, waited_s = time.monotonic(), 0.0
+    began_s = time.monotonic()
+    waited_s = 0.0
     while not wait([future], min(WARN_EVERY_S, timeout_s - waited_s)).done:
         waited_s = time.monotonic() - began_s
         if waited_s >= timeout_s:

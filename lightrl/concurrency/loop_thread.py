@@ -82,12 +82,7 @@ class LoopThread(threading.Thread):
         raise self._blocked_error()
 
     def wait_for(
-        self,
-        coroutine: Work[T],
-        *,
-        on_answer: Callable[[], None],
-        on_wait: Callable[[], None],
-        who: str,
+        self, coroutine: Work[T], *, on_answer: Callable[[], None], on_wait: Callable[[], None], who: str
     ) -> T:
         """The coroutine's result; an exception here cancels it.
 

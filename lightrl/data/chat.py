@@ -181,8 +181,7 @@ class ChatRenderer:
     ) -> None:
         self.tokenizer, self.image_reader = tokenizer, image_reader
         self.max_tokens, self.min_tokens, self.overflow = max_tokens, min_tokens, overflow
-        self.template = ChatTemplate(tokenizer)
-        self.template.image_reader = image_reader
+        self.template = ChatTemplate(tokenizer, image_reader)
         self.template.check_generation_prompt()
 
     def _text(self, messages: Messages, arguments: JsonMapping) -> str:
@@ -233,17 +232,16 @@ class ChatRenderer:
         return made
 
     def _fits(self, prompt: Prompt, where: str) -> bool:
-        num_tokens = len(prompt.token_ids or [])
-        if self.min_tokens is not None and num_tokens < self.min_tokens:
+        if self.min_tokens is not None and prompt.num_tokens < self.min_tokens:
             return False
-        if self.max_tokens is None or num_tokens <= self.max_tokens:
+        if self.max_tokens is None or prompt.num_tokens <= self.max_tokens:
             return True
         if self.overflow == "drop":
             return False
+        name = where if repr(prompt.id) in where else f"{where} (prompt {prompt.id!r})"
         raise ValueError(
-            f"{where if repr(prompt.id) in where else f'{where} (prompt {prompt.id!r})'} has {num_tokens} "
-            f"prompt tokens, but at most {self.max_tokens} fit (max_prompt_tokens, or {CONTEXT}, less max_new_tokens). "
-            "Shorten it, set prompt_overflow='drop', or lower max_new_tokens."
+            f"{name} has {prompt.num_tokens} prompt tokens, but at most {self.max_tokens} fit (max_prompt_tokens, or "
+            f"{CONTEXT}, less max_new_tokens). Shorten it, set prompt_overflow='drop', or lower max_new_tokens."
         )
 
     def with_images(self, prompt: Prompt, where: str) -> Prompt:

@@ -19,14 +19,7 @@ from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.in_thread import result_of, submit
-from lightrl.data.chat import (
-    ChatRenderer,
-    Messages,
-    completion_after,
-    is_whole_chat,
-    read_messages,
-    shared_prompt,
-)
+from lightrl.data.chat import ChatRenderer, Messages, completion_after, is_whole_chat, read_messages, shared_prompt
 from lightrl.data.mixture import Source, epoch_order
 from lightrl.data.prompts import PromptDataModule, Split, smallest
 from lightrl.data.rows import LocatedRow, Made, Row, require_column, without_errors
@@ -238,7 +231,8 @@ class CompletionDataModule(PromptDataModule):
 
     def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
         """The prompts with their completions."""
-        prompts, renderer = super()._prompts_of(rows, prompt_of), ChatRenderer(self.policy_inputs()[0])
+        prompts = super()._prompts_of(rows, prompt_of)
+        renderer = ChatRenderer(self.policy_inputs()[0], max_tokens=self._most_tokens)
 
         def render(made: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
             return [self._completed(item, renderer) for item in prompts.render(made, where)]
@@ -258,13 +252,9 @@ class CompletionDataModule(PromptDataModule):
             ]
             completion_ids, is_generated = map(list, zip(*completions, strict=True))
             row = CompletedPrompt(**vars(prompt), completion_ids=completion_ids, is_generated=is_generated)
-            return row if self._fits(row) else None
+            return row if self._fits(row, renderer.max_tokens) else None
         except ValueError as error:
             return error
-
-    def num_tokens_of(self, prompt: Prompt) -> int:
-        assert isinstance(prompt, CompletedPrompt)
-        return prompt.num_tokens
 
     @property
     def _most_tokens(self) -> int | None:
@@ -273,7 +263,8 @@ class CompletionDataModule(PromptDataModule):
     def _limits(self) -> str:
         of_prompt, most_tokens = super()._limits(), self._most_tokens
         limits = [f"more than {most_tokens}"] if self.prompt_overflow == "drop" and most_tokens is not None else []
-        return " tokens, or ".join([*limits, *([f"a prompt of {of_prompt}"] if of_prompt else [])])
+        limits += [f"a prompt of {of_prompt}"] if of_prompt else []
+        return " tokens, or ".join(limits)
 
     def train_dataloader(self) -> EpochLoader[Any]:
         stream, prompts = self.prompt_stream, self.prompts["train"]
@@ -336,8 +327,7 @@ class CompletionDataModule(PromptDataModule):
         if self._ahead is not None:
             self._ahead.wait()
 
-    def _fits(self, row: CompletedPrompt) -> bool:
-        max_tokens = self._most_tokens
+    def _fits(self, row: CompletedPrompt, max_tokens: int | None) -> bool:
         if max_tokens is None or row.num_tokens <= max_tokens:
             return True
         if self.prompt_overflow == "drop":

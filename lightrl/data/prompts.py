@@ -13,12 +13,7 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
-from lightrl.data.chat import (
-    ChatRenderer,
-    Messages,
-    check_template,
-    row_messages,
-)
+from lightrl.data.chat import ChatRenderer, Messages, check_template, row_messages
 from lightrl.data.mixture import DataSource, Source, sources_of
 from lightrl.data.rows import LocatedRow, Row, check_source, json_able, read_rows, require_column
 from lightrl.data.stream import (
@@ -43,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_CHECKED = 10_000  # train rows; of more, only the first are checked at the start:
-NUM_CHECKED = 1_000  # or, of streamed rows, ROWS_AT_ONCE
+MAX_CHECKED = 10_000  # train rows that are all checked at the start
+NUM_CHECKED = 1_000  # first rows checked if there are more; ROWS_AT_ONCE if they are streamed
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
@@ -199,8 +194,10 @@ class PromptDataModule(L.LightningDataModule):
         parts = [[p for p, owner in zip(prompts, owners, strict=True) if owner == prefix] for prefix in prefixes]
         if len(sources) < 2 or None in owners:
             if len({source.weight for source in sources}) > 1:
-                problem = "Weights of sources are not used: make_prompts's id %r starts with no label."
-                logger.warning(problem, prompts[owners.index(None)].id)
+                problem = (
+                    "Weights of sources are not used: make_prompts's id %r starts with no label. Begin it with %r."
+                )
+                logger.warning(problem, prompts[owners.index(None)].id, prefixes[0])
             sources, parts = [DataSource("make_prompts")], [prompts]
         sources = [replace(source, columns={}) for source in sources]
         return SplitRows(split, sources, parts, name_row=lambda index, prompt: f"Prompt {prompt.id!r}")
@@ -323,7 +320,7 @@ class PromptDataModule(L.LightningDataModule):
             prompts = self._prompts_of(self._own_rows(split), lambda located: located.row)
         if split == "test" and not prompts:
             return self._checked("validation")
-        checked = prompts.check(self.num_tokens_of)
+        checked = prompts.check()
         num_dropped, num_rows = len(prompts) - len(checked), len(prompts)
         if num_dropped:
             limits = self._limits()
@@ -399,16 +396,12 @@ class PromptDataModule(L.LightningDataModule):
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "image_reader", None)
 
     def _limits(self) -> str:
-        """Say which prompts are dropped for their length; empty if none are."""
+        """The lengths that drop a prompt, as text for messages; empty if none does."""
         limits = [f"fewer than {self.min_prompt_tokens}"] if self.min_prompt_tokens is not None else []
         most_tokens = smallest(self.max_prompt_tokens, self.policy_inputs()[1])
         if self.prompt_overflow == "drop" and most_tokens is not None:
             limits.append(f"more than {most_tokens}")
         return " or ".join(limits)
-
-    def num_tokens_of(self, prompt: Prompt) -> int:
-        """The tokens that a prompt takes."""
-        return len(prompt.token_ids or [])
 
     @property
     def makes_prompts_of_rows(self) -> bool:

@@ -1,5 +1,4 @@
-"""Rows of a split (SplitRows), their prompts, made when they are read (RowPrompts), by position in the run
-(PromptStream); the loaders of Lightning.
+"""Rows of a split (SplitRows), their prompts (RowPrompts), those in the run's order (PromptStream), and the loaders.
 
 A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
 each prompt once, in an order that follows from (seed, e) alone; so resuming needs one number, with any number of ranks.
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 RowKey: TypeAlias = "tuple[int, int | StreamedRow]"  # number of a source; index of its row, or its streamed row
 
-FINGERPRINT_PROMPTS = 256  # are compared, if not all rows are checked
+FINGERPRINT_PROMPTS = 256  # prompts that a resume compares, if not all rows are checked
 _MAX_MADE = 4096  # prompts made ahead of need
 _NOT_MADE = "not made"
 
@@ -103,7 +102,7 @@ class SplitRows:
 
 
 class CheckedRows(NamedTuple):
-    """Rows that make prompts, each found by making it once, and a few numbers of each."""
+    """Numbers of the rows that make prompts, in the order of the data; the prompts are not kept."""
 
     prompt_ids: list[str]
     contents: list[int]  # hash of the prompt's tokens and images
@@ -171,7 +170,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         """The prompts of the first rows; raises ValueError for a bad row."""
         return without_errors(self._made(itertools.islice(self.rows.row_keys(), num), self.rows.located))
 
-    def check(self, num_tokens_of: Callable[[Prompt], int] = lambda prompt: len(prompt.token_ids or [])) -> RowPrompts:
+    def check(self) -> RowPrompts:
         """Makes every prompt once, and keeps none; raises ValueError for a bad row.
 
         Returns:
@@ -180,16 +179,15 @@ class RowPrompts(Sequence["Prompt | None"]):
         keys: list[RowKey] = []
         checked = CheckedRows([], [], [], "")
         content = hashlib.blake2b(digest_size=6)
-        all_keys = self.rows.row_keys()
-        for made in self.one_pass():
-            for prompt, key in zip(without_errors(made), all_keys):  # noqa: B905  # there are more keys
-                if prompt is None:
-                    continue
-                keys.append(key)
-                checked.prompt_ids.append(prompt.id)
-                checked.contents.append(hash((tuple(prompt.token_ids or ()), prompt.images)))
-                checked.num_tokens.append(num_tokens_of(prompt))
-                content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
+        prompts = (prompt for made in self.one_pass() for prompt in without_errors(made))
+        for prompt, key in zip(prompts, self.rows.row_keys(), strict=True):
+            if prompt is None:
+                continue
+            keys.append(key)
+            checked.prompt_ids.append(prompt.id)
+            checked.contents.append(hash((tuple(prompt.token_ids or ()), prompt.images)))
+            checked.num_tokens.append(prompt.num_tokens)
+            content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
         return replace(self, rows=self.rows.only(keys), checked=checked._replace(digest=content.hexdigest()))
 
     def state_dict(self, position: int) -> JsonObject | None:
@@ -291,8 +289,8 @@ class PromptStream:
             by_id = {item.id: item for item in self._made.values() if isinstance(item, Prompt)}
             made = [by_id.setdefault(item.id, item) if isinstance(item, Prompt) else item for item in made]
         self._made |= zip(missing, made, strict=True)
-        for position in sorted(self._made)[:-_MAX_MADE]:
-            self._made.pop(position, None)
+        for position in list(self._made)[:-_MAX_MADE]:  # those made first
+            del self._made[position]
 
     @property
     def num_iterations(self) -> int | None:

@@ -68,8 +68,8 @@ class BranchRows:
             new = np.flatnonzero(tree_rows[tree, position] < 0)
             is_first[row, new] = True
             tree_rows[tree, position[new]], tree_columns[tree, position[new]] = row, new
-        numbers = [np.array(values, np.int64) for values in (trees, [len(position) for position in positions])]
-        made = *numbers, columns, is_first, tree_rows.clip(min=0), tree_columns
+        row_sizes = np.array([*map(len, positions)], np.int64)
+        made = np.array(trees, np.int64), row_sizes, columns, is_first, tree_rows.clip(min=0), tree_columns
         return cls(*(to_device(torch.as_tensor(value), device) for value in made))
 
     def spread(self, values: Tensor, fill: float = 0) -> Tensor:

@@ -103,7 +103,7 @@ class PlannedRun:
     reduce_every_microbatch: bool = False
     keeps_gathered: bool = False  # parameters, between forward and backward
     num_replicas: int = 1
-    ep: int = 1
+    ep: int = 1  # ranks over which each layer's experts are divided
     offloads: bool = False  # parameters, gradients and moments wait on the host
     engine: PlannedEngine | None = None
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
@@ -180,12 +180,13 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
             for each in (run.reduce_every_microbatch, True)
         )
         share = 1 / shards
-        own = role.parameters - role.expert_parameters * (1 - 1 / run.ep)  # what a rank gathers, a layer at a time
-        missed = max(0.0, own - num_parameters(config)) if role.expert_parameters else 0.0  # a dense model is counted
+        gatherable = role.parameters - role.expert_parameters * (1 - 1 / run.ep)  # a rank gathers its own experts only
+        # The costs count one dense feed-forward layer in place of a mixture's experts.
+        uncounted = max(0.0, gatherable - num_parameters(config)) if role.expert_parameters else 0.0
         waiting = own_cost.gathered_bytes - reduced_cost.gathered_bytes  # whole gradients
-        waiting += role.width * missed if waiting else 0.0
-        layers = reduced_cost.gathered_bytes + 2 * compute * missed / config.num_hidden_layers
-        whole = compute * own if run.keeps_gathered else 0
+        waiting += role.width * uncounted if waiting else 0.0
+        layers = reduced_cost.gathered_bytes + 2 * compute * uncounted / config.num_hidden_layers  # two at a time
+        whole = compute * gatherable if run.keeps_gathered else 0
         gathered = max(layers, whole) + waiting * role.trained / role.parameters
         sent = own_cost.sent_bytes
     elif run.layout == "3D":

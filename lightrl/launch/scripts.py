@@ -119,10 +119,7 @@ class KubernetesLauncher(Launcher):
             trainer["resourcesPerNode"] = _gpus(plan.ranks_per_host)
         pod = {"volumes": [self._volume()], "containers": [{"name": _TRAINER, "volumeMounts": [self._mount()]}]}
         job = {"name": _TRAINER, "template": {"spec": {"template": {"spec": pod}}}}
-        patch = {
-            "manager": "lightrl.launch",
-            "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
-        }
+        patch = {"manager": "lightrl.launch", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
         runtime = {"name": plan.launch.options.get("runtime", "torch-distributed")}
         spec = {"runtimeRef": runtime, "trainer": trainer, "runtimePatches": [patch]}
         return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", self.name, spec)

@@ -168,11 +168,15 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
         )
     model = trained[0]
     if {part.backend for part in served} - {"sglang"} or any(part.pp > 1 for part in served):
-        raise refused("its servers are SGLang's, with d and t. For VLLMEngine set launch.ranks, servers and tp")
+        raise refused(
+            "lightrl makes SGLang servers of it, with d and t. For VLLMEngine set launch.ranks, servers and tp"
+        )
     if model.cp > 1:
         raise refused("lightrl's strategies split a model by d, p and t, not by c")
     if model.ep * model.expert_tp > 1:
-        raise refused("it splits by d, p and t, not by e. Leave e out, and set ep of FSDP2Strategy")
+        raise refused(
+            "lightrl's strategies split by d, p and t here, not by e. Leave e out, and set ep of FSDP2Strategy"
+        )
     (servers,) = served or [Part("sglang", dp=0)]
     is_colocated = any(servers in group and model in group for group in groups)
     return Layout(

@@ -76,9 +76,12 @@ def by_path(value: object, path: str = "") -> Settings:
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         value = {str(one.get("class_path", index)).rpartition(".")[2]: one for index, one in enumerate(value)}
-    if is_secret(path) or not isinstance(value, Mapping):
-        return {} if is_secret(path) else without_secrets({path: list(value) if isinstance(value, tuple) else value})
+    if is_secret(path):
+        return {}
     settings: Settings = {}
+    if not isinstance(value, Mapping):
+        settings = without_secrets({path: list(value) if isinstance(value, tuple) else value})
+        return settings
     for name, inner in value.items():
         settings |= by_path(inner, path if name == "init_args" else f"{path}.{name}".lstrip("."))
     return settings

@@ -75,9 +75,8 @@ def _check_arguments(arguments: Mapping[str, object], template: Template) -> Non
 class ChatTemplate:
     """Renders chats with the policy's tokenizer, and reads back what the policy generated."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.image_reader: ImageReader | None = None  # how the policy reads images; None if it takes none
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, image_reader: ImageReader | None = None) -> None:
+        self.tokenizer, self.image_reader = tokenizer, image_reader  # None if the policy takes no images
         self.end_token_ids: set[int] = set()  # further ends of a turn, besides the tokenizer's and the template's own
         self._ends: tuple[Template, set[int | None]] | None = None  # the template, and the ends of its turns
         self._reads_text: tuple[Template, bool] = None, True  # a template, and whether it reads text, not only parts

@@ -1,7 +1,7 @@
 """The form of checkpoints: names and layouts of folders and servers on one side, of a model's modules on the other.
 
 transformers fuses the experts of a mixture into one parameter and renames parts of models with an image tower. Both
-directions go through its own functions, which are semi-private: all that lightrl uses of them is in this file.
+directions go through its own functions. These are semi-private: SEMI_PRIVATE lists those that lightrl imports.
 
     folder, servers                                 module
     mlp.experts.0.gate_proj.weight [I, H] … E  ◄─►  mlp.experts.gate_up_proj [E, 2I, H]
@@ -167,7 +167,7 @@ def load_parts(
     )
     with _bare_modules(model), _local_shapes(model), _one_at_a_time(), without_bars():
         info, _ = semi_private("convert_and_load_state_dict_in_model")(model, slices, config)
-        # Another name of a weight needs no values; a part may hold the tied weight under that name alone.
+        # A checkpoint may leave out a tied weight's second name; a part may hold the weight under it alone.
         tied: dict[str, str] = (getattr(model, "all_tied_weights_keys", None) or {}) if is_whole else {}
         for name, source in tied.items():
             is_read = not {name, source} & info.missing_keys

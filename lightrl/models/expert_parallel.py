@@ -4,8 +4,8 @@
     a MoE block           router, experts 0 and 1            router, experts 2 and 3
     its forward           tokens ── all-to-all ── experts ── all-to-all ── weighted sum, on the token's rank
 
-The ranks have different tokens, and the backward of a rank's experts gives the gradient of all these tokens. What moves
-them is transformers' own; lightrl's other use of its semi-private functions is in conversion.py.
+The ranks have different tokens, and the backward of a rank's experts gives the gradient of all these tokens.
+transformers' semi-private code moves the tokens; conversion.py lists what lightrl imports of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.models.conversion import semi_private
@@ -25,17 +26,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def expert_mesh(device_type: str, *, num_replicas: int, num_shards: int, ep: int) -> DeviceMesh:
-    """Make the mesh of the experts of one model on all ranks; the ranks of axis `ep`, neighbors, have different ones.
+def expert_mesh(device_type: str, *, num_replicas: int, ep: int) -> DeviceMesh:
+    """Make the mesh over which all ranks divide a model's experts; collective.
 
-    Axis `shard` divides the experts of an `ep` rank further. `batch` has the ranks with the same tokens: one.
+    Adjacent ranks, along axis `ep`, hold different experts; axis `shard` divides those of an `ep` rank further. Axis
+    `batch`, ranks with the same tokens, has size 1.
     """
-    sizes = (num_replicas, num_shards, ep, 1)
+    sizes = (num_replicas, dist.get_world_size() // (num_replicas * ep), ep, 1)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "shard", "ep", "batch"))
 
 
 def num_split_experts(config: PretrainedConfig) -> int:
-    """Return the number of experts of a model of this config, built without memory; 0 if it is dense.
+    """Return what `ep` must divide: the experts of each MoE block, their gcd if blocks differ; 0 for a dense model.
+
+    The model is built without memory.
 
     Raises:
         ValueError: if transformers cannot divide them.

@@ -264,6 +264,9 @@ def take_images(
             part without any of them takes the next of `images`.
         images: the row's images; if no part takes them, they go first in the last user turn.
         folder: base of relative paths.
+
+    Raises:
+        ValueError: for an image part without an image, images that do not match the parts, or a web address.
     """
     unplaced = [_image_text(image, folder) for image in images]
     placed: list[str] = []
@@ -288,7 +291,9 @@ def take_images(
             "image part, or use no image parts."
         )
     if unplaced:
-        last = max(index for index, message in enumerate(bare) if message["role"] == "user")
+        last = max((index for index, message in enumerate(bare) if message["role"] == "user"), default=None)
+        if last is None:
+            raise ValueError("Images need a user turn, but the messages have none. Add one, or image parts.")
         content = bare[last]["content"]
         text = [{"type": "text", "text": content}] if isinstance(content, str) else content
         bare[last] = {**bare[last], "content": [*({"type": "image"} for _ in unplaced), *text]}

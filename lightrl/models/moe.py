@@ -16,7 +16,7 @@ from torch import nn
 def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks by their names in `model`, from the first layer to the last; {} if it is dense.
 
-    What has experts but no known router is no block: such a model is computed as a dense one.
+    A module with experts but without a known router is not a block: its model is computed as a dense one.
     """
     return {
         name: module

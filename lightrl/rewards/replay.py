@@ -107,7 +107,7 @@ def replay(
         decode: token ids to text with special tokens, for `raw` and for prompts without messages.
 
     Raises:
-        ValueError: if a line has no trajectory, or there is no such reward function.
+        ValueError: if a line has no trajectory, or one whose workspace is deleted, or there is no such reward function.
     """
     check_bounds(1, repeats=repeats)
     trajectories = _without_rewards(Path(source)) if isinstance(source, str | Path) else source

@@ -565,7 +565,7 @@ class GroupScheduler:
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
         self._queued = sorted(state["in_flight"])
-        self._num_resamples, self.finished = dict(state.get("resamples", [])), {}
+        self._num_resamples, self.finished = dict(state["resamples"]), {}
         for record in state["finished"]:
             self._keep(Group.from_state(record))
         # With a smaller bound what was running might be too old when it is done, so it starts again.

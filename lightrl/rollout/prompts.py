@@ -20,6 +20,7 @@ from lightrl.trajectory import Prompt, sampling_seed
 State = dict[str, Any]  # plain Python, for a checkpoint
 MAX_SKIPPED = 100_000  # positions in a row
 AHEAD = 256  # prompts that are made at once, ahead of need
+MAX_PREPARED = 2_048  # positions that are prepared before a choice; fewer than a PromptStream keeps
 
 
 class Prompts(Protocol):
@@ -148,7 +149,7 @@ class PromptCursor:
         missing = next((position for position in positions if not prompts.is_prepared(position)), None)
         if missing is not None:
             return missing
-        for position in range(self.next_position, self.next_position + MAX_SKIPPED):
+        for position in range(self.next_position, self.next_position + MAX_PREPARED):
             if num <= 0:
                 return None
             if not prompts.is_prepared(position):

@@ -180,15 +180,16 @@ class SavedState:
             # Finished groups may be sampled again.
             first = min([int(state["next_position"]), *state["in_flight"], *self.scheduler.finished])
             self.runner.in_flight.load_state_dict(state, continues=bool(self.scheduler.started), first=first)
-            before, now = state["prompts"], self.cursor.fingerprint
             self.cursor.next_position = int(state["next_position"])
             self.cursor.load_stream_state(state.get("stream"))
-            self.cursor.load_state_dict(state["curriculum"])
+            before, curriculum = state["prompts"], state["curriculum"]
         except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             raise RolloutError(
                 f"The checkpoint's rollout state has the form of another version of lightrl ({error!r}). Resume with "
                 "that version, or start a new run from the model that lightrl export makes of the checkpoint."
             ) from error
+        self.cursor.load_state_dict(curriculum)
+        now = self.cursor.fingerprint
         if before is not None and now is not None and before != now:
             log.warning(
                 "The checkpoint was written with prompts %s, but this run has %s: some prompts will come twice, some "

@@ -73,9 +73,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     Args:
         num_replicas: copies of the model, each sharded over `world size / num_replicas` ranks (hybrid sharding). With
             one per node, parameters are gathered within a node and only gradients cross nodes.
-        ep: ranks that divide the experts of each layer of a mixture between them. A rank gathers its own experts alone,
-            and tokens travel to the experts they are routed to. Must divide the number of experts and the ranks of a
-            replica.
+        ep: number of ranks that divide the experts of each layer of a mixture. A rank gathers only its own experts, and
+            tokens travel to theirs. Must divide the number of experts and the ranks of a replica; needs torch >= 2.11,
+            and excludes compile_layers, offload_to_cpu, 16-mixed and meshes of roles.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
             is faster, but keeps the whole model in memory between forward and backward.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
@@ -160,16 +160,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ValueError(f"ep={self.ep} needs torch >= 2.11, got {torch.__version__}. Install it, or set ep to 1.")
         planned = getattr(module, "planned_roles", functools.partial(roles_of, module))()
-        roles = {name: role.spec for name, role in planned.items() if role.spec.url is None}
-        experts = {name: num_split_experts(spec.load_config()) for name, spec in roles.items()}
-        ranks = world // self.num_replicas
-        numbers = {f"{ranks} ranks of a replica": ranks}
-        numbers |= {f"{number} experts of the {name}": number for name, number in experts.items()}
+        specs = {name: role.spec for name, role in planned.items() if role.spec.url is None}
+        experts = {f"experts of the {name}": num_split_experts(spec.load_config()) for name, spec in specs.items()}
+        numbers = {"ranks of a replica": world // self.num_replicas, **experts}
         common = math.gcd(*numbers.values())
         for what, number in numbers.items():
             if number % self.ep:
                 sizes = " or ".join(map(str, nearest_divisors(common, self.ep)))
-                raise ValueError(f"ep={self.ep} must divide the {what}. Set it to {sizes}.")
+                raise ValueError(f"ep={self.ep} must divide the {number} {what}. Set it to {sizes}.")
         if experts and not any(experts.values()):
             raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")
 
@@ -204,9 +202,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             sizes = (self.num_replicas, self.world_size // self.num_replicas)
             self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replica", "shard"))
         if self.ep > 1:
-            num_shards = self.world_size // (self.num_replicas * self.ep)
-            axes = {"num_replicas": self.num_replicas, "num_shards": num_shards, "ep": self.ep}
-            self._expert_mesh = expert_mesh(self.root_device.type, **axes)
+            self._expert_mesh = expert_mesh(self.root_device.type, num_replicas=self.num_replicas, ep=self.ep)
         return dp_mesh.get_group()
 
     def barrier(self, name: str | None = None) -> None:
@@ -294,7 +290,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         is_compiled = compiles(model, self.root_device, self.compile_layers)
         if self._expert_mesh is not None and moe_blocks(model):
             split_experts(cast("PreTrainedModel", model), self._expert_mesh)
-        if self.activation_checkpointing:  # what is recomputed of a layer that is a block replays too
+        if self.activation_checkpointing:  # before layers are wrapped: one that is itself a block must replay too
             Routes(model)
         for layer in layers:
             trains = any(parameter.requires_grad for parameter in layer.parameters())
@@ -314,7 +310,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                     experts = shard(
                         block.experts, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy
                     )
-                    # The backward has summed the gradient over axis ep, and gloo multiplies no sums.
+                    # The backward already sums over axis ep, so divide by all ranks; gloo has no premultiplied sum.
                     experts.set_gradient_divide_factor(ranks.size)
                     experts.set_force_sum_reduction_for_comms(self._expert_mesh["shard"].size() > 1)
             shard(layer, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
@@ -369,7 +365,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Scales this rank's parts by the norm of the whole gradient, over all meshes of its parameters; collective."""
+        """Clips this rank's parts by the norm of the whole gradient, over all meshes of its parameters; collective."""
         gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
         present = [gradient for gradient in gradients if gradient is not None]
         scale = clip_val / (self.ranks.total_norm(present) + 1e-6)

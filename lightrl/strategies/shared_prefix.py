@@ -59,8 +59,8 @@ def find_shared_prompts(experience: Experience, image_token_id: int | None = Non
     """Each distinct prompt with all its trajectories, the shortest prompt first.
 
     The prompt is what precedes the first loss token; prompts are the same if group, tokens and images are. A
-    trajectory without loss tokens counts as a prompt without its last token; so does, alone, one with images after its
-    first loss token.
+    trajectory without loss tokens counts as a prompt without its last token. So does one with image tokens after its
+    first loss token, which shares its prompt with no other.
     """
     token_ids, loss_mask = on_host(experience.token_ids).numpy(), on_host(experience.loss_mask)
     images = token_ids[:, :0] if experience.image_rows is None else on_host(experience.image_rows).numpy()
@@ -70,8 +70,8 @@ def find_shared_prompts(experience: Experience, image_token_id: int | None = Non
     if experience.image_rows is not None:
         is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= starts[:, None])
         is_alone = (is_read & (on_host(experience.token_ids) == image_token_id)).any(1)
-        starts, alone = torch.where(is_alone, ends, starts), -1 - torch.arange(len(ends))
-        groups = torch.where(is_alone, alone, groups)
+        starts = torch.where(is_alone, ends, starts)
+        groups = torch.where(is_alone, -1 - torch.arange(len(ends)), groups)
     prompts: dict[tuple[int, int, bytes, bytes], Row] = {}
     numbers = zip(starts.tolist(), groups.tolist(), ends.tolist(), strict=True)
     for row, (start, group, end) in enumerate(numbers):

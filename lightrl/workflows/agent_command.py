@@ -22,7 +22,7 @@ import threading
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,6 +48,15 @@ _LIMITS = asdict(Limits(max_processes=1024, max_open_files=4096, output_kib=64))
 _LIMITS |= dict.fromkeys(("cpu_s", "memory_mib", "file_mib"), 1 << 30)
 
 
+@functools.cache
+def root_of(process: int) -> str:
+    """The folder for those of this process, removed at its end; those of ended processes are removed now."""
+    root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
+    Path(root).chmod(0o711)  # a user of a program's own goes through it
+    atexit.register(remove_folder, root)
+    return root
+
+
 @dataclass(frozen=True)
 class AgentResult:
     """The result of an agent that leaves more than a reward."""
@@ -66,7 +75,8 @@ class AgentCommand:
     environment: Mapping[str, str]
     timeout_s: float
     decode: Callable[..., Any]  # makes text of a prompt without messages
-    root: str  # has the folders; belongs to the process that computes rewards, since workflow workers may die before it
+    # Has the folders; made by the process that computes rewards, since workflow workers may end before it.
+    root: str = field(default_factory=lambda: root_of(os.getpid()))
     layers: list[str] | None = None  # the protections in force, once known
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
@@ -140,7 +150,10 @@ def check_command(command: Sequence[str] | None, template: str | None) -> None:
 
 
 def delete_workspace(workspace: str | None) -> None:
-    """Deletes a folder of `root_of`, in a thread: it may be large. No other is touched: a file may name any."""
+    """Deletes a folder below one of `root_of`, in a thread since it may be large.
+
+    Any other folder, which a recorded trajectory may name, stays.
+    """
     if workspace is None:
         return
     folder = Path(workspace).parent
@@ -148,15 +161,6 @@ def delete_workspace(workspace: str | None) -> None:
     is_ours = root.name.startswith(_PREFIX) and root.parent == Path(tempfile.gettempdir()).resolve()
     if is_ours and Path(workspace).name == "work" and not folder.is_symlink():
         threading.Thread(target=remove_folder, args=(str(folder),), name="lightrl-delete").start()
-
-
-@functools.cache
-def root_of(process: int) -> str:
-    """The folder for those of this process, removed at its end; those of ended processes are removed now."""
-    root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
-    Path(root).chmod(0o711)  # a user of a program's own goes through it
-    atexit.register(remove_folder, root)
-    return root
 
 
 async def _run_under_guard(request: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.agent_command import AgentCommand, AgentResult, check_command, delete_workspace, root_of
+from lightrl.workflows.agent_command import AgentCommand, AgentResult, check_command, delete_workspace
 from lightrl.workflows.agent_session import AgentSession
 from lightrl.workflows.completion_parser import completion_parser
 from lightrl.workflows.conversation import TurnRenderer
@@ -95,8 +94,7 @@ class AgentWorkflow(Workflow):
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
         if command is not None:
             self.agent_name = command[0]
-            rest = (environment or {}, agent_timeout_s, tokenizer.decode, root_of(os.getpid()))
-            agent = AgentCommand(command, workspace_template, *rest).run
+            agent = AgentCommand(command, workspace_template, environment or {}, agent_timeout_s, tokenizer.decode).run
         self.agent = function_of(agent or "", "agent")
         self.agent_timeout_s = agent_timeout_s
         self.max_tokens = max_tokens

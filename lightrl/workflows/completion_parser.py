@@ -53,13 +53,9 @@ def parse_text(text: str, tool_parser: ToolParser | None = None) -> ParsedComple
 
 
 def _parse_with_function(
-    tool_parser: ToolParser,
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    text: str,
-    tools: Sequence[JsonMapping],
+    parser: ToolParser, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str, tools: Sequence[JsonMapping]
 ) -> ParsedCompletion:
-    return parse_text(text, tool_parser)
+    return parse_text(text, parser)
 
 
 def _parse_with_template(

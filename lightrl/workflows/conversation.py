@@ -251,7 +251,8 @@ class Conversation:
         if reader is not None and list(self.token_ids).count(reader.image_token_id) != num_before * reader.tokens_each:
             raise RolloutError(
                 f"The policy or a text has written an image token (id {reader.image_token_id}) before an image in "
-                f"{_source_of(messages)}, and would have it there."
+                f"{_source_of(messages)}, so the model would put the image in that token's place. Remove the token's "
+                "text from prompts and observations; a trajectory in which the policy samples it is dropped."
             )
         token_ids = self.renderer.expanded(observed.token_ids, len(images), messages)
         return replace(observed, token_ids=token_ids, images=images)

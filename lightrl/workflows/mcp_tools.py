@@ -65,6 +65,8 @@ class MCPServer(ToolServer):
     async def close(self) -> None:
         if self._owner is not None:
             self._ends.set()
+            if not self._opened.done():
+                self._owner.cancel()  # it is still opening and would not see `_ends`
             await asyncio.gather(self._owner, return_exceptions=True)
 
     async def _connect(self) -> None:

@@ -125,8 +125,7 @@ class MultiTurn(Workflow):
         is_truncated = True  # unless the environment or max_turns ends it
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
         while (longest := max_tokens - len(conversation.token_ids)) > 0:
-            request: dict[str, Any] = {"images": conversation.images} if conversation.images else {}
-            generating = generate(list(conversation.token_ids), max_new_tokens=longest, **request)
+            generating = generate(list(conversation.token_ids), max_new_tokens=longest, images=conversation.images)
             completion = await _within(deadline, generating)
             if completion is None or not completion.token_ids:
                 break

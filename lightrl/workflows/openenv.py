@@ -34,14 +34,14 @@ class _Session(ToolServer):
         self.reward, self.is_done = 0.0, False  # summed since the last `take`
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._is_late = False  # an answer that nobody waits for any more is still to come
+        self._is_late = False  # the server still owes the answer to a call that was given up
 
     async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
         """The data of the server's answer; raises RolloutError, without a cause: it is not the policy's fault."""
         if self._is_late:
             raise RolloutError(
-                f"The OpenEnv server {self.url} missed the deadline of a call, whose answer the next one would get. "
-                "Increase tool_timeout_s."
+                f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be taken for "
+                "the next call's. Increase tool_timeout_s."
             )
         try:
             if self._socket is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ class TurnLog:
                 await self.journal.add(self.session, begin=method)
             returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)
             try:
-                answer, state = json.loads(json.dumps([_with_images(returned), environment.state_dict()]))
+                answer, state = json.loads(json.dumps([_with_data_urls(returned), environment.state_dict()]))
             except (TypeError, ValueError) as error:
                 raise RolloutError(
                     f"{name} returned {returned!r:.200} with a state, one of which is not JSON ({error}); an "
@@ -136,13 +137,15 @@ def turn_log_of(journal: Journal | None, session: str, saved: dict[str, list[lis
     return log
 
 
-def _with_images(answer: Any) -> Any:
+def _with_data_urls(answer: Any) -> Any:
     """The answer with a data: URL for each image that is a file, which may be gone after a resume."""
     if isinstance(answer, (list, tuple)):
-        return [_with_images(item) for item in answer]
+        return [_with_data_urls(item) for item in answer]
     if not isinstance(answer, dict):
         return answer
-    image = answer.get("image") if answer.get("type") == "image" else None
-    if isinstance(image, str) and not image.startswith("data:") and Path(image).is_file():
-        return {**answer, "image": data_url(image)}
-    return {key: _with_images(item) for key, item in answer.items()}
+    if answer.get("type") == "image":
+        image = next((answer[key] for key in ("image", "path", "url") if answer.get(key)), None)
+        if isinstance(image, str):
+            with suppress(ValueError):  # the conversation reports an image that cannot be read
+                return {**answer, "image": data_url(image)}
+    return {key: _with_data_urls(item) for key, item in answer.items()}

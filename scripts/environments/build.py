@@ -15,13 +15,13 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from cached_folder import PYTHON_VERSION, CachedFolder, new_environment, parser, pip_install
+from cached_folder import PYTHON_VERSION, CachedFolder, argument_parser, new_environment, pip_install
 
 HERE = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    arguments = parser("Builds a Python environment for an environment package.")
+    arguments = argument_parser("Builds a Python environment for an environment package.")
     arguments.add_argument("name", choices=sorted(path.stem for path in HERE.glob("*.txt")))
     options = arguments.parse_args()
     requirements = HERE / f"{options.name}.txt"

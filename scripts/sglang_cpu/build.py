@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from cached_folder import PYTHON_VERSION, CachedFolder, new_environment, parser, pip_install, run
+from cached_folder import PYTHON_VERSION, CachedFolder, argument_parser, new_environment, pip_install, run
 
 HERE = Path(__file__).resolve().parent
 SGLANG = "sglang==0.5.23"
@@ -49,5 +49,5 @@ def _fill(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    options = parser("Builds the Python environment for SGLang on this machine's CPU.").parse_args()
+    options = argument_parser("Builds the Python environment for SGLang on this machine's CPU.").parse_args()
     sys.exit(FOLDER.main(build, only_find=options.check))

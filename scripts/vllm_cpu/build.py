@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from cached_folder import PYTHON_VERSION, CachedFolder, new_environment, parser, pip_install, run
+from cached_folder import PYTHON_VERSION, CachedFolder, argument_parser, new_environment, pip_install, run
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE / "requirements.txt"
@@ -58,5 +58,5 @@ FOLDER = CachedFolder(
 )
 
 if __name__ == "__main__":
-    options = parser("Builds the Python environment for vLLM on this machine's CPU.").parse_args()
+    options = argument_parser("Builds the Python environment for vLLM on this machine's CPU.").parse_args()
     sys.exit(FOLDER.main(build, only_find=options.check))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from test_controller import Make, fake, ids, iterate, load_version, make, through_disk, uneven
 
-from lightrl.data import SuccessRateCurriculum
+from lightrl.data import PromptStream, SuccessRateCurriculum
 from lightrl.engines import FakeEngine
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout import GroupFilter
-from lightrl.rollout.prompts import Prompts
+from lightrl.rollout.prompts import PromptCursor, Prompts
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 __all__ = ["make"]  # the fixture
@@ -203,3 +203,19 @@ def test_a_curriculum_that_chooses_nothing_ends_the_run(make: Make, monkeypatch:
         iterate(controller, version)
     with pytest.raises(RolloutError, match="SuccessRateCurriculum skipped 50 prompts in a row"):
         controller.take(3)
+
+
+def test_a_curriculum_that_chooses_nothing_of_a_stream_raises_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.rollout.prompts.MAX_SKIPPED", 5_000)  # more than a stream keeps
+    prompts = PromptStream([Prompt(id=f"p{number}", token_ids=[1, 2]) for number in range(6)], batch_size=1)
+    curriculum = SuccessRateCurriculum(solved_times=1)
+    for number in range(6):
+        curriculum.observe(f"p{number}", 1.0)
+    cursor = PromptCursor(prompts, curriculum)
+    for _ in range(100):
+        if (missing := cursor.unprepared([], 1, run_seed=0)) is None:
+            break
+        cursor.prepare(missing)
+    assert missing is None
+    with pytest.raises(RolloutError, match="SuccessRateCurriculum skipped 5000 prompts in a row"):
+        cursor.choose(0)

@@ -24,13 +24,15 @@ def fit(folder: Path, *callbacks: Any, ckpt_path: Path | None = None, data: Any 
 
 
 class WaitForGroups(Callback):
-    """Lets rollouts continue after the first iteration until so many groups wait."""
+    """Blocks after the first iteration until `num` finished groups wait for the trainer."""
 
     def __init__(self, num: int) -> None:
         self.num = num
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        deadline = time.monotonic() + 60
         while trainer.global_step == 1 and trainer.rollout.progress()["finished_groups"] < self.num:
+            assert time.monotonic() < deadline, f"{self.num} groups are not finished: {trainer.rollout.progress()}"
             time.sleep(0.01)
 
 

@@ -105,7 +105,9 @@ async def play(workflow: Workflow, engine: Any, prompt: Prompt, sampling: Sampli
     """As the controller does it."""
     turn = 0
 
-    async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+    async def generate(
+        token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
+    ) -> Completion:
         nonlocal turn
         turn += 1
         longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)

@@ -221,10 +221,11 @@ def test_a_file_is_read_before_the_environment_deletes_it(tmp_path):
     assert torch.equal(image_reader().pixel_values([image]), image_reader().pixel_values([RED]))
 
 
-def test_a_resume_shows_the_image_that_the_run_showed(tmp_path):
+@pytest.mark.parametrize("key", ["image", "path"])
+def test_a_resume_shows_the_image_that_the_run_showed(key, tmp_path):
     class Screen:
         def step(self, text: str) -> list[JsonObject]:
-            return [{"role": "tool", "content": [{"type": "image", "image": str(tmp_path / "screen.png")}]}]
+            return [{"role": "tool", "content": [{"type": "image", key: str(tmp_path / "screen.png")}]}]
 
         def state_dict(self) -> JsonObject:
             return {}

@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,12 +34,12 @@ class SplitReport:
     is_cut: bool = False  # there are more rows than were read
     times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's tokens → times
 
-    def add(self, made: Sequence[Prompt | ValueError | None], num_tokens_of: Callable[[Prompt], int]) -> None:
+    def add(self, made: Sequence[Prompt | ValueError | None]) -> None:
         """Counts some rows: of each its prompt, None for a dropped row, ValueError for a bad one."""
         prompts = [item for item in made if isinstance(item, Prompt)]
         self.problems += [str(item) for item in made if isinstance(item, ValueError)]
         self.num_dropped += sum(item is None for item in made)
-        self.num_tokens += map(num_tokens_of, prompts)
+        self.num_tokens += [prompt.num_tokens for prompt in prompts]
         self.times_seen.update(hash(tuple(prompt.token_ids or ())) for prompt in prompts)
 
     def counts_text(self) -> str:
@@ -92,7 +92,7 @@ def read_split(
     report, num_read = SplitReport(split), 0
     if not datamodule.makes_prompts_of_rows:
         if split in datamodule.prompts:
-            report.add(datamodule.prompts[split][:max_rows], datamodule.num_tokens_of)
+            report.add(datamodule.prompts[split][:max_rows])
         return report
     prompts = datamodule.prompts_on_reading(split)
     with tqdm(total=prompts.rows.num_rows, desc=split, disable=None, leave=False) as bar:
@@ -101,7 +101,7 @@ def read_split(
                 if max_rows is not None and num_read >= max_rows:
                     report.is_cut = True
                     break
-                report.add(made, datamodule.num_tokens_of)
+                report.add(made)
                 num_read += len(made)
                 bar.update(len(made))
         except ValueError as error:

@@ -46,7 +46,7 @@ class Answer:
     supports: TokenArray[int] | None = None  # codes; None if the server did not send the supports
     # int32 [tokens of prompt and completion but the last * layers * k], expert ids; None if it did not send them.
     experts: Any = None
-    max_support: int | None = None  # tokens asked for at each place, if a support has all of them: it may have more
+    full_support: int | None = None  # least size of a support with all tokens returned: it may lack some
     problem: str = ""  # why it is unusable
 
 
@@ -141,9 +141,9 @@ class CompletionDraft:
                     f"{server} did not return which tokens it sampled from, which training with top_p or top_k needs. "
                     f"{support_help}"
                 )
-            if answer.max_support is not None and answer.max_support < self.vocab_size:
+            if answer.full_support is not None and answer.full_support < self.vocab_size:
                 raise MalformedAnswer(
-                    f"{server} may have sampled from more than the {answer.max_support} most likely tokens, which are "
+                    f"{server} may have sampled from more than the {answer.full_support} most likely tokens, which are "
                     f"all that it returns: too many are as likely as number {self.sampling.max_support}. Use another "
                     "top_k or top_p, or SGLangEngine."
                 )
@@ -219,7 +219,7 @@ class RawAnswer:
     finish: str
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
     experts: str | None = None  # `Answer.experts` in base64
-    max_support: int | None = None  # `Answer.max_support`
+    full_support: int | None = None  # `Answer.full_support`
 
 
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
@@ -256,7 +256,7 @@ def _checked(raw: RawAnswer) -> Answer:
             f"reason {raw.finish!r}; the numbers must be equal, the reason stop, length or abort"
         )
     experts = None if raw.experts is None else np.frombuffer(base64.b64decode(raw.experts), np.int32)
-    return Answer(token_ids, logprobs, versions, raw.finish, supports, experts, raw.max_support)
+    return Answer(token_ids, logprobs, versions, raw.finish, supports, experts, raw.full_support)
 
 
 def _support_codes(supports: Sequence[Sequence[int]], token_ids: Sequence[int]) -> TokenArray[int]:

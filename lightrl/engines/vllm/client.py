@@ -42,8 +42,8 @@ class VLLMClient(ServerClient):
     generate_path = "/inference/v1/generate"
     program = "a vLLM server"
     version = "vLLM 0.32"
-    support_help = f"A vLLM server needs --max-logprobs {generation.MAX_LOGPROBS} for them."
-    hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. For top_p or top_k: {support_help}"}
+    support_help = f"Sampling with top_p or top_k needs --max-logprobs {generation.MAX_LOGPROBS} at the vLLM server."
+    hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. {support_help}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
     _checked_identity = ""  # identity of the process whose arguments suffice

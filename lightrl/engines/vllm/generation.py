@@ -51,7 +51,9 @@ def _parse(answer: Any) -> RawAnswer:
     entries = choice["logprobs"]["content"] or []
     top_tokens = [entry["top_logprobs"] for entry in entries]
     supports = [[one["token_id"] for one in tokens if one["logprob"] > _IMPOSSIBLE] for tokens in top_tokens]
-    full = (len(support) for support, tokens in zip(supports, top_tokens, strict=True) if len(support) == len(tokens))
+    full_sizes = (
+        len(support) for support, tokens in zip(supports, top_tokens, strict=True) if len(support) == len(tokens)
+    )
     return RawAnswer(
         choice["token_ids"],
         [entry["logprob"] for entry in entries],
@@ -59,5 +61,5 @@ def _parse(answer: Any) -> RawAnswer:
         choice["weight_versions"],
         str(choice["finish_reason"]),
         supports if any(len(tokens) > 1 for tokens in top_tokens) else None,
-        max_support=min(full, default=None),
+        full_support=min(full_sizes, default=None),
     )

@@ -1,5 +1,8 @@
-"""A harness of verifiers whose agent asks the model once. Those of verifiers install their agent when they start, from
-the network, which a program of ours does not have; this one runs in the same Python."""
+"""A verifiers harness that asks the model once, in the same Python.
+
+verifiers' own harnesses install their agent from the network at the start, which a program of AgentWorkflow cannot
+reach.
+"""
 
 import sys
 from typing import Any
@@ -11,13 +14,15 @@ PROGRAM = """
 import sys
 from openai import OpenAI
 
-url, key, model, question = sys.argv[1:]
-messages = [{"role": "user", "content": question}]
+url, key, model, prompt = sys.argv[1:]
+messages = [{"role": "user", "content": prompt}]
 print(OpenAI(base_url=url, api_key=key).chat.completions.create(model=model, messages=messages))
 """
 
 
 class AsksOnce(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
+    """Runs PROGRAM with the endpoint, the key, the model's name and the prompt."""
+
     NEEDS_CONTAINER = False
 
     async def launch(

@@ -21,11 +21,11 @@ class Largest(vf.Task[Data]):  # type: ignore[misc]
         return float(trace.last_reply == self.data.answer)
 
 
-async def main(question: str) -> None:
+async def main(prompt: str) -> None:
     client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     config = vf.AgentConfig(model="policy", client=client, runtime=vf.SubprocessConfig(), harness={"id": "asks_once"})
     async with vf.make_agent(config) as agent:
-        trace = await agent.run(Largest(Data(idx=0, prompt=question, answer=max(question[:4]))))
+        trace = await agent.run(Largest(Data(idx=0, prompt=prompt, answer=max(prompt[:4]))))
     if not trace.ok:
         sys.exit(f"{[error.message for error in trace.errors]}")
     Path("reward.txt").write_text(str(trace.reward))

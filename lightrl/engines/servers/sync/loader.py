@@ -241,12 +241,12 @@ class WeightLoader:
             self.members.lose(server, problem)
 
     async def _end(self, servers: Sequence[Server], report: SyncReport | None) -> None:
-        for server in servers:
+        for server in [server for server in servers if server not in self._refused]:  # `give` checks those again
             url = server.url
             server.verified_by = report.verified_by.get(url, "version") if report is not None else "version"
             if report is not None and url in report.lost:
                 self.members.lose(server, report.lost[url])
-            elif report is not None and url in report.versions and server not in self._refused:
+            elif report is not None and url in report.versions:
                 self.fleet.admit(server, report.versions[url])
             elif server.state not in ("lost", "restarting"):
                 await self._reassess(server)
