@@ -48,45 +48,60 @@ class NotPackable(ValueError):
 class PackedRows:
     """Starts of the trajectories of one packed row, known on the host: no kernel has to ask the device.
 
+    Trajectories of one prompt may share it: it is a trajectory of its own in the row, and each completion that follows
+    it attends to its keys, which `attend` repeats, before its own.
+
     Args:
         lengths: tokens of each trajectory, in the row's order; those without tokens do not count.
         device: of the row.
         kernels: by dtype; others take the first that works.
+        prompts: for each trajectory the index of the earlier one that it follows, or -1; None if none follows another.
     """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device, kernels: Mapping[torch.dtype, str] | None = None
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        kernels: Mapping[torch.dtype, str] | None = None,
+        prompts: Sequence[int] | None = None,
     ) -> None:
-        self.lengths = [length for length in lengths if length > 0]
+        prompt_lengths = [0 if prompt < 0 else lengths[prompt] for prompt in prompts or [-1] * len(lengths)]
+        spans = [(length, shared) for length, shared in zip(lengths, prompt_lengths, strict=True) if length > 0]
+        self.lengths = [length for length, _ in spans]
         self.device, self.kernels = device, dict(kernels or {})
         self.longest = max(self.lengths, default=0)
+        self.longest_keys = max((length + shared for length, shared in spans), default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
+        self._key_starts, self.key_starts = self._starts, self.starts
+        self.keys: Tensor | None = None  # int64 [K], tokens of the row; None: all, in order
+        if prompts is not None and any(prompt_lengths):
+            self._key_starts = torch.tensor([0, *(length + shared for length, shared in spans)]).cumsum(0)
+            self.key_starts = to_device(self._key_starts.int(), device)  # int32 [N + 1]; the last is K
+            self.keys = to_device(_key_tokens(lengths, prompts), device)
         self._block_masks: dict[int | None, BlockMask] = {}  # window → mask
 
     @functools.cached_property
-    def documents(self) -> Tensor:
-        """int32 [T], on the device: the trajectory of each token."""
-        numbers = torch.arange(len(self.lengths), dtype=torch.int32)
-        return to_device(numbers.repeat_interleave(torch.tensor(self.lengths)), self.device)
+    def rectangles(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+        """Trajectories with like numbers of keys, and where each token's output is, int64 [T], in them end to end.
 
-    @functools.cached_property
-    def rectangles(self) -> tuple[list[Tensor], Tensor]:
-        """Tokens of each rectangle, int64 [rows, longest], padded with the row's last; and each token's index.
-
-        The indices, int64 [T], are into the rectangles' outputs end to end.
+        A rectangle has its tokens [n, longest] and keys [n, most], padded with the row's last, and how many keys come
+        before its first token's [n]; int64.
         """
-        starts, lengths = self._starts[:-1], torch.tensor(self.lengths)
+        starts, lengths, key_starts = self._starts[:-1], self._starts.diff(), self._key_starts[:-1]
+        num_keys = self._key_starts.diff()
         indices = torch.empty(int(self._starts[-1]), dtype=torch.int64)
         parts, first = [], 0
-        for members in rectangles(self.lengths, _CALL_OVERHEAD_TOKENS):
-            picked = lengths[members]
-            columns = torch.arange(int(picked.max()))
-            tokens = starts[members][:, None] + torch.minimum(columns, picked[:, None] - 1)
-            is_token = columns < picked[:, None]
+        for members in rectangles(num_keys.tolist(), _CALL_OVERHEAD_TOKENS):
+            tokens, keys = (
+                begin[members][:, None] + torch.minimum(torch.arange(int(size[members].max())), size[members, None] - 1)
+                for begin, size in ((starts, lengths), (key_starts, num_keys))
+            )
+            is_token = torch.arange(tokens.shape[1]) < lengths[members, None]
             indices[tokens[is_token]] = first + torch.arange(tokens.numel()).view_as(tokens)[is_token]
             first += tokens.numel()
-            parts.append(to_device(tokens, self.device))
+            before = (num_keys - lengths)[members]
+            parts.append((to_device(tokens, self.device), to_device(keys, self.device), to_device(before, self.device)))
         return parts, to_device(indices, self.device)
 
     def block_mask(self, window: int | None) -> BlockMask:
@@ -95,40 +110,58 @@ class PackedRows:
 
         if window in self._block_masks:
             return self._block_masks[window]
-        (num_partial, partial), (num_full, full) = blocks(self._starts.tolist(), window)
-        documents = self.documents
+        (num_partial, partial), (num_full, full) = blocks(self._starts, self._key_starts, window)
+        queries = torch.arange(int(self._starts[-1]))
+        lowest, own = (to_device(keys, self.device) for keys in _seen(queries, self._starts, self._key_starts, window))
 
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            is_before = (query >= key) & (documents[query] == documents[key])
-            return is_before if window is None else is_before & (query - key < window)
+            return (key >= lowest[query]) & (key <= own[query])
 
+        sizes = (len(queries), int(self._key_starts[-1]))
         mask = BlockMask.from_kv_blocks(
-            num_partial, partial, num_full, full, BLOCK_SIZE=_BLOCK, mask_mod=is_seen, seq_lengths=(len(documents),) * 2
+            num_partial, partial, num_full, full, BLOCK_SIZE=_BLOCK, mask_mod=is_seen, seq_lengths=sizes
         )
         self._block_masks[window] = mask.to(self.device)
         return self._block_masks[window]
 
 
-def blocks(starts: Sequence[int], window: int | None) -> list[tuple[Tensor, Tensor]]:
-    """The key blocks that each query block needs: (numbers [1, 1, Q], indices [1, 1, Q, Q]), partial ones, then full.
+def _key_tokens(lengths: Sequence[int], prompts: Sequence[int]) -> Tensor:
+    """The tokens of the row, int64 [K], whose keys each trajectory sees, its prompt's before its own."""
+    tokens = torch.split(torch.arange(sum(lengths)), list(lengths))
+    parts: list[Tensor] = []
+    for own, prompt in zip(tokens, prompts, strict=True):
+        if len(own) > 0:
+            parts += [own] if prompt < 0 else [tokens[prompt], own]
+    return torch.cat(parts)
+
+
+def _seen(queries: Tensor, starts: Tensor, key_starts: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """The first and the last key, int64 [Q] each, that these tokens [Q] see."""
+    document = torch.searchsorted(starts, queries, right=True) - 1
+    own = key_starts[document + 1] - (starts[document + 1] - queries)
+    first = key_starts[document]
+    return first if window is None else torch.maximum(first, own - window + 1), own
+
+
+def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
+    """The key blocks that each query block needs: (numbers [1, 1, Q], indices [1, 1, Q, K]), partial ones, then full.
 
     A block is full if each of its queries sees each of its keys, which then needs no mask.
 
     Args:
-        starts: of the trajectories, from 0, and the end of the last.
+        starts: of the trajectories' tokens, from 0, and the end of the last: int64 [N + 1].
+        key_starts: the same of their keys.
         window: keys that a query sees at most, itself included; None for all before it.
     """
-    ends = torch.tensor(starts)
-    first = torch.arange(0, starts[-1], _BLOCK)
-    last = first + _BLOCK - 1
-    document = torch.searchsorted(ends, first, right=True) - 1
-    start, end = ends[document], ends[document + 1]
-    reach = starts[-1] if window is None else window
-    lowest = torch.maximum(start, first - reach + 1)
-    keys = first[None]  # [1, Q], against queries [Q, 1]
-    is_needed = (keys >= (lowest // _BLOCK * _BLOCK)[:, None]) & (keys <= first[:, None])
-    is_full = is_needed & (keys < first[:, None]) & (keys >= start[:, None])
-    is_full &= ((end > last)[:, None]) & (last[:, None] - keys < reach)
+    num_tokens = int(starts[-1])
+    first = torch.arange(0, num_tokens, _BLOCK)
+    last = (first + _BLOCK - 1).clamp(max=num_tokens - 1)
+    keys = torch.arange(0, int(key_starts[-1]), _BLOCK)  # [K], against queries [Q, 1]
+    (lowest_of_first, own_of_first), (lowest_of_last, own_of_last) = (
+        (seen[:, None] for seen in _seen(queries, starts, key_starts, window)) for queries in (first, last)
+    )
+    is_needed = (keys + _BLOCK > lowest_of_first) & (keys <= own_of_last)
+    is_full = (keys >= lowest_of_last) & (keys + _BLOCK - 1 <= own_of_first) & (first + _BLOCK <= num_tokens)[:, None]
     parts = []
     for picked in (is_needed & ~is_full, is_full):
         order = picked.int().argsort(dim=1, descending=True, stable=True)  # picked ones, ascending, then the others
@@ -147,12 +180,12 @@ def make_packable(model: PreTrainedModel) -> bool:
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
         now = model.config._attn_implementation
-    return now == NAME or _is_flash(now)
+    return now == NAME or is_flash(model)
 
 
 def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
     """The arguments of the model's forward for the attention, in addition to `position_ids`."""
-    if _is_flash(model.config._attn_implementation):
+    if is_flash(model):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest}
     if not rows.kernels:  # found before the layers are compiled: a trial may compile by itself, and sizes are symbols
@@ -162,7 +195,8 @@ def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
         value_size = getattr(config, "v_head_dim", None) or size
         # FSDP2 computes layers in bfloat16, also outside of the Trainer's autocast.
         dtypes = {_compute_dtype(device.type, model.dtype), torch.bfloat16}
-        rows.kernels = {dtype: kernel_for(device, dtype, size, value_size) for dtype in dtypes}
+        shares = rows.keys is not None
+        rows.kernels = {dtype: kernel_for(device, dtype, size, value_size, shares) for dtype in dtypes}
     return {"packed_rows": rows, "attention_mask": no_mask(rows.device)}
 
 
@@ -175,7 +209,9 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-def _is_flash(name: str) -> bool:
+def is_flash(model: PreTrainedModel) -> bool:
+    """Whether the model has transformers' own flash attention."""
+    name: str = model.config._attn_implementation
     return name.startswith("flash_attention")
 
 
@@ -212,15 +248,20 @@ def _attend(
     device = query.device.type
     dtype = _compute_dtype(device, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if window is not None and window >= rows.longest:
+    if window is not None and window >= rows.longest_keys:
         window = None
-    kernel = rows.kernels.get(dtype) or kernel_for(query.device, dtype, query.shape[-1], value.shape[-1])
+    if rows.keys is not None:
+        key, value = key.index_select(2, rows.keys), value.index_select(2, rows.keys)
+    sizes = query.shape[-1], value.shape[-1]
+    kernel = rows.kernels.get(dtype) or kernel_for(query.device, dtype, *sizes, rows.keys is not None)
     with torch.autocast(device, enabled=False):
         return KERNELS[kernel](query, key, value, rows, scale, window)
 
 
 @functools.cache
-def kernel_for(device: torch.device, dtype: torch.dtype, head_size: int, value_size: int) -> str:
+def kernel_for(
+    device: torch.device, dtype: torch.dtype, head_size: int, value_size: int, shares_prompts: bool = False
+) -> str:
     """The name of the kernel for these tensors, found by a trial; logged once."""
     skipped: list[str] = []
     for name, kernel in KERNELS.items():
@@ -229,7 +270,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_size: int, value_s
         if not _is_tried_on(device):
             continue
         try:
-            why = _failure(kernel, device, dtype, head_size, value_size)
+            why = _failure(kernel, device, dtype, head_size, value_size, shares_prompts)
         except Exception as error:  # noqa: BLE001  # Triton's, such as OutOfResources, have no base of Python's or torch's
             why = f"{type(error).__name__}: {error}"[:100]
         if why is None:
@@ -237,7 +278,8 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_size: int, value_s
         skipped.append(f"{name}: {why}")
     reasons = f" ({'; '.join(skipped)})" if skipped else ""
     level = logging.WARNING if skipped else logging.DEBUG
-    log.log(level, "attention of packed rows: %s, %s on %s%s", name, str(dtype).removeprefix("torch."), device, reasons)
+    what = "packed rows that share prompts" if shares_prompts else "packed rows"
+    log.log(level, "attention of %s: %s, %s on %s%s", what, name, str(dtype).removeprefix("torch."), device, reasons)
     return name
 
 
@@ -249,17 +291,24 @@ def _is_tried_on(device: torch.device) -> bool:
 @torch.enable_grad()
 @torch.inference_mode(False)
 def _failure(
-    kernel: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, head_size: int, value_size: int
+    kernel: Callable[..., Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    value_size: int,
+    shares_prompts: bool,
 ) -> str | None:
     """Why a kernel cannot be used: its error, or that its numbers differ from SDPA's; None if it can."""
-    rows = PackedRows((_BLOCK + 3, 5), device)
+    rows = PackedRows((_BLOCK + 3, 5, 7), device, prompts=(-1, -1, 0) if shares_prompts else None)
     generator = torch.Generator().manual_seed(0)
+    num_keys = sum(rows.lengths) if rows.keys is None else len(rows.keys)
 
-    def random(heads: int, size: int) -> Tensor:
-        shape = (1, heads, sum(rows.lengths), size)
+    def random(heads: int, num_tokens: int, size: int) -> Tensor:
+        shape = (1, heads, num_tokens, size)
         return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
-    tensors = (random(2, head_size), random(1, head_size), random(1, value_size))
+    sizes = (sum(rows.lengths), head_size), (num_keys, head_size), (num_keys, value_size)
+    tensors = tuple(random(heads, *size) for heads, size in zip((2, 1, 1), sizes, strict=True))
     results: list[list[Tensor]] = []
     for function in (kernel, _sdpa):
         try:
@@ -283,7 +332,7 @@ def _flash(
     if query.shape[1] != key.shape[1] and _names_groups():
         options["enable_gqa"] = True
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    output = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, **options)
+    output = varlen_attn(query, key, value, rows.starts, rows.key_starts, rows.longest, rows.longest_keys, **options)
     return cast(Tensor, output)[None]
 
 
@@ -319,17 +368,18 @@ def _sdpa(
     if times > 1:
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     outputs = []
-    for tokens in parts:
+    for tokens, keys, before in parts:
         num, width = tokens.shape
         q, k, v = (
-            tensor[0].index_select(1, tokens.view(-1)).view(-1, num, width, tensor.shape[-1]).transpose(0, 1)
-            for tensor in (query, key, value)
+            tensor[0].index_select(1, at.view(-1)).view(-1, *at.shape, tensor.shape[-1]).transpose(0, 1)
+            for tensor, at in ((query, tokens), (key, keys), (value, keys))
         )
         mask = None
-        if window is not None and window < width:  # positions are a trajectory's, not the row's
-            positions = torch.arange(width, device=query.device)
-            difference = positions[:, None] - positions
-            mask = (difference >= 0) & (difference < window)
+        if rows.keys is not None or (window is not None and window < width):
+            before = before[:1] if rows.keys is None else before  # places are among a trajectory's keys
+            own = before[:, None] + torch.arange(width, device=query.device)
+            difference = (own[:, :, None] - torch.arange(keys.shape[1], device=query.device))[:, None]
+            mask = difference >= 0 if window is None else (difference >= 0) & (difference < window)
         output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         outputs.append(output.transpose(1, 2).reshape(num * width, *output.shape[1::2]))  # [tokens, heads, D]
     return torch.cat(outputs).index_select(0, indices)[None]

@@ -8,6 +8,8 @@ lists the forwards of a microbatch and their rows. Two layouts make plans, and t
     shared_rows   prompt │ completion a │ b │ c              each completion sees the prompt and itself, by a mask of
                   prompt │ completion d │ e   ·              T × T: for short rows
 
+On a GPU a microbatch is one packed row: `packed` has each prompt once there, and the attention repeats its keys.
+
 Shapes: B trajectories, L prompt tokens, R rows, T tokens of a row, N positions, H hidden size.
 """
 
@@ -122,6 +124,43 @@ def _in_rectangles(rows: Sequence[Row]) -> Plan:
 
 
 LAYOUTS: dict[str, Layout] = {"shared_keys": shared_keys, "shared_rows": shared_rows}
+
+
+class PackedTokens(NamedTuple):
+    """The layout of a packed row of P tokens; on the host."""
+
+    rows: Tensor  # int64 [P], the trajectory of each token
+    columns: Tensor  # int64 [P], its position there
+    lengths: list[int]  # tokens of each part of the row: a prompt, a completion, or a trajectory
+    prompts: list[int]  # for each part the index of its prompt's part, or -1
+    flat_indices: Tensor  # int64 [B, T], the index of the state at each position of a trajectory; -1 where no state is
+
+
+def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
+    """Each prompt followed by its completions; a prompt with one completion is one part with it.
+
+    Args:
+        prompts: from `find_shared_prompts`.
+        shape: (B, T) of the trajectories.
+    """
+    parts: list[tuple[int, int, int, int]] = []  # trajectory, first position, tokens, the prompt's part
+    for prompt in prompts:
+        shared, num = len(parts), prompt.num_prompt_tokens
+        if len(prompt.members) == 1:
+            parts.append((prompt.members[0], 0, num + prompt.sizes[0], -1))
+            continue
+        parts.append((prompt.members[0], 0, num, -1))
+        parts += [(member, num, size, shared) for member, size in zip(prompt.members, prompt.sizes, strict=True)]
+    members, positions, sizes, shared_parts = torch.tensor(parts).unbind(1)
+    of_part = torch.arange(len(parts)).repeat_interleave(sizes)
+    first = sizes.cumsum(0) - sizes
+    rows, columns = members[of_part], torch.arange(len(of_part)) - (first - positions)[of_part]
+    flat_indices = torch.full(tuple(shape), -1)
+    flat_indices[rows, columns] = torch.arange(len(of_part))
+    for prompt in prompts:  # its last position predicts the first token of each completion
+        last = prompt.num_prompt_tokens - 1
+        flat_indices[prompt.members, last] = flat_indices[prompt.members[0], last].clone()
+    return PackedTokens(rows, columns, sizes.tolist(), shared_parts.tolist(), flat_indices)
 
 
 def cost(plan: Plan) -> float:

@@ -26,7 +26,6 @@ from lightrl.functional import (
     hidden_logprobs,
     hidden_topk,
     on_host,
-    pack,
     predicted_token_ids,
     predicting_positions,
     rectangles,
@@ -51,17 +50,26 @@ from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
-from lightrl.strategies.packed_attention import TOLERANCE, NotPackable, PackedRows, arguments, make_packable
+from lightrl.strategies.packed_attention import (
+    TOLERANCE,
+    NotPackable,
+    PackedRows,
+    arguments,
+    is_flash,
+    make_packable,
+)
 from lightrl.strategies.precision import set_expert_precision
 from lightrl.strategies.shared_prefix import (
     CALL_OVERHEAD_TOKENS,
     LAYOUTS,
     Layout,
+    PackedTokens,
     Plan,
     Row,
     cost,
     find_shared_prompts,
     new_cache,
+    packed,
     shared_hidden,
     whole_rows,
 )
@@ -129,20 +137,29 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
 
 
 @torch.no_grad()
-def can_pack(model: PreTrainedModel) -> bool:
-    """Whether trajectories in one row do not see each other; gives the model an attention that keeps them apart."""
+def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
+    """Whether trajectories in one row do not see each other; gives the model an attention that keeps them apart.
+
+    Args:
+        shares_prompt: ask for two completions of one prompt, which stands in the row once.
+    """
     if getattr(model.config.get_text_config(), "index_topk", None):
         return False  # sparse selection among a row's keys; these few tokens are below its size
     if not _takes(model, "position_ids") or _rope_depends_on_length(model) or not make_packable(model):
         return False
-    token_ids = _some_tokens(model, 6)
-    position_ids = torch.arange(3, device=model.device).repeat(2)[None]
-    starts = arguments(model, PackedRows((3, 3), model.device, {model.dtype: "sdpa"}))
+    lengths, prompts, positions, last = [3, 3], [-1, -1], [0, 1, 2, 0, 1, 2], [3, 4, 5]
+    if shares_prompt:
+        if is_flash(model):  # transformers' own cannot repeat keys
+            return False
+        lengths, prompts, positions, last = [3, 1, 2], [-1, 0, 0], [0, 1, 2, 3, 3, 4], [0, 1, 2, 4, 5]
+    token_ids, position_ids = _some_tokens(model, 6), torch.tensor([positions], device=model.device)
+    starts = arguments(model, PackedRows(lengths, model.device, {model.dtype: "sdpa"}, prompts))
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
     except (NotPackable, TypeError):  # TypeError: the model takes no further arguments
         return False
-    return _is_close(output.last_hidden_state[:, 3:], _hidden(model, token_ids[:, 3:]))
+    num = lengths[-1]
+    return _is_close(output.last_hidden_state[:, -num:], _hidden(model, token_ids[:, last])[:, -num:])
 
 
 def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:
@@ -172,6 +189,9 @@ def _is_close(left: Tensor, right: Tensor) -> bool:
 
 # How padding is removed; all forms give the same numbers. Two are layouts of shared_prefix.py.
 Form = Literal["rectangles", "shared_keys", "shared_rows", "packed"]
+
+# A packed row shares prompts if it then has at most this fraction of its tokens: the attention copies their key-values.
+_LARGEST_SHARED_FRACTION = 0.9
 
 # Rows [N], columns [N] and hidden states [N, H] of predicting positions.
 _Part = tuple[Tensor, Tensor, Tensor]
@@ -237,6 +257,7 @@ class SingleModel:
         self._max_row = context_tokens(model.config) if _rope_depends_on_length(model) else None
         self.layouts = exact_layouts(model) if self.head_is_plain else {}
         self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
+        self.shares_packed_prompts = self.can_pack and can_pack(model, shares_prompt=True)
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
@@ -386,17 +407,29 @@ class SingleModel:
 
     def _packed_hidden(self, experience: Experience) -> _Part:
         """Run all trajectories end to end in one row; attention gets their starts."""
-        lengths = on_host(experience.lengths).tolist()
-        packed = pack(experience.token_ids, lengths)
-        starts = arguments(self.model, PackedRows(lengths, packed.rows.device))
-        all_rows = torch.arange(len(experience), device=packed.rows.device)
+        device = experience.token_ids.device
+        layout = self._packed_tokens(experience)
+        tokens = to_device(layout.rows, device), to_device(layout.columns, device)
+        starts = arguments(self.model, PackedRows(layout.lengths, device, prompts=layout.prompts))
+        all_rows = torch.arange(len(experience), device=device)
         inputs = self._layer_input(experience, all_rows, experience.token_ids)
-        inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()} | starts
-        body = self.model.base_model
-        with self._replaying(experience, packed.rows, packed.columns):
-            hidden = body(**inputs, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
-        rows, columns = predicting_positions(experience.loss_mask)
-        return rows, columns, hidden[packed.starts[rows] + columns]
+        inputs = {name: value[tokens][None] for name, value in inputs.items()} | starts
+        with self._replaying(experience, *tokens):
+            output = self.model.base_model(**inputs, position_ids=tokens[1][None], use_cache=False)
+        rows, columns = predicting_positions(on_host(experience.loss_mask))
+        picked = to_device(layout.flat_indices[rows, columns], device)
+        return to_device(rows, device), to_device(columns, device), output.last_hidden_state[0][picked]
+
+    def _packed_tokens(self, experience: Experience) -> PackedTokens:
+        """The layout of the packed row, with each prompt once where that saves enough."""
+        replays = self.routes is not None and experience.routes is not None  # by trajectory, not by prompt
+        if self.shares_packed_prompts and not replays:
+            prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
+            layout = packed(prompts, experience.token_ids.shape)
+            if len(layout.rows) <= _LARGEST_SHARED_FRACTION * int((on_host(experience.lengths) - 1).sum()):
+                return layout
+        lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # a last token predicts nothing
+        return packed([Row(length, [row], [0]) for row, length in enumerate(lengths)], experience.token_ids.shape)
 
     def _read_logits(self, experience: Experience, candidates: Candidates) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Rows [N], columns [N] and fields of Outputs, from the model's logits: for heads that are not plain."""

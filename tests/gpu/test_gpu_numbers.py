@@ -53,14 +53,18 @@ def test_logprobs_and_gradients_are_those_of_the_cpu(device: torch.device, famil
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_kernel_gives_what_sdpa_gives(device: torch.device, kernel: str, window: int | None, only_cuda: None) -> None:
+@pytest.mark.parametrize("shares_prompt", [False, True])
+def test_a_kernel_gives_what_sdpa_gives(
+    device: torch.device, kernel: str, window: int | None, shares_prompt: bool, only_cuda: None
+) -> None:
     dtype = torch.bfloat16 if kernel == "flash" else torch.float32
     generator = torch.Generator().manual_seed(0)
+    rows = PackedRows(LENGTHS, device, prompts=[-1, *[0] * (len(LENGTHS) - 1)] if shares_prompt else None)
+    num_keys = int(rows.key_starts[-1])
     inputs = [
-        torch.randn(1, heads, sum(LENGTHS), 64, generator=generator).to(device, dtype).requires_grad_()
-        for heads in (8, 2, 2)
+        torch.randn(1, heads, num_tokens, 64, generator=generator).to(device, dtype).requires_grad_()
+        for heads, num_tokens in ((8, sum(LENGTHS)), (2, num_keys), (2, num_keys))
     ]
-    rows = PackedRows(LENGTHS, device)
     results = []
     for function in (KERNELS[kernel], KERNELS["sdpa"]):
         output = function(*inputs, rows, None, window)

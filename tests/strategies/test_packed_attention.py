@@ -22,34 +22,49 @@ from lightrl.strategies.packed_attention import PackedRows, arguments, attend, b
 CPU = torch.device("cpu")
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, window: int | None) -> Tensor:
-    """[1, heads, T, D] -> [1, T, heads, D], by a dense mask."""
-    places = torch.arange(query.shape[2])
-    seen = (documents[:, None] == documents) & (places[:, None] >= places)
-    if window is not None:
-        seen &= places[:, None] - places < window
+def dense_mask(rows: PackedRows, window: int | None) -> Tensor:
+    """bool [T, K]: a part's tokens see the keys before them, its prompt's among them."""
+    masks = []
+    for queries, keys in zip(rows.starts.diff().tolist(), rows.key_starts.diff().tolist(), strict=True):
+        away = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+        masks.append((away >= 0) & (away < (window or keys)))
+    return torch.block_diag(*masks).bool()
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """[1, heads, T, D] and twice [1, heads, K, D] -> [1, T, heads, D], by a dense mask [T, K]."""
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-def heads(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def heads(num_tokens: int, num_keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(1, num, num_tokens, 8, generator=generator).requires_grad_() for num in (4, 2, 2)]
+    sizes = ((4, num_tokens), *[(2, num_tokens if num_keys is None else num_keys)] * 2)
+    made = [torch.randn(1, num, tokens, 8, generator=generator).requires_grad_() for num, tokens in sizes]
     return made[0], made[1], made[2]
+
+
+def ends_of(tokens: Tensor, starts: Tensor, key_starts: Tensor) -> tuple[Tensor, Tensor]:
+    """A token's own key, and the first of its trajectory: both end together."""
+    after = torch.searchsorted(starts, tokens, right=True)
+    return key_starts[after] - starts[after] + tokens, key_starts[after - 1]
 
 
 def fake_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
     """torch 2.11's, by a dense mask."""
     assert cu_seq_q.dtype == torch.int32
-    assert torch.compiler.is_compiling() or max_q == max_k == cu_seq_q.diff().max()
+    assert torch.compiler.is_compiling() or [max_q, max_k] == [cu_seq_q.diff().max(), cu_seq_k.diff().max()]
     assert window_size[1] == 0  # causal
-    window = None if window_size[0] < 0 else window_size[0] + 1
-    documents = torch.searchsorted(cu_seq_q, torch.arange(len(query)), right=True)
+    own, lowest = ends_of(torch.arange(len(query)), cu_seq_q, cu_seq_k)
+    places = torch.arange(len(key))
+    seen = (places >= lowest[:, None]) & (places <= own[:, None])
+    if window_size[0] >= 0:
+        seen &= own[:, None] - places <= window_size[0]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tensors = (tensor.transpose(0, 1)[None] for tensor in (query * (scale / 0.3), key, value))
-    return reference(*tensors, documents, window)[0] + 0 * max_q
+    return reference(*tensors, seen)[0] + 0 * max_q
 
 
 def fake_grouped_varlen(*inputs, enable_gqa=False, **options):
@@ -61,17 +76,19 @@ def fake_grouped_varlen(*inputs, enable_gqa=False, **options):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kernel", ["flash", "flash of groups", "flex", "sdpa"])
 @pytest.mark.parametrize("window", [None, 40])
-def test_each_kernel_keeps_trajectories_apart(kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prompts", [None, (-1, -1, 0, -1, 3, 3, 3)], ids=["apart", "of shared prompts"])
+def test_each_kernel_keeps_trajectories_apart(
+    kernel: str, window: int | None, prompts: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     varlen = fake_grouped_varlen if kernel == "flash of groups" else fake_varlen
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr(packed_attention, "_compiled_flex", lambda: flex_attention)  # its reference; needs no compiler
     lengths = [100, 0, 1, 130, 30, 29, 31]
-    inputs = heads(sum(lengths))
+    rows = PackedRows(lengths, CPU, prompts=prompts)
+    inputs = heads(sum(lengths), int(rows.key_starts[-1]))
     if kernel == "flex":  # forward only: torch 2.13 has no backward of it on a CPU
         inputs = tuple(tensor.detach() for tensor in inputs)
-    rows = PackedRows(lengths, CPU)
-    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    expected = reference(*inputs, documents, window)
+    expected = reference(*inputs, dense_mask(rows, window))
     actual = packed_attention.KERNELS[kernel.split()[0]](*inputs, rows, 0.3, window)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     if kernel == "flex":
@@ -81,24 +98,37 @@ def test_each_kernel_keeps_trajectories_apart(kernel: str, window: int | None, m
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
+def test_a_completion_sees_the_keys_of_its_prompt_before_its_own() -> None:
+    rows = PackedRows([2, 0, 1, 3, 2], CPU, prompts=[-1, 0, 0, -1, 3])
+    assert rows.keys.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
+    assert (rows.starts.tolist(), rows.key_starts.tolist()) == ([0, 2, 3, 6, 8], [0, 2, 5, 8, 13])
+
+
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
-def test_the_blocks_of_flex_attention_are_those_of_a_dense_mask(window: int | None) -> None:
-    lengths = [200, 300, 1, 12, 512, 60]
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    documents = torch.nn.functional.pad(documents, (0, 128), value=-1)  # torch asks beyond the end
-
-    def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (query >= key) & (documents[query] == documents[key])
-        return seen if window is None else seen & (query - key < window)
-
-    dense = create_block_mask(is_seen, None, None, starts[-1], starts[-1], device="cpu")
-    (num_partial, partial), (num_full, full) = blocks(starts, window)
-    assert num_partial.equal(dense.kv_num_blocks)
-    assert num_full.equal(dense.full_kv_num_blocks)
-    for number, mine, theirs in ((num_partial, partial, dense.kv_indices), (num_full, full, dense.full_kv_indices)):
-        for row, count in enumerate(number[0, 0].tolist()):
-            assert mine[0, 0, row, :count].tolist() == theirs[0, 0, row, :count].tolist()
+@pytest.mark.parametrize("prompts", [None, (-1, 0, 0, -1, 3, 3)], ids=["apart", "of shared prompts"])
+def test_the_blocks_of_flex_attention_are_those_of_a_dense_mask(
+    window: int | None, prompts: tuple[int, ...] | None
+) -> None:
+    rows = PackedRows([200, 300, 1, 12, 512, 60], CPU, prompts=prompts)
+    mask = torch.nn.functional.pad(dense_mask(rows, window), (0, 128, 0, 128))  # torch asks beyond the end
+    size = int(rows.starts[-1]), int(rows.key_starts[-1])
+    dense = create_block_mask(lambda batch, head, query, key: mask[query, key], None, None, *size, device="cpu")
+    (num_partial, partial), (num_full, full) = blocks(rows.starts, rows.key_starts, window)
+    mine, theirs = (
+        [
+            [row[:count].tolist() for row, count in zip(indices[0, 0], numbers[0, 0].tolist(), strict=True)]
+            for numbers, indices in parts
+        ]
+        for parts in (
+            ((num_partial, partial), (num_full, full)),
+            ((dense.kv_num_blocks, dense.kv_indices), (dense.full_kv_num_blocks, dense.full_kv_indices)),
+        )
+    )
+    assert mine[1] == theirs[1]
+    if prompts is None:
+        assert mine[0] == theirs[0]
+    else:  # where a window ends between a prompt and its completion, a block that nobody sees may be among them
+        assert all(set(some) <= set(more) for some, more in zip(theirs[0], mine[0], strict=True))
 
 
 def outputs_and_gradient(
@@ -122,6 +152,23 @@ def test_packed_rows_give_the_numbers_of_rectangles(family: str) -> None:
     model = {"family": family, "dtype": torch.float64}
     packed, apart = (outputs_and_gradient(form, experience, **model) for form in ("packed", "rectangles"))
     torch.testing.assert_close(packed, apart, rtol=1e-6, atol=1e-6)  # gemma multiplies by a float32
+
+
+@pytest.mark.parametrize(("num_prompt", "num_completion", "times"), [(8, 4, 1), (2, 30, 3)], ids=["once", "each time"])
+def test_a_packed_row_has_each_prompt_once_where_that_saves_enough(
+    num_prompt: int, num_completion: int, times: int
+) -> None:
+    model = tiny_model()
+    single = SingleModel(model, LogprobSettings(), form="packed")
+    made = random_experience(
+        num_groups=2, group_size=3, prompt_tokens=(num_prompt,) * 2, completion_tokens=(num_completion,) * 2
+    )
+    num_tokens: list[int] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: num_tokens.append(inputs[0].numel())
+    )
+    list(single.forward([made]))
+    assert num_tokens == [2 * times * num_prompt + 6 * (num_completion - 1)]
 
 
 def test_no_tensor_of_a_packed_row_grows_with_its_square() -> None:
