@@ -9,13 +9,15 @@ and one that runs out of memory says so. An update is one microbatch: forward, b
     plain    a Hugging Face loop in bfloat16: rows padded to the longest, an attention mask, logits of every position,
              their logprobs in float32; as many rows at a time as fit `--plain-tokens` padded tokens
     pure     SingleModel in bfloat16: one packed row, the output head at loss tokens only, entropies as well
-    mixed    the same under bf16-mixed: float32 weights, gradients and moments, products in bfloat16
+    shared   the same, with each group's prompt in the row once
+    mixed    as pure under bf16-mixed: float32 weights, gradients and moments, products in bfloat16
     trainer  GRPO's whole update phase in lightrl.Trainer, with hooks, callbacks and metrics, under bf16-mixed
     fsdp2    the same with FSDP2Strategy, on one GPU
 
-MFU counts only what the model needs for real tokens: the head at loss tokens, half of causal attention, nothing twice;
-it is the share of `--tflops`, by default an H100's 989 for dense bfloat16 from its data sheet. `warm_up_s` is the first
-update, with all compilation; `memory_gib` the measured peak; `predicted_gib` what strategies/costs.py says on paper.
+MFU counts only what the model needs for real tokens: the head at loss tokens, half of causal attention, nothing twice,
+but a prompt for each of its trajectories, also in `shared`, `trainer` and `fsdp2`, which compute it once; it is the
+share of `--tflops`, by default an H100's 989 for dense bfloat16 from its data sheet. `warm_up_s` is the first update,
+with all compilation; `memory_gib` the measured peak; `predicted_gib` what strategies/costs.py says on paper.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from lightrl.strategies.tensor_plans import layer_parameters
 from lightrl.trajectory import Trajectory
 
 GOAL_RATIO, GOAL_MFU = 1.3, {"qwen3-0.6b": 0.35, "qwen3-1.7b": 0.45}
-CONTENDERS = ("plain", "pure", "mixed", "trainer", "fsdp2")
+CONTENDERS = ("plain", "pure", "shared", "mixed", "trainer", "fsdp2")
 WARM_UP = 2  # updates
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -96,6 +98,7 @@ def backward_of(name: str, model: PreTrainedModel, part: Experience, plain_token
     if name == "plain":
         return lambda: run_padded(model, part, max(1, plain_tokens // part.token_ids.shape[1]))
     single = SingleModel(model, LogprobSettings(entropy_needs_gradient=False), form="packed" if CUDA else None)
+    single.shares_packed_prompts &= name == "shared"
 
     def loss(part: Experience, outputs: Outputs) -> Tensor:
         return weighted_sum(part, outputs.logprobs)
@@ -145,7 +148,7 @@ def trainer_seconds(
 
 def predicted_bytes(name: str, config: PretrainedConfig, tokens: int, num_parameters: int) -> float:
     """Parameters, gradients and both moments, and the peak of a microbatch."""
-    width = 2 if CUDA and name == "pure" else 4
+    width = 2 if CUDA and name in ("pure", "shared") else 4
     copies = name in ("mixed", "trainer")
     work = Work(tokens, checkpoint_activations=False, parameter_bytes=width, copies_weights=copies)
     return 4.0 * width * num_parameters + sum(peak_bytes(config, tokens, config.num_hidden_layers, work))

@@ -1,11 +1,12 @@
 """What an update should take on a GPU, part by part, and its MFU: the real update on tensors without memory.
 
-    python -m benchmarks.roofline [--quick] [--models qwen3-0.6b,qwen3-1.7b] [--tokens 16384] [--eager]
+    python -m benchmarks.roofline [--quick] [--models qwen3-0.6b,qwen3-1.7b] [--tokens 16384] [--eager] [--shared]
 
 SingleModel runs as gpu_update's `pure` does, in bfloat16; a dispatch mode adds up what its operations read, write and
 multiply. On an H100 a product takes the longer of its bytes over 2.7 TB/s and its FLOPs over what its shape reaches of
 700 TFLOP/s. As compiled, the operations between two products are one kernel: it reads what others made and writes what
-others read, and a backward makes what it needs of the forward again. With --eager each operation is a kernel.
+others read, and a backward makes what it needs of the forward again. With --eager each operation is a kernel. With
+--shared a group's prompt goes through the model once; the MFU still counts it for each trajectory.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.packing import weighted_sum
 from benchmarks.report import Report
 from lightrl.functional import logprobs as head
 from lightrl.strategies import LogprobSettings, SingleModel, packed_attention, single
+from lightrl.strategies.shared_prefix import find_shared_prompts
 
 BYTES_PER_S = 2.7e12  # of an H100's memory, as a copy reaches it
 FLOPS_PER_S = 989e12  # that MFU is the share of
@@ -116,7 +118,11 @@ def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
     config = make_config(name)
     experience = make_parts(given.tokens, given.longest, config.vocab_size)
     lengths, is_fused = experience.lengths.tolist(), not given.eager
-    attention = 2.0 * config.num_attention_heads * config.head_dim * sum(length * length for length in lengths)
+    pairs = float(sum(length * length for length in lengths))  # twice those of a query and a key
+    if given.shared:
+        prompts = find_shared_prompts(experience)
+        pairs -= sum((len(prompt.members) - 1) * prompt.num_prompt_tokens**2 for prompt in prompts)
+    attention = 2.0 * config.num_attention_heads * config.head_dim * pairs
     meter = Meter(attention, is_fused=is_fused)
     read, backward = head.hidden_logprobs, head._HeadLogprobs.backward
 
@@ -130,10 +136,13 @@ def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
         meter.part, meter.kernel = "layers", meter.kernel + 1
         return gradients
 
+    def can_pack(model: Any, shares_prompt: bool = False) -> bool:
+        return packed_attention.make_packable(model) and (given.shared or not shares_prompt)
+
     with (
         patch.object(single, "head_is_plain", lambda model: True),  # nothing can be probed without numbers
         patch.object(single, "exact_layouts", lambda model: {}),
-        patch.object(single, "can_pack", packed_attention.make_packable),
+        patch.object(single, "can_pack", can_pack),
         patch.object(packed_attention, "kernel_for", lambda *args: "flash"),
         patch.object(single, "hidden_logprobs", read_head),
         patch.object(head._HeadLogprobs, "backward", staticmethod(head_backward)),
@@ -155,7 +164,7 @@ def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
     parts = {f"{part}_us": round(value * 1e6) for part, value in meter.seconds.items()}
     mfu = round(work / seconds / FLOPS_PER_S, 3)
     total = {"ms": round(seconds * 1e3, 1), "mfu": mfu}
-    return {"model": name, "tokens": sum(lengths), "fused": is_fused, **total, **parts}
+    return {"model": name, "tokens": sum(lengths), "fused": is_fused, "shared": given.shared, **total, **parts}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -164,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of a microbatch")
     parser.add_argument("--longest", type=int, default=1024, help="completion, in tokens")
     parser.add_argument("--eager", action="store_true", help="neither layers nor head compiled")
+    parser.add_argument("--shared", action="store_true", help="a group's prompt is in the row once")
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     given = parser.parse_args(arguments)
     if given.quick:

@@ -216,11 +216,12 @@ def test_gpu_update_times_the_update_phase_of_a_trainer(capsys):
 
 
 def test_the_roofline_has_no_part_that_gets_slower_when_it_is_compiled(capsys):
-    for form in ([], ["--eager"]):
+    for form in ([], ["--eager"], ["--shared"]):
         roofline.main(["--quick", *form])
-    fused, eager = [line for line in printed(capsys) if line.get("measurement") == "update"]
+    fused, eager, shared = [line for line in printed(capsys) if line.get("measurement") == "update"]
     assert fused["tokens"] == eager["tokens"] == 256
     assert all(fused[f"{part}_us"] <= eager[f"{part}_us"] for part in ("layers", "attention", "head", "optimizer"))
+    assert shared["attention_us"] <= fused["attention_us"]
 
 
 @pytest.mark.extra
