@@ -15,6 +15,7 @@ the starts of the trajectories (strategies/packed_attention.py).
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Packed:
     position_ids: Tensor  # int64 [1, total], from 0 in each trajectory
     rows: Tensor  # int64 [total], the trajectory of each token
     columns: Tensor  # int64 [total], its place in the trajectory
-    starts: Tensor  # int64 [B], of each trajectory in the row
+    starts: Tensor  # int64 [B], of each trajectory in the row, from the first of these tokens
 
 
 def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[int]]:
@@ -119,12 +120,13 @@ def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_
     return [sorted(row for index in part for row in units[index]) for part in bins(sizes, max_tokens)]
 
 
-def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:
+def pack(token_ids: Tensor, lengths: Sequence[int], part: tuple[int, int] = (0, 1)) -> Packed:
     """Puts the trajectories of a right-padded tensor end to end.
 
     Args:
         token_ids: int64 [B, T], right-padded.
         lengths: tokens of each trajectory, 0 to T; numbers, so that the host does not wait for the device.
+        part: which part to return, and of how many equal ones; the first token fills up the last.
     """
     if token_ids.dim() != 2 or len(lengths) != len(token_ids):
         raise ValueError(
@@ -138,6 +140,14 @@ def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:
     starts = sizes.cumsum(0) - sizes
     rows = torch.arange(len(lengths)).repeat_interleave(sizes)
     columns = torch.arange(len(rows)) - starts[rows]
+    index, num = part
+    if num > 1:
+        size = math.ceil(len(rows) / num)
+        rows, columns = (
+            torch.nn.functional.pad(values, (0, num * size - len(rows)))[index * size : (index + 1) * size]
+            for values in (rows, columns)
+        )
+        starts = starts - index * size
     starts, rows, columns = (to_device(value, token_ids.device) for value in (starts, rows, columns))
     return Packed(token_ids[rows, columns][None], columns[None], rows, columns, starts)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightrl.experience import Experience, row_codes
@@ -45,11 +46,12 @@ from lightrl.models import (
     teacher_candidates,
 )
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.images import input_embeddings
+from lightrl.models.images import input_embeddings, new_model
 from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
+from lightrl.strategies.context_parallel import sum_results
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import TOLERANCE, NotPackable, PackedRows, arguments, make_packable
 from lightrl.strategies.precision import set_expert_precision
@@ -68,7 +70,7 @@ from lightrl.strategies.shared_prefix import (
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # A run on a few tokens shows what a model supports: a plain head, shared prefixes, packed rows. Families differ, and a
 # wrong guess would silently train on wrong logprobs, so nothing is assumed by name.
@@ -145,6 +147,20 @@ def can_pack(model: PreTrainedModel) -> bool:
     return _is_close(output.last_hidden_state[:, 3:], _hidden(model, token_ids[:, 3:]))
 
 
+def may_be_cut(config: PretrainedConfig) -> bool:
+    """Whether attention alone, of a kind that may be packed, mixes tokens of a row; `can_pack` then tries some.
+
+    The model is built without memory.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
+        return False  # a state of its own, such as that of a convolution, or the index of sparse attention
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = new_model(config)
+    return not _rope_depends_on_length(model) and make_packable(model)
+
+
 def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:
     vocabulary: int = model.get_input_embeddings().weight.shape[0]
     return torch.arange(num, device=model.device)[None] % vocabulary
@@ -210,6 +226,8 @@ class SingleModel:
         ValueError: if `form` is not exact for the model, or the model cannot have a head on its body.
     """
 
+    context_group: dist.ProcessGroup | None = None  # ranks that share packed rows
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -236,7 +254,8 @@ class SingleModel:
             )
         self._max_row = context_tokens(model.config) if _rope_depends_on_length(model) else None
         self.layouts = exact_layouts(model) if self.head_is_plain else {}
-        self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
+        packs = form == "packed" or self.context_group is not None or model.device.type != "cpu"
+        self.can_pack = self.head_is_plain and packs and can_pack(model)
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
@@ -308,7 +327,8 @@ class SingleModel:
                 # A token's value is that of the state before it was sampled.
                 results["values"] = self.value_head(hidden)[:, 0].float()
         shape = experience.token_ids.shape
-        return Outputs(**{name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()})
+        results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
+        return Outputs(**results if self.context_group is None else sum_results(results, self.context_group))
 
     def _read_hidden(
         self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor, candidates: Candidates
@@ -385,18 +405,23 @@ class SingleModel:
             yield picked, experience.token_ids[picked, : max(lengths[row] for row in members)]
 
     def _packed_hidden(self, experience: Experience) -> _Part:
-        """Run all trajectories end to end in one row; attention gets their starts."""
-        lengths = on_host(experience.lengths).tolist()
-        packed = pack(experience.token_ids, lengths)
-        starts = arguments(self.model, PackedRows(lengths, packed.rows.device))
-        all_rows = torch.arange(len(experience), device=packed.rows.device)
+        """Run all trajectories end to end in one row, or this rank's part of it; attention gets their starts."""
+        lengths, group = on_host(experience.lengths).tolist(), self.context_group
+        index, num = (0, 1) if group is None else (group.rank(), group.size())
+        packed = pack(experience.token_ids, lengths, (index, num))
+        device, padding = packed.rows.device, num * len(packed.rows) - sum(lengths)
+        starts = arguments(self.model, PackedRows([*lengths, padding], device, group=group))
+        all_rows = torch.arange(len(experience), device=device)
         inputs = self._layer_input(experience, all_rows, experience.token_ids)
         inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()} | starts
         body = self.model.base_model
         with self._replaying(experience, packed.rows, packed.columns):
             hidden = body(**inputs, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
-        rows, columns = predicting_positions(experience.loss_mask)
-        return rows, columns, hidden[packed.starts[rows] + columns]
+        rows, columns = predicting_positions(on_host(experience.loss_mask))
+        places = on_host(packed.starts)[rows] + columns
+        is_here = (places >= 0) & (places < len(packed.rows))
+        rows, columns, places = (to_device(values[is_here], device) for values in (rows, columns, places))
+        return rows, columns, hidden[places]
 
     def _read_logits(self, experience: Experience, candidates: Candidates) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Rows [N], columns [N] and fields of Outputs, from the model's logits: for heads that are not plain."""
