@@ -65,6 +65,15 @@ def test_packing_worked_by_hand() -> None:
     assert packed.columns.tolist() == [0, 1, 2, 0, 1]
 
 
+def test_parts_of_a_row_are_of_one_size_and_the_first_token_fills_up_the_last() -> None:
+    token_ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+    first, second = (pack(token_ids, [3, 2], (index, 2)) for index in range(2))
+    assert first.token_ids.tolist() == [[5, 6, 7]]
+    assert second.token_ids.tolist() == [[8, 9, 5]]
+    assert second.position_ids.tolist() == [[0, 1, 0]]
+    assert [first.starts.tolist(), second.starts.tolist()] == [[0, 3], [-3, 0]]
+
+
 @pytest.mark.parametrize("lengths", [[4, 1, 3], [4, 4, 4], [0, 4, 2], [0, 0, 0]], ids=str)
 def test_pack_then_unpack_is_the_identity(lengths: list[int]) -> None:
     is_token = torch.arange(4) < torch.tensor(lengths)[:, None]

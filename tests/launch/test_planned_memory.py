@@ -168,6 +168,29 @@ def test_divided_experts_are_gathered_by_their_own_ranks_alone() -> None:
     assert costs[1].weights == costs[2].weights
 
 
+def test_ranks_that_share_rows_keep_their_own_tokens_alone() -> None:
+    module = GRPO(tiny_spec(config=CONFIG), reward=len, microbatch_tokens=200)
+    planned = plan_of(module, devices=4, strategy=FSDP2Strategy(cp=2))
+    assert planned.roles[0].dp == 2
+    rows = {name.strip(): number for name, number, _ in batch_rows(planned)}
+    assert (rows["tokens per microbatch, at most"], rows["on each of its cp ranks"]) == ("200", "100")
+    whole, shared = (
+        role_cost(run, run.roles[0])
+        for run in (plan_of(module, devices=4, strategy=FSDP2Strategy(num_replicas=2)), planned)
+    )
+    assert shared.weights == whole.weights / 2
+    assert 0.5 < shared.activations / whole.activations < 0.6  # and the attention's output before it is exchanged
+
+
+def test_the_advised_cp_is_the_smallest_that_fits() -> None:
+    planned = spread(large(checkpoint_activations=True, reduce_every_microbatch=True), 4)
+    planned = replace(planned, microbatch_tokens=1)  # the longest trajectory is what is left
+    one, two = (rank_memories(replace(planned, roles=(replace(planned.roles[0], cp=cp),)))[0].device for cp in (1, 2))
+    assert two["activations"] < 0.6 * one["activations"]
+    found = misfits_of(planned, 1.001 * sum(two.values()))[0]
+    assert found.fix == "set cp of trainer.strategy to 2"
+
+
 def test_3d_divides_the_state_over_pp_and_tp() -> None:
     strategy = Parallel3DStrategy(tp=2)
     planned = plan_of(GRPO(tiny_spec(config=EVEN_CONFIG), reward=len), devices=2, strategy=strategy)
