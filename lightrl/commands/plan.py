@@ -271,8 +271,6 @@ def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
     microbatches = max(1, math.ceil(rank_tokens / run.microbatch))
     per_microbatch = f"{rank_tokens:,} tokens / {run.microbatch:,}; fewer if trajectories are shorter"
     longest = f"{run.prompt_tokens:,} of the prompt ({run.prompt_source}) + {run.new_tokens:,} new"
-    cp = run.roles[0].cp if run.roles else 1
-    shared = [("  on each of its cp ranks", math.ceil(run.microbatch / cp), f"{run.microbatch:,} / {cp}")]
     rows = [
         ("prompts per iteration, P", prompts, "data.batch_size" if run.prompts else "not stated by the data: 1"),
         ("trajectories per prompt, G", run.group_size, "model.group_size"),
@@ -284,7 +282,6 @@ def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
         ("trajectories per update", update, f"{total:,} / num_minibatches = {total:,} / {run.num_minibatches}"),
         ("  on each of the dp ranks", math.ceil(update / dp), f"{update:,} / {dp}, balanced by tokens"),
         ("tokens per microbatch, at most", run.microbatch, "model.microbatch_tokens, but one trajectory at least"),
-        *(shared if cp > 1 else []),
         ("microbatches per rank and update", microbatches, per_microbatch),
     ]
     return [(name, f"{number:,}", origin) for name, number, origin in rows]

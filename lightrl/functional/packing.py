@@ -15,7 +15,6 @@ the starts of the trajectories (strategies/packed_attention.py).
 from __future__ import annotations
 
 import bisect
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,13 +140,10 @@ def pack(token_ids: Tensor, lengths: Sequence[int], part: tuple[int, int] = (0, 
     rows = torch.arange(len(lengths)).repeat_interleave(sizes)
     columns = torch.arange(len(rows)) - starts[rows]
     index, num = part
-    if num > 1:
-        size = math.ceil(len(rows) / num)
-        rows, columns = (
-            torch.nn.functional.pad(values, (0, num * size - len(rows)))[index * size : (index + 1) * size]
-            for values in (rows, columns)
-        )
-        starts = starts - index * size
+    size = -(-len(rows) // num)
+    filled = torch.nn.functional.pad(torch.stack([rows, columns]), (0, num * size - len(rows)))
+    rows, columns = filled[:, index * size : (index + 1) * size]
+    starts = starts - index * size
     starts, rows, columns = (to_device(value, token_ids.device) for value in (starts, rows, columns))
     return Packed(token_ids[rows, columns][None], columns[None], rows, columns, starts)
 

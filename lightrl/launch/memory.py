@@ -379,9 +379,8 @@ def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     if run.layout == "FSDP2" and run.batches_per_update is None and all(role.mesh is None for role in run.roles):
         common = math.gcd(run.world, *(int(role.config.num_attention_heads) for role in run.roles))
         for cp in (size for size in range(run.roles[0].cp + 1, common + 1) if common % size == 0):
-            first = "" if run.checkpoint_activations else "activation_checkpointing of trainer.strategy to true and "
             shared = replace(checkpointed, roles=tuple(replace(role, cp=cp) for role in run.roles))
-            yield f"{first}cp of trainer.strategy to {cp}", shared
+            yield f"activation_checkpointing of trainer.strategy to true and its cp to {cp}", shared
 
 
 def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:

@@ -117,13 +117,9 @@ def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     # is the output projection's input.
     saved += compute * (2 * query + 2 * key) + _FLOAT * heads
     if work.cp > 1:  # the output before its exchange too; keys and values as often as their heads are repeated
-        saved += compute * (query + 2 * key * (_repeats(kv_heads, work.cp) - 1))
+        saved += compute * (query + 2 * head_size(config) * (math.lcm(kv_heads, work.cp) - kv_heads))
     # MLP: gate, its activation, up, and their product, the down projection's input.
     return int(saved + compute * 4 * config.intermediate_size)
-
-
-def _repeats(kv_heads: int, cp: int) -> int:
-    return cp // math.gcd(kv_heads, cp)
 
 
 def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: Work) -> float:
@@ -169,8 +165,7 @@ def fsdp2_cost(
 ) -> Cost:
     """FSDP2Strategy gathers layers for each microbatch, forward and backward.
 
-    It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`. With
-    `work.cp`, attention exchanges queries, keys, values and outputs.
+    It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`.
     """
     total = num_parameters(config)
     num = _num_microbatches(work, gpus / work.cp)
@@ -181,10 +176,9 @@ def fsdp2_cost(
     communication = sent / _bandwidth(gpus, machine)
     compute = _compute_s(config, gpus, work, machine)
     tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens * work.cp / gpus)) / work.cp)
-    kv_heads = config.num_key_value_heads * _repeats(config.num_key_value_heads, work.cp)
-    exchanged = 2 * (config.num_attention_heads + kv_heads) * head_size(config) * work.compute_bytes * tokens
-    times = config.num_hidden_layers * num * (3 if work.checkpoint_activations else 2)
-    exchanged *= times * (work.cp - 1) / work.cp
+    heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, work.cp)
+    times = config.num_hidden_layers * num * (3 if work.checkpoint_activations else 2) * (work.cp - 1) / work.cp
+    exchanged = times * 2 * heads * head_size(config) * work.compute_bytes * tokens
     exchange_s = exchanged / _bandwidth(work.cp, machine)
     layers, logits = peak_bytes(config, tokens, config.num_hidden_layers, work)
     waiting = work.parameter_bytes * total if num > 1 and not reduce_every_microbatch else 0  # whole gradients

@@ -6,7 +6,6 @@ or two layers. Models start without memory; each rank reads its own part of the 
     world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each a quarter of the model
                                replica 1: ranks 4 5 6 7, the same; gradients are averaged over both
     with ep 2 too:             ranks 0 2 share the first half of each layer's experts, ranks 1 3 the second
-    with cp 2:                 ranks 0 1 have the same trajectories, each half of their tokens; dp is 4
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from lightrl.strategies.fsdp2_model import FSDP2Model, uncut
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
-    HasRoles,
     OtherRanksModel,
     Place,
     check_meshes,
@@ -78,9 +76,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         ep: number of ranks that divide the experts of each layer of a mixture. A rank gathers only its own experts, and
             tokens travel to theirs. Must divide the number of experts and the ranks of a replica; needs torch >= 2.11,
             and excludes compile_layers, offload_to_cpu, 16-mixed and meshes of roles.
-        cp: number of ranks that share the tokens of each microbatch, for long trajectories: each keeps the activations
-            and logits of 1/cp of them, and attention exchanges heads. Must divide the ranks and the attention heads;
-            needs models that can be packed, and excludes images and meshes of roles.
+        cp: number of ranks that share the tokens of each microbatch, for long trajectories; attention exchanges heads.
+            Must divide ranks and attention heads; needs models that can be packed, and excludes meshes of roles.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
             is faster, but keeps the whole model in memory between forward and backward.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
@@ -132,23 +129,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._places: dict[tuple[str, RoleMesh], Place] = {}  # roles with a mesh of their own
 
     @property
-    def dp_size(self) -> int:
-        """The number of ranks with different trajectories; known before any process starts."""
-        return max(1, self.num_processes * self.num_nodes // self.cp)
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
         """Raises ValueError for sizes that do not fit, with the nearest that do, before a device is touched."""
         world = self.num_processes * self.num_nodes
-        if world % self.num_replicas:
-            raise ValueError(
-                f"num_replicas={self.num_replicas} must divide the {world} processes (devices={self.num_processes} × "
-                f"num_nodes={self.num_nodes}). Set it to "
-                f"{' or '.join(map(str, nearest_divisors(world, self.num_replicas)))}."
-            )
+        processes = f"processes (devices={self.num_processes} × num_nodes={self.num_nodes})"
+        _check_divides("num_replicas", self.num_replicas, {processes: world})
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
         for role, mesh in role_meshes(module).items():
@@ -181,21 +169,15 @@ class FSDP2Strategy(ModelParallelStrategy):
             raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")
 
     def _check_cp(self, module: L.LightningModule | None, world: int) -> None:
-        if module is not None and not isinstance(module, HasRoles):
-            raise ValueError(f"cp={self.cp} trains RLModules only, got {type(module).__name__}. Set cp to 1.")
-        if role_meshes(module):
-            raise ValueError(f"cp={self.cp} does not support the mesh of a role yet. Remove it, or set cp to 1.")
-        specs = {name: role.spec for name, role in roles_of(module).items() if role.spec.url is None}
+        roles = roles_of(module)
+        if role_meshes(module) or (module is not None and not roles):
+            kind = type(module).__name__
+            raise ValueError(f"cp={self.cp} trains RLModules without meshes of roles, got {kind}. Set cp to 1.")
         numbers = {"ranks": world}
-        for name, spec in specs.items():
+        for name, spec in ((name, role.spec) for name, role in roles.items() if role.spec.url is None):
             config = spec.load_config()
-            if spec.attn_implementation not in (None, "sdpa"):
-                raise ValueError(
-                    f"cp={self.cp} needs lightrl's attention, but the {name} has attn_implementation="
-                    f"{spec.attn_implementation!r}. Remove it, or set cp to 1."
-                )
-            if not may_be_cut(config):
-                raise ValueError(uncut(self.cp, config.model_type))
+            if spec.attn_implementation not in (None, "sdpa") or not may_be_cut(config):
+                raise uncut(self.cp, config.model_type)
             numbers[f"attention heads of the {name}"] = config.get_text_config().num_attention_heads
         _check_divides("cp", self.cp, numbers)
 
@@ -232,9 +214,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self.ep > 1:
             self._expert_mesh = expert_mesh(self.root_device.type, num_replicas=self.num_replicas, ep=self.ep)
         if self.cp > 1:
-            dp_mesh = init_device_mesh(self.root_device.type, (self.dp_size, self.cp), mesh_dim_names=("dp", "cp"))
-            self._context_group = dp_mesh["cp"].get_group()
-            dp_mesh = dp_mesh["dp"]
+            sizes = self.world_size // self.cp, self.cp
+            mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("dp", "cp"))
+            dp_mesh, self._context_group = mesh["dp"], mesh["cp"].get_group()
         return dp_mesh.get_group()
 
     def barrier(self, name: str | None = None) -> None:
@@ -444,10 +426,9 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def _check_divides(name: str, size: int, numbers: dict[str, int]) -> None:
-    common = math.gcd(*numbers.values())
     for what, number in numbers.items():
         if number % size:
-            sizes = " or ".join(map(str, nearest_divisors(common, size)))
+            sizes = " or ".join(map(str, nearest_divisors(math.gcd(*numbers.values()), size)))
             raise ValueError(f"{name}={size} must divide the {number} {what}. Set it to {sizes}.")
 
 

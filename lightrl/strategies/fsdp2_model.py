@@ -46,7 +46,7 @@ class FSDP2Model(SingleModel):
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
         is_offloaded: whether the strategy keeps all shards in CPU memory.
         replays_routes: as of SingleModel.
-        context_group: ranks that share packed rows; they pass the same microbatches.
+        context_group: ranks that share packed rows and pass the same microbatches.
     """
 
     def __init__(
@@ -73,13 +73,11 @@ class FSDP2Model(SingleModel):
             # The strategy has compiled the layers before it sharded them.
             made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "replays_routes": replays_routes}
             self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
-            device_type = self._root.run_inside(lambda: model.device.type)  # inside, it is where it computes
         reshard(self._root)
         self.layouts = {}  # the number of its calls depends on the rows
         if context_group is not None and not self.can_pack:
-            raise ValueError(uncut(context_group.size(), model.config.model_type))
-        packs = self.can_pack and (context_group is not None or device_type != "cpu")
-        self.form = "packed" if packs else "rectangles"
+            raise uncut(context_group.size(), model.config.model_type)
+        self.form = "packed" if self.can_pack else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
@@ -155,11 +153,10 @@ class FSDP2Model(SingleModel):
             yield nothing, experience.token_ids[:1, :1]
 
 
-def uncut(cp: int, model_type: str) -> str:
-    """The error for a model whose rows cannot be cut."""
-    return (
-        f"cp={cp} cuts packed rows, but a model of type {model_type!r} has more than causal attention between the "
-        "tokens of a row, such as a state of its own, sparse attention or sinks, or changes logits. Set cp to 1."
+def uncut(cp: int, model_type: str) -> ValueError:
+    return ValueError(
+        f"cp={cp} cuts packed rows, but a model of type {model_type!r} has more than causal attention by sdpa between "
+        "the tokens of a row, such as a state of its own, sparse attention or sinks, or changes logits. Set cp to 1."
     )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightrl.functional import rectangles, to_device
-from lightrl.strategies.context_parallel import exchange_heads, exchange_tokens
+from lightrl.strategies.context_parallel import exchange
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -54,19 +54,14 @@ class PackedRows:
         lengths: tokens of each trajectory, in the row's order; those without tokens do not count.
         device: of the row.
         kernels: by dtype; others take the first that works.
-        group: ranks that have a part of the row each; None for a row that is whole.
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        device: torch.device,
-        kernels: Mapping[torch.dtype, str] | None = None,
-        group: dist.ProcessGroup | None = None,
+        self, lengths: Sequence[int], device: torch.device, kernels: Mapping[torch.dtype, str] | None = None
     ) -> None:
-        self.group = group
         self.lengths = [length for length in lengths if length > 0]
         self.device, self.kernels = device, dict(kernels or {})
+        self.group: dist.ProcessGroup | None = None  # ranks that have a part of the row each
         self.longest = max(self.lengths, default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
@@ -221,13 +216,13 @@ def _attend(
     dtype = _compute_dtype(device, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if rows.group is not None:
-        query, key, value = (exchange_heads(tensor, rows.group) for tensor in (query, key, value))
+        query, key, value = exchange(query, rows.group), exchange(key, rows.group), exchange(value, rows.group)
     if window is not None and window >= rows.longest:
         window = None
     kernel = rows.kernels.get(dtype) or kernel_for(query.device, dtype, query.shape[-1], value.shape[-1])
     with torch.autocast(device, enabled=False):
         output = KERNELS[kernel](query, key, value, rows, scale, window)
-    return output if rows.group is None else exchange_tokens(output, rows.group)
+    return output if rows.group is None else exchange(output, rows.group)
 
 
 @functools.cache

@@ -51,7 +51,7 @@ from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
-from lightrl.strategies.context_parallel import sum_results
+from lightrl.strategies.context_parallel import Total
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import TOLERANCE, NotPackable, PackedRows, arguments, make_packable
 from lightrl.strategies.precision import set_expert_precision
@@ -148,10 +148,7 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 
 def may_be_cut(config: PretrainedConfig) -> bool:
-    """Whether attention alone, of a kind that may be packed, mixes tokens of a row; `can_pack` then tries some.
-
-    The model is built without memory.
-    """
+    """Whether attention alone mixes tokens, by a model without memory; `can_pack` then tries a real one."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
@@ -328,7 +325,9 @@ class SingleModel:
                 results["values"] = self.value_head(hidden)[:, 0].float()
         shape = experience.token_ids.shape
         results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
-        return Outputs(**results if self.context_group is None else sum_results(results, self.context_group))
+        if self.context_group is not None:
+            results = {name: Total.apply(value, self.context_group) for name, value in results.items()}  # type: ignore[no-untyped-call]
+        return Outputs(**results)
 
     def _read_hidden(
         self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor, candidates: Candidates
@@ -410,7 +409,9 @@ class SingleModel:
         index, num = (0, 1) if group is None else (group.rank(), group.size())
         packed = pack(experience.token_ids, lengths, (index, num))
         device, padding = packed.rows.device, num * len(packed.rows) - sum(lengths)
-        starts = arguments(self.model, PackedRows([*lengths, padding], device, group=group))
+        packed_rows = PackedRows([*lengths, padding], device)
+        packed_rows.group = group
+        starts = arguments(self.model, packed_rows)
         all_rows = torch.arange(len(experience), device=device)
         inputs = self._layer_input(experience, all_rows, experience.token_ids)
         inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()} | starts

@@ -36,7 +36,8 @@ def compare(rank: int, kind: str, window: int | None, folder: str) -> None:
     settings = {"scaling": None, "sliding_window": window}
     results = []
     for tensors, group in ((whole, None), (mine, dist.group.WORLD)):
-        rows = PackedRows(LENGTHS, device, group=group)
+        rows = PackedRows(LENGTHS, device)
+        rows.group = group
         output, _ = attend(torch.nn.Identity(), *tensors, None, packed_rows=rows, **settings)
         gradients = torch.autograd.grad(output.float().square().sum(), tensors)
         results.append([output.transpose(1, 2), *gradients])
