@@ -510,13 +510,14 @@ def _run_rank(
 def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, settings: dict[str, Any]) -> float:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     spec = ModelSpec(path=folder, tokenizer=TOKENIZER)
-    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
+    strategy = FSDP2Strategy(**settings)
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("shard",))
+    axes = init_device_mesh("cpu", (num_ranks // strategy.cp, strategy.cp), mesh_dim_names=("dp", "cp"))
     control_group = dist.new_group(backend="gloo")
     watch = watch_all(control_group, main_address="127.0.0.1", hang_timeout_s=FSDP2_S)
     ranks = ProcessRanks(
-        dp_group=mesh.get_group(), control_group=control_group, device=torch.device("cpu"), watch=watch
+        dp_group=axes["dp"].get_group(), control_group=control_group, device=torch.device("cpu"), watch=watch
     )
-    strategy = FSDP2Strategy(**settings)
     if strategy.ep > 1:
         strategy._expert_mesh = expert_mesh("cpu", num_replicas=1, ep=strategy.ep)
     strategy._mesh, strategy.ranks, strategy.parallel_devices = mesh, ranks, [torch.device("cpu")]
@@ -525,15 +526,16 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, setti
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_mixed)
     model = empty_model(Role(spec))
     strategy.shard(model)
-    sharded = FSDP2Model(model, LogprobSettings(), ranks=ranks)
+    context_group = axes["cp"].get_group() if strategy.cp > 1 else None
+    sharded = FSDP2Model(model, LogprobSettings(), ranks=ranks, context_group=context_group)
     experience = _experience()
-    mine = [experience.select(range(rank, len(experience), num_ranks))]
+    mine = [experience.select(range(ranks.dp_rank, len(experience), ranks.dp_size))]
     with autocast:
         sharded.forward_backward(mine, _loss, Tensor.backward)
     one = spec.load_model()
     with autocast:
         SingleModel(one, LogprobSettings(), form="rectangles").forward_backward([experience], _loss, Tensor.backward)
-    pairs = list(_gradients(model, one, num_ranks))
+    pairs = list(_gradients(model, one, ranks.dp_size))
     error = sum(float((left - right).square().sum()) for left, right in pairs)
     size = sum(float(right.square().sum()) for _, right in pairs)
     sent: dict[str, Tensor] = {}
@@ -544,14 +546,14 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, setti
     return float((error / size) ** 0.5)
 
 
-def _gradients(model: torch.nn.Module, one: torch.nn.Module, num_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _gradients(model: torch.nn.Module, one: torch.nn.Module, dp_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of gradients: the ranks', averaged there, and those of one process."""
     expected = {name: parameter.grad for name, parameter in one.named_parameters()}
     for name, parameter in model.named_parameters():
         if (gradient := expected[name]) is None:
             continue
         assert parameter.grad is not None, name
-        yield whole(parameter.grad) * num_ranks, gradient
+        yield whole(parameter.grad) * dp_size, gradient
 
 
 def _compare_names(sent: dict[str, Tensor], folder: str) -> None:

@@ -195,7 +195,7 @@ def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[st
     strategy, precision = trainer.strategy, str(trainer.precision)
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
-    split = (strategy.pp, strategy.tp) if is_3d else (1, 1)
+    split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
     is_half = precision in ("bf16-true", "16-true")
     return {
         "roles": tuple(
@@ -215,7 +215,7 @@ def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[st
 
 
 def _planned_role(
-    name: str, role: Role, world: int, split: tuple[int, int], *, is_trained: bool, is_half: bool
+    name: str, role: Role, world: int, split: tuple[int, int, int], *, is_trained: bool, is_half: bool
 ) -> PlannedRole:
     try:
         role.spec.check_reachable()
@@ -233,7 +233,7 @@ def _planned_role(
     parameters = sum(value.numel() for value in model.parameters())
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     experts: list[Any] = [block.experts for block in moe_blocks(model).values()]
-    pp, tp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp)
+    pp, tp, cp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp, 1)
     return PlannedRole(
         name=name,
         config=model.config.get_text_config(),
@@ -244,6 +244,7 @@ def _planned_role(
         mesh=role.mesh,
         pp=pp,
         tp=tp,
+        cp=cp,
         width=2 if is_half else next(model.parameters()).element_size(),
         waits_on_host=role.offload,
     )

@@ -55,13 +55,14 @@ class PlannedRole:
     mesh: RoleMesh | None = None
     pp: int = 1
     tp: int = 1
+    cp: int = 1
     width: int = 4  # bytes of a parameter
     waits_on_host: bool = False
     expert_parameters: int = 0  # parameters of a mixture's experts
 
     @property
     def dp(self) -> int:
-        return len(self.ranks) // (self.pp * self.tp)
+        return max(1, len(self.ranks) // (self.pp * self.tp * self.cp))
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,10 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     # A frozen model keeps nothing, but each of its layers takes what one that is checkpointed takes again.
     checkpoints = run.checkpoint_activations or not is_trained
     copies = run.layout == "whole" and compute != role.width and not checkpoints
-    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies)
+    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, role.cp)
     share, gathered, sent = 1.0, 0.0, 0.0
     num_layers = config.num_hidden_layers if is_trained else 0
-    microbatch = min(run.microbatch, math.ceil(tokens / role.dp))
+    microbatch = math.ceil(min(run.microbatch, math.ceil(tokens / role.dp)) / role.cp)
     activations, logits = peak_bytes(config, microbatch, num_layers, work)
     if run.layout == "FSDP2":
         shards = max(1, len(role.ranks) // run.num_replicas)
@@ -375,6 +376,11 @@ def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     if run.layout == "FSDP2" and not run.reduce_every_microbatch:
         settings = "activation_checkpointing and reduce_every_microbatch of trainer.strategy to true"
         yield settings, replace(checkpointed, reduce_every_microbatch=True)
+    if run.layout == "FSDP2" and run.batches_per_update is None and all(role.mesh is None for role in run.roles):
+        common = math.gcd(run.world, *(int(role.config.num_attention_heads) for role in run.roles))
+        for cp in (size for size in range(run.roles[0].cp + 1, common + 1) if common % size == 0):
+            shared = replace(checkpointed, roles=tuple(replace(role, cp=cp) for role in run.roles))
+            yield f"activation_checkpointing of trainer.strategy to true and its cp to {cp}", shared
 
 
 def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:

@@ -50,6 +50,7 @@ class Work:
     parameter_bytes: int = 4  # also of its gradient, of Adam's moments, and of a hidden state between layers
     compute_bytes: int = 2  # a number in a layer's products, and in a parameter that FSDP2 gathers
     copies_weights: bool = False  # autocast does, for the backward too; FSDP2 gathers them as they are computed with
+    cp: int = 1  # ranks that share the tokens of a microbatch
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
     # is the output projection's input.
     saved += compute * (2 * query + 2 * key) + _FLOAT * heads
+    if work.cp > 1:  # the output before its exchange too; keys and values as often as their heads are repeated
+        saved += compute * (query + 2 * head_size(config) * (math.lcm(kv_heads, work.cp) - kv_heads))
     # MLP: gate, its activation, up, and their product, the down projection's input.
     return int(saved + compute * 4 * config.intermediate_size)
 
@@ -165,14 +168,18 @@ def fsdp2_cost(
     It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`.
     """
     total = num_parameters(config)
-    num = _num_microbatches(work, gpus)
+    num = _num_microbatches(work, gpus / work.cp)
     ends = total - config.num_hidden_layers * layer_parameters(config)
     others = (gpus - 1) / gpus
     gathers = work.compute_bytes * 2 * total * num * others  # two gathers of each microbatch
     sent = gathers + work.parameter_bytes * total * others * (num if reduce_every_microbatch else 1)
     communication = sent / _bandwidth(gpus, machine)
     compute = _compute_s(config, gpus, work, machine)
-    tokens = min(work.microbatch_tokens, math.ceil(work.tokens / gpus))
+    tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens * work.cp / gpus)) / work.cp)
+    heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, work.cp)
+    times = config.num_hidden_layers * num * (3 if work.checkpoint_activations else 2) * (work.cp - 1) / work.cp
+    exchanged = times * 2 * heads * head_size(config) * work.compute_bytes * tokens
+    exchange_s = exchanged / _bandwidth(work.cp, machine)
     layers, logits = peak_bytes(config, tokens, config.num_hidden_layers, work)
     waiting = work.parameter_bytes * total if num > 1 and not reduce_every_microbatch else 0  # whole gradients
     return Cost(
@@ -186,11 +193,11 @@ def fsdp2_cost(
         gathered_bytes=work.compute_bytes * 2 * layer_parameters(config) + work.parameter_bytes * ends + waiting,
         activation_bytes=layers,
         logit_bytes=logits,
-        sent_bytes=sent,
+        sent_bytes=sent + exchanged,
         bubble_fraction=0.0,
         compute_s=compute,
-        communication_s=max(0.0, communication - compute),
-        step_s=max(compute, communication),  # gathers hide behind the compute where there is enough of it
+        communication_s=max(0.0, communication - compute) + exchange_s,
+        step_s=max(compute, communication) + exchange_s,  # gathers hide behind the compute where there is enough of it
         reduce_every_microbatch=reduce_every_microbatch,
     )
 
@@ -248,7 +255,7 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
     )
 
 
-def _num_microbatches(work: Work, dp: int) -> int:
+def _num_microbatches(work: Work, dp: float) -> int:
     return max(1, math.ceil(work.tokens / dp / work.microbatch_tokens))
 
 

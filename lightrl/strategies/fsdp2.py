@@ -38,7 +38,7 @@ from lightrl.models.routes import Routes, recompute_contexts
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
-from lightrl.strategies.fsdp2_model import FSDP2Model
+from lightrl.strategies.fsdp2_model import FSDP2Model, uncut
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
@@ -51,7 +51,7 @@ from lightrl.strategies.role_mesh import (
     roles_of,
 )
 from lightrl.strategies.shared_folder import check_all_see
-from lightrl.strategies.single import LogprobSettings, compiles, decoder_layers
+from lightrl.strategies.single import LogprobSettings, compiles, decoder_layers, may_be_cut
 from lightrl.strategies.tensor_parallel import local
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         ep: number of ranks that divide the experts of each layer of a mixture. A rank gathers only its own experts, and
             tokens travel to theirs. Must divide the number of experts and the ranks of a replica; needs torch >= 2.11,
             and excludes compile_layers, offload_to_cpu, 16-mixed and meshes of roles.
+        cp: number of ranks that share the tokens of each microbatch, for long trajectories; attention exchanges heads.
+            Must divide ranks and attention heads; needs models that can be packed, and excludes meshes of roles.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
             is faster, but keeps the whole model in memory between forward and backward.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
@@ -95,6 +97,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         *,
         num_replicas: int = 1,
         ep: int = 1,
+        cp: int = 1,
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
         offload_to_cpu: bool = False,
@@ -104,11 +107,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         save_async: bool = False,
     ) -> None:
         super().__init__(tensor_parallel_size=1)
-        check_bounds(1, num_replicas=num_replicas, ep=ep)
+        check_bounds(1, num_replicas=num_replicas, ep=ep, cp=cp)
         if hang_timeout_s <= 0:
             raise ValueError(f"hang_timeout_s must be > 0, got {hang_timeout_s}.")
         self.num_replicas = num_replicas
         self.ep = ep
+        self.cp = cp
         self.reshard_after_forward = reshard_after_forward
         self.activation_checkpointing = activation_checkpointing
         self.offload_to_cpu = offload_to_cpu
@@ -121,22 +125,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.ranks = Ranks()
         self._mesh: DeviceMesh | None = None
         self._expert_mesh: DeviceMesh | None = None  # with ep
+        self._context_group: dist.ProcessGroup | None = None  # with cp
         self._places: dict[tuple[str, RoleMesh], Place] = {}  # roles with a mesh of their own
 
     @property
-    def dp_size(self) -> int:
-        """The number of ranks with different trajectories; known before any process starts."""
-        return self.num_processes * self.num_nodes
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
         """Raises ValueError for sizes that do not fit, with the nearest that do, before a device is touched."""
         world = self.num_processes * self.num_nodes
-        if world % self.num_replicas:
-            raise ValueError(
-                f"num_replicas={self.num_replicas} must divide the {world} processes (devices={self.num_processes} × "
-                f"num_nodes={self.num_nodes}). Set it to "
-                f"{' or '.join(map(str, nearest_divisors(world, self.num_replicas)))}."
-            )
+        processes = f"processes (devices={self.num_processes} × num_nodes={self.num_nodes})"
+        _check_divides("num_replicas", self.num_replicas, {processes: world})
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
         for role, mesh in role_meshes(module).items():
@@ -147,6 +147,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 )
         if self.ep > 1:
             self._check_ep(module, world)
+        if self.cp > 1:
+            self._check_cp(module, world)
 
     def _check_ep(self, module: L.LightningModule | None, world: int) -> None:
         settings = {
@@ -162,14 +164,22 @@ class FSDP2Strategy(ModelParallelStrategy):
         planned = getattr(module, "planned_roles", functools.partial(roles_of, module))()
         specs = {name: role.spec for name, role in planned.items() if role.spec.url is None}
         experts = {f"experts of the {name}": num_split_experts(spec.load_config()) for name, spec in specs.items()}
-        numbers = {"ranks of a replica": world // self.num_replicas, **experts}
-        common = math.gcd(*numbers.values())
-        for what, number in numbers.items():
-            if number % self.ep:
-                sizes = " or ".join(map(str, nearest_divisors(common, self.ep)))
-                raise ValueError(f"ep={self.ep} must divide the {number} {what}. Set it to {sizes}.")
+        _check_divides("ep", self.ep, {"ranks of a replica": world // self.num_replicas, **experts})
         if experts and not any(experts.values()):
             raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")
+
+    def _check_cp(self, module: L.LightningModule | None, world: int) -> None:
+        roles = roles_of(module)
+        if role_meshes(module) or (module is not None and not roles):
+            kind = type(module).__name__
+            raise ValueError(f"cp={self.cp} trains RLModules without meshes of roles, got {kind}. Set cp to 1.")
+        numbers = {"ranks": world}
+        for name, spec in ((name, role.spec) for name, role in roles.items() if role.spec.url is None):
+            config = spec.load_config()
+            if spec.attn_implementation not in (None, "sdpa") or not may_be_cut(config):
+                raise uncut(self.cp, config.model_type)
+            numbers[f"attention heads of the {name}"] = config.get_text_config().num_attention_heads
+        _check_divides("cp", self.cp, numbers)
 
     def setup_environment(self) -> None:
         """Starts the processes' communication, after all checks that need none."""
@@ -203,6 +213,10 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replica", "shard"))
         if self.ep > 1:
             self._expert_mesh = expert_mesh(self.root_device.type, num_replicas=self.num_replicas, ep=self.ep)
+        if self.cp > 1:
+            sizes = self.world_size // self.cp, self.cp
+            mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("dp", "cp"))
+            dp_mesh, self._context_group = mesh["dp"], mesh["cp"].get_group()
         return dp_mesh.get_group()
 
     def barrier(self, name: str | None = None) -> None:
@@ -362,6 +376,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             reduce_every_microbatch=self.reduce_every_microbatch,
             is_offloaded=self._offloads,
             replays_routes=role == "policy",
+            context_group=self._context_group,
         )
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -408,6 +423,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._writes.wait()
         assert self.model is not None
         return load_folder(Path(self.broadcast(str(checkpoint_path))), self.model, self.optimizers)
+
+
+def _check_divides(name: str, size: int, numbers: dict[str, int]) -> None:
+    for what, number in numbers.items():
+        if number % size:
+            sizes = " or ".join(map(str, nearest_divisors(math.gcd(*numbers.values()), size)))
+            raise ValueError(f"{name}={size} must divide the {number} {what}. Set it to {sizes}.")
 
 
 @functools.cache

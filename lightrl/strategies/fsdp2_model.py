@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -45,6 +46,7 @@ class FSDP2Model(SingleModel):
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
         is_offloaded: whether the strategy keeps all shards in CPU memory.
         replays_routes: as of SingleModel.
+        context_group: ranks that share packed rows and pass the same microbatches.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class FSDP2Model(SingleModel):
         reduce_every_microbatch: bool = False,
         is_offloaded: bool = False,
         replays_routes: bool = True,
+        context_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.ranks = ranks
+        self.context_group = context_group
         self.reduce_every_microbatch = reduce_every_microbatch
         self.is_offloaded = is_offloaded
         self._root = model
@@ -69,10 +73,11 @@ class FSDP2Model(SingleModel):
             # The strategy has compiled the layers before it sharded them.
             made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "replays_routes": replays_routes}
             self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
-            device_type = self._root.run_inside(lambda: model.device.type)  # inside, it is where it computes
         reshard(self._root)
         self.layouts = {}  # the number of its calls depends on the rows
-        self.form = "packed" if self.can_pack and device_type != "cpu" else "rectangles"
+        if context_group is not None and not self.can_pack:
+            raise uncut(context_group.size(), model.config.model_type)
+        self.form = "packed" if self.can_pack else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
@@ -146,6 +151,13 @@ class FSDP2Model(SingleModel):
         nothing = torch.zeros(0, dtype=torch.int64, device=experience.token_ids.device)
         for _ in range(self._num_calls - num):
             yield nothing, experience.token_ids[:1, :1]
+
+
+def uncut(cp: int, model_type: str) -> ValueError:
+    return ValueError(
+        f"cp={cp} cuts packed rows, but a model of type {model_type!r} has more than causal attention by sdpa between "
+        "the tokens of a row, such as a state of its own, sparse attention or sinks, or changes logits. Set cp to 1."
+    )
 
 
 def whole(value: Tensor) -> Tensor:

@@ -21,10 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightrl.functional import rectangles, to_device
+from lightrl.strategies.context_parallel import exchange
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -56,6 +58,7 @@ class PackedRows:
         device: of the row.
         kernels: by dtype; others take the first that works.
         prompts: for each trajectory the index of the earlier one that it follows, or -1; None if none follows another.
+        group: ranks that have a part of the row each.
     """
 
     def __init__(
@@ -64,11 +67,12 @@ class PackedRows:
         device: torch.device,
         kernels: Mapping[torch.dtype, str] | None = None,
         prompts: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         prompt_lengths = [0 if prompt < 0 else lengths[prompt] for prompt in prompts or [-1] * len(lengths)]
         spans = [(length, shared) for length, shared in zip(lengths, prompt_lengths, strict=True) if length > 0]
         self.lengths = [length for length, _ in spans]
-        self.device, self.kernels = device, dict(kernels or {})
+        self.device, self.kernels, self.group = device, dict(kernels or {}), group
         self.longest = max(self.lengths, default=0)
         self.longest_keys = max((length + shared for length, shared in spans), default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
@@ -248,6 +252,8 @@ def _attend(
     device = query.device.type
     dtype = _compute_dtype(device, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if rows.group is not None:
+        query, key, value = exchange(query, rows.group), exchange(key, rows.group), exchange(value, rows.group)
     if window is not None and window >= rows.longest_keys:
         window = None
     if rows.keys is not None:
@@ -255,7 +261,8 @@ def _attend(
     sizes = query.shape[-1], value.shape[-1]
     kernel = rows.kernels.get(dtype) or kernel_for(query.device, dtype, *sizes, rows.keys is not None)
     with torch.autocast(device, enabled=False):
-        return KERNELS[kernel](query, key, value, rows, scale, window)
+        output = KERNELS[kernel](query, key, value, rows, scale, window)
+    return output if rows.group is None else exchange(output, rows.group)
 
 
 @functools.cache

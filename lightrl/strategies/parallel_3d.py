@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -130,10 +130,6 @@ class Parallel3DStrategy(FSDP2Strategy):
     def device_mesh(self) -> DeviceMesh:
         """Builds the mesh with the axes pp, dp, tp."""
         return super().device_mesh if self._mesh is None else self._mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
     @property
     def _value_head(self) -> torch.nn.Linear | None:

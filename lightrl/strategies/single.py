@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightrl.experience import Experience, row_codes
@@ -44,11 +45,12 @@ from lightrl.models import (
     teacher_candidates,
 )
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.images import input_embeddings
+from lightrl.models.images import input_embeddings, new_model
 from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
+from lightrl.strategies.context_parallel import Total
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import (
     TOLERANCE,
@@ -76,7 +78,7 @@ from lightrl.strategies.shared_prefix import (
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # A run on a few tokens shows what a model supports: a plain head, shared prefixes, packed rows. Families differ, and a
 # wrong guess would silently train on wrong logprobs, so nothing is assumed by name.
@@ -162,6 +164,17 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     return _is_close(output.last_hidden_state[:, -num:], _hidden(model, token_ids[:, last])[:, -num:])
 
 
+def may_be_cut(config: PretrainedConfig) -> bool:
+    """Whether attention alone mixes tokens, by a model without memory; `can_pack` then tries a real one."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
+        return False  # a state of its own, such as that of a convolution, or the index of sparse attention
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = new_model(config)
+    return not _rope_depends_on_length(model) and make_packable(model)
+
+
 def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:
     vocabulary: int = model.get_input_embeddings().weight.shape[0]
     return torch.arange(num, device=model.device)[None] % vocabulary
@@ -230,6 +243,8 @@ class SingleModel:
         ValueError: if `form` is not exact for the model, or the model cannot have a head on its body.
     """
 
+    context_group: dist.ProcessGroup | None = None  # ranks that share packed rows
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -256,7 +271,8 @@ class SingleModel:
             )
         self._max_row = context_tokens(model.config) if _rope_depends_on_length(model) else None
         self.layouts = exact_layouts(model) if self.head_is_plain else {}
-        self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
+        packs = form == "packed" or self.context_group is not None or model.device.type != "cpu"
+        self.can_pack = self.head_is_plain and packs and can_pack(model)
         self.shares_packed_prompts = self.can_pack and can_pack(model, shares_prompt=True)
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
@@ -329,7 +345,10 @@ class SingleModel:
                 # A token's value is that of the state before it was sampled.
                 results["values"] = self.value_head(hidden)[:, 0].float()
         shape = experience.token_ids.shape
-        return Outputs(**{name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()})
+        results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
+        if self.context_group is not None:
+            results = {name: Total.apply(value, self.context_group) for name, value in results.items()}  # type: ignore[no-untyped-call]
+        return Outputs(**results)
 
     def _read_hidden(
         self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor, candidates: Candidates
@@ -406,19 +425,27 @@ class SingleModel:
             yield picked, experience.token_ids[picked, : max(lengths[row] for row in members)]
 
     def _packed_hidden(self, experience: Experience) -> _Part:
-        """Run all trajectories end to end in one row; attention gets their starts."""
-        device = experience.token_ids.device
+        """Run all trajectories end to end in one row, or this rank's part of it; attention gets their starts."""
+        device, group = experience.token_ids.device, self.context_group
+        index, num = (0, 1) if group is None else (group.rank(), group.size())
         layout = self._packed_tokens(experience)
-        tokens = to_device(layout.rows, device), to_device(layout.columns, device)
-        starts = arguments(self.model, PackedRows(layout.lengths, device, prompts=layout.prompts))
+        size = -(-len(layout.rows) // num)  # of each rank's part; the first token fills up the last
+        padding = num * size - len(layout.rows)
+        first = index * size
+        filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
+        tokens = tuple(to_device(filled[:, first : first + size], device))
+        packed_rows = PackedRows([*layout.lengths, padding], device, prompts=[*layout.prompts, -1], group=group)
+        starts = arguments(self.model, packed_rows)
         all_rows = torch.arange(len(experience), device=device)
         inputs = self._layer_input(experience, all_rows, experience.token_ids)
         inputs = {name: value[tokens][None] for name, value in inputs.items()} | starts
         with self._replaying(experience, *tokens):
             output = self.model.base_model(**inputs, position_ids=tokens[1][None], use_cache=False)
         rows, columns = predicting_positions(on_host(experience.loss_mask))
-        picked = to_device(layout.flat_indices[rows, columns], device)
-        return to_device(rows, device), to_device(columns, device), output.last_hidden_state[0][picked]
+        places = layout.flat_indices[rows, columns] - first
+        is_here = (places >= 0) & (places < size)
+        rows, columns, places = (to_device(values[is_here], device) for values in (rows, columns, places))
+        return rows, columns, output.last_hidden_state[0][places]
 
     def _packed_tokens(self, experience: Experience) -> PackedTokens:
         """The layout of the packed row, with each prompt once where that saves enough."""

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
 from lightrl.algorithms import ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
-from lightrl.commands.plan import batch_rows
+from lightrl.commands.plan import batch_rows, costs_text
 from lightrl.commands.plan_run import planned_run, planned_training
 from lightrl.launch.memory import Misfit, PlannedEngine, PlannedRun, engine_memory, misfits, rank_memories, role_cost
 from lightrl.models import LoRA, Role, RoleMesh
@@ -166,6 +166,28 @@ def test_divided_experts_are_gathered_by_their_own_ranks_alone() -> None:
     assert costs[1].gathered - costs[2].gathered == pytest.approx(4 * (experts / 2) * 2)
     assert costs[1].gathered >= 4 * experts * 2
     assert costs[1].weights == costs[2].weights
+
+
+def test_ranks_that_share_rows_keep_their_own_tokens_alone() -> None:
+    module = GRPO(tiny_spec(config=CONFIG), reward=len, microbatch_tokens=200)
+    planned = plan_of(module, devices=4, strategy=FSDP2Strategy(cp=2))
+    assert planned.roles[0].dp == 2
+    assert "1 · 2 · 1 · cp 2" in costs_text(planned, None)
+    whole, shared = (
+        role_cost(run, run.roles[0])
+        for run in (plan_of(module, devices=4, strategy=FSDP2Strategy(num_replicas=2)), planned)
+    )
+    assert shared.weights == whole.weights / 2
+    assert 0.5 < shared.activations / whole.activations < 0.6  # and the attention's output before it is exchanged
+
+
+def test_the_advised_cp_is_the_smallest_that_fits() -> None:
+    planned = spread(large(checkpoint_activations=True, reduce_every_microbatch=True), 4)
+    planned = replace(planned, microbatch_tokens=1)  # the longest trajectory is what is left
+    one, two = (rank_memories(replace(planned, roles=(replace(planned.roles[0], cp=cp),)))[0].device for cp in (1, 2))
+    assert two["activations"] < 0.6 * one["activations"]
+    found = misfits_of(planned, 1.001 * sum(two.values()))[0]
+    assert found.fix == "set activation_checkpointing of trainer.strategy to true and its cp to 2"
 
 
 def test_3d_divides_the_state_over_pp_and_tp() -> None:

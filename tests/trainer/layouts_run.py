@@ -234,6 +234,20 @@ CASES: dict[str, Case] = {
         "PPO on the body of a mixture", lambda: SHARDED(ep=2), is_extra=True
     ),
     "LoRA on divided experts": Case("LoRA on a mixture", lambda: SHARDED(ep=2), is_extra=True),
+    "rows of two ranks": Case("a reference policy, truncated draws", lambda: SHARDED(cp=2)),
+    "rows of two ranks, recomputed LoRA": Case(
+        "LoRA", lambda: SHARDED(cp=2, activation_checkpointing=True), is_extra=True
+    ),
+    "trees of two ranks": Case("trees", lambda: SHARDED(cp=2), is_extra=True),
+    "distillation, rows of two ranks": Case("distillation", lambda: SHARDED(cp=2), is_extra=True),
+    "PPO, rows of two ranks": Case("PPO", lambda: SHARDED(cp=2), is_extra=True),
+    "PPO on one body, rows of two ranks": Case("PPO on one body", lambda: SHARDED(cp=2), is_extra=True),
+    "rows of two ranks, awaited rewards": Case(
+        "awaited rewards", lambda: SHARDED(cp=2, reduce_every_microbatch=True), 4
+    ),
+    "rows of two ranks in two replicas": Case("batch statistics", lambda: SHARDED(cp=2, num_replicas=2), 4),
+    "rows of two ranks, divided experts": Case("a mixture", lambda: SHARDED(cp=2, ep=2), 4),
+    "rows of four ranks, a mixture": Case("a mixture", lambda: SHARDED(cp=4, activation_checkpointing=True), 4),
     "sharded distillation": Case("distillation", SHARDED),
     "distillation, a rank for each role": Case("distillation", SHARDED, meshes=ALONE),
     "distillation on two tensor ranks": Case("distillation", lambda: SPLIT(tp=2)),
