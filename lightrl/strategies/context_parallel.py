@@ -28,7 +28,7 @@ def exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     cp = group.size()
     if values.shape[1] % cp:
         values = values.repeat_interleave(math.lcm(cp, int(values.shape[1])) // int(values.shape[1]), 1)
-    parts = values[0].unflatten(0, (cp, -1)).contiguous()
+    parts = values[0].reshape(cp, -1, *values.shape[2:]).contiguous()
     received = all_to_all_single_autograd(parts, None, None, group).view_as(parts)  # [cp, M / cp, N, D]
     return received.transpose(0, 1).flatten(1, 2)[None]
 

@@ -22,7 +22,7 @@ from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.sharded_experience.microbatches import lengths_of
 from lightrl.strategies.shared_prefix import CALL_OVERHEAD_TOKENS
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies.single import LogprobSettings, SingleModel, may_be_cut
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class FSDP2Model(SingleModel):
             self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
         reshard(self._root)
         self.layouts = {}  # the number of its calls depends on the rows
-        if context_group is not None and not self.can_pack:
+        if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
             raise uncut(context_group.size(), model.config.model_type)
         self.form = "packed" if self.can_pack else "rectangles"
 
