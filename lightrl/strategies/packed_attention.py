@@ -150,11 +150,16 @@ def make_packable(model: PreTrainedModel) -> bool:
     return now == NAME or _is_flash(now)
 
 
-def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
-    """The arguments of the model's forward for the attention, in addition to `position_ids`."""
+def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
+    """The arguments of the model's forward, in addition to `position_ids`, that tell layers where trajectories start.
+
+    Args:
+        with_states: whether layers keep states (models/hybrids.py): convolutions and recurrences then get the starts.
+    """
+    of_states = {"cu_seq_lens_q": rows.starts, "seq_idx": rows.documents[None]} if with_states else {}
     if _is_flash(model.config._attn_implementation):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
-        return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest}
+        return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest, **of_states}
     if not rows.kernels:  # found before the layers are compiled: a trial may compile by itself, and sizes are symbols
         config, device = model.config.get_text_config(), rows.device
         size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
@@ -163,7 +168,7 @@ def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
         # FSDP2 computes layers in bfloat16, also outside of the Trainer's autocast.
         dtypes = {_compute_dtype(device.type, model.dtype), torch.bfloat16}
         rows.kernels = {dtype: kernel_for(device, dtype, size, value_size) for dtype in dtypes}
-    return {"packed_rows": rows, "attention_mask": no_mask(rows.device)}
+    return {"packed_rows": rows, "attention_mask": no_mask(rows.device), **of_states}
 
 
 def _compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,13 +46,14 @@ from lightrl.models import (
     teacher_candidates,
 )
 from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.hybrids import keeps_states
 from lightrl.models.images import input_embeddings
 from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
-from lightrl.strategies.packed_attention import TOLERANCE, NotPackable, PackedRows, arguments, make_packable
+from lightrl.strategies.packed_attention import TOLERANCE, PackedRows, arguments, make_packable
 from lightrl.strategies.precision import set_expert_precision
 from lightrl.strategies.shared_prefix import (
     CALL_OVERHEAD_TOKENS,
@@ -69,6 +71,8 @@ from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 # A run on a few tokens shows what a model supports: a plain head, shared prefixes, packed rows. Families differ, and a
 # wrong guess would silently train on wrong logprobs, so nothing is assumed by name.
@@ -135,14 +139,21 @@ def can_pack(model: PreTrainedModel) -> bool:
         return False  # sparse selection among a row's keys; these few tokens are below its size
     if not _takes(model, "position_ids") or _rope_depends_on_length(model) or not make_packable(model):
         return False
-    token_ids = _some_tokens(model, 6)
-    position_ids = torch.arange(3, device=model.device).repeat(2)[None]
-    starts = arguments(model, PackedRows((3, 3), model.device, {model.dtype: "sdpa"}))
+    with_states = keeps_states(model.config)
+    # Longer than convolutions; the second crosses the borders of a scan's chunks, the third starts beyond them.
+    lengths = (6, 262, 6) if with_states else (3, 3)
+    token_ids = _some_tokens(model, sum(lengths))
+    position_ids = torch.cat([torch.arange(length, device=model.device) for length in lengths])[None]
+    rows = PackedRows(lengths, model.device, {model.dtype: "sdpa"})
+    starts = arguments(model, rows, with_states=with_states)
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
-    except (NotPackable, TypeError):  # TypeError: the model takes no further arguments
+    except (TypeError, ValueError) as error:
+        # Arguments that it does not take; NotPackable; or transformers' own error for a recurrence without kernels.
+        log.info("Trajectories are padded, not packed: %s", error)
         return False
-    return _is_close(output.last_hidden_state[:, 3:], _hidden(model, token_ids[:, 3:]))
+    expected = torch.cat([_hidden(model, row) for row in token_ids.split(lengths, dim=1)], dim=1)
+    return _is_close(output.last_hidden_state, expected)
 
 
 def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:
@@ -202,8 +213,9 @@ class SingleModel:
         settings: what the engine does to the logits.
         value_head: a critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
         form: how padding is removed; None picks, for each microbatch, the cheapest that is exact for this model.
-        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts. The
-            first layer's code serves all layers of like shapes, and microbatches of any lengths.
+        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts and
+            states (models/hybrids.py). The first layer's code serves all layers of like shapes, and microbatches of
+            any lengths.
         replays_routes: route tokens by the experience's routes, if it has any; False for models other than the policy.
 
     Raises:
@@ -236,6 +248,7 @@ class SingleModel:
             )
         self._max_row = context_tokens(model.config) if _rope_depends_on_length(model) else None
         self.layouts = exact_layouts(model) if self.head_is_plain else {}
+        self.keeps_states = keeps_states(model.config)
         self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
@@ -388,7 +401,7 @@ class SingleModel:
         """Run all trajectories end to end in one row; attention gets their starts."""
         lengths = on_host(experience.lengths).tolist()
         packed = pack(experience.token_ids, lengths)
-        starts = arguments(self.model, PackedRows(lengths, packed.rows.device))
+        starts = arguments(self.model, PackedRows(lengths, packed.rows.device), with_states=self.keeps_states)
         all_rows = torch.arange(len(experience), device=packed.rows.device)
         inputs = self._layer_input(experience, all_rows, experience.token_ids)
         inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()} | starts
@@ -426,8 +439,11 @@ class SingleModel:
 
 
 def compiles(model: torch.nn.Module, device: torch.device, compile_layers: bool | None) -> bool:
-    """Whether to compile the decoder layers: as set; None compiles those without experts on NVIDIA GPUs."""
-    return can_compile(device.type) and not moe_blocks(model) if compile_layers is None else compile_layers
+    """Whether to compile the decoder layers: as set; None compiles those without experts and states on NVIDIA GPUs."""
+    if compile_layers is not None:
+        return compile_layers
+    config = getattr(model, "config", None)
+    return can_compile(device.type) and not moe_blocks(model) and (config is None or not keeps_states(config))
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
