@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +13,8 @@ import torch
 from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoModelForCausalLM,
-    FalconH1Config,
+    AutoConfig,
     GPT2Config,
-    Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -26,12 +25,14 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
+from benchmarks.families import FAMILIES
 from lightrl.engines import Completion
 from lightrl.engines.local import fast_decoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, WeightSyncError
+from lightrl.models.images import new_model
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
 
@@ -77,6 +78,11 @@ def llama_with_biases() -> PretrainedConfig:
     return LlamaConfig(**SIZES, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE)
 
 
+def hybrid(family: str, **changes: Any) -> PretrainedConfig:
+    sizes = {"vocab_size": 61, "max_position_embeddings": 256, "initializer_range": 0.02}
+    return AutoConfig.for_model(family, **{**FAMILIES["hybrid"][family], **sizes, **changes})
+
+
 CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
     "fast Qwen3": (qwen3, True),
     "fast Llama with biases and llama3 rope": (llama_with_biases, True),
@@ -89,6 +95,10 @@ CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
     "fallback Mistral with a sliding window": (lambda: MistralConfig(**SIZES, sliding_window=6), True),
     "fallback forced on Qwen3": (qwen3, False),
 }
+# Of one decoder: linear attention, convolutions, and Mamba's scans of two kinds, beside attention or within its layer.
+HYBRIDS = ["qwen3_5_text", "lfm2", "nemotron_h", "jamba", "falcon_h1", "qwen3_next"]
+CASES |= {f"fallback {family}": (functools.partial(hybrid, family), True) for family in HYBRIDS}
+SLOW = [f"fallback {family}" for family in HYBRIDS[1:]]
 
 
 def make_models(config: PretrainedConfig, count: int = 3) -> list[PreTrainedModel]:
@@ -98,7 +108,7 @@ def make_models(config: PretrainedConfig, count: int = 3) -> list[PreTrainedMode
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for _ in range(count):
-            model = AutoModelForCausalLM.from_config(config).eval()
+            model = new_model(config).eval()
             for parameter in model.parameters():
                 parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
             models.append(model)
@@ -111,7 +121,7 @@ def make_case(config: PretrainedConfig, **arguments: Any) -> EngineCase:
     return EngineCase(engine, make_models(config))
 
 
-@pytest.fixture(params=list(CASES), ids=list(CASES))
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.extra if name in SLOW else [], id=name) for name in CASES])
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCase]:
     make_config, fast_path = CASES[request.param]
     if request.param.endswith("packed in place"):
@@ -146,7 +156,7 @@ OF_NUMBERS = (
             name,
             check,
             id=f"{name}-{check.__name__}",
-            marks=[] if name in WHOLE or check in OF_NUMBERS else pytest.mark.extra,
+            marks=[] if name in WHOLE or (check in OF_NUMBERS and name not in SLOW) else pytest.mark.extra,
         )
         for name in CASES
         for check in CONTRACT
@@ -286,18 +296,19 @@ def test_what_the_fast_path_does_not_compute_goes_to_the_fallback(config: Pretra
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), id="a convolution for attention"),
-        pytest.param(
-            FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8),
-            id="a recurrent state beside attention",
-        ),
+        pytest.param(hybrid("minimax"), id="a cache of its own"),
         pytest.param(RecurrentGemmaConfig(**SIZES), id="no cache in the outputs"),
         pytest.param(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1), id="no attention"),
     ],
 )
-def test_a_model_that_keeps_more_than_key_values_is_refused_at_the_start(config: PretrainedConfig) -> None:
+def test_a_model_that_keeps_what_rows_cannot_share_is_refused_at_the_start(config: PretrainedConfig) -> None:
     with pytest.raises(ValueError, match=f"layers of type '{config.model_type}' keep something else.*Use SGLangEngine"):
         LocalEngine().start(config)
+
+
+def test_a_model_that_takes_other_steps_over_one_token_than_over_a_row_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match=r"'falcon_h1' as it is trained.*time steps to \(0.01, 0.1\).*another model"):
+        LocalEngine().start(hybrid("falcon_h1", time_step_limit=(0.01, 0.1)))
 
 
 def completions_of(**changes: Any) -> list[Completion]:

@@ -125,21 +125,14 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [b, T], zeros on the right, and the lengths [b]."""
-    longest = max(len(sequence) for sequence in sequences)
-    token_ids = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
-    return on_device(token_ids, device), on_device([len(sequence) for sequence in sequences], device)
-
-
 class HuggingFaceDecoder:
     """Hugging Face's code of a decoder-only model whose layers keep key-values, or states of fixed size, or both.
 
     All rows share one time axis that ends at "now": a row's key-values are right-aligned in the cache, with masked
     columns before them, as in Hugging Face's own left padding. Distances between columns are then distances between
     tokens, so sliding windows work; columns that no row uses any more are cut off. The states of convolutions and
-    recurrences, such as linear attention, have rows but no columns. Padding would enter them, so the prompts of a
-    forward then have one length.
+    recurrences, such as linear attention, have rows but no columns. Where padding would enter them, a forward has
+    prompts of one length only.
 
     Args:
         prefill_tokens: most tokens, with padding, in one forward over prompts.
@@ -180,6 +173,7 @@ class HuggingFaceDecoder:
                 f"LocalEngine cannot decode this model of type {config.model_type!r} as it is trained: transformers "
                 f"limits its time steps to {limits} over a sequence, but not over one token. Use another model."
             )
+        self._may_pad = not self._keeps_states or self._masks_padding()
         self.latest_routes: Sequence[Tensor] | None = None
         if record_routes is not False:
             self._record_routes(is_required=record_routes is True)
@@ -209,15 +203,34 @@ class HuggingFaceDecoder:
         for layer in DynamicCache(config=self._model.config).layers:
             if not (type(layer) in known if self._keeps_states else isinstance(layer, cache_utils.DynamicLayer)):
                 return False
-        two = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
         try:
-            cache, _ = self._forward(two, torch.ones_like(two), torch.arange(2, device=self._device)[None], None, None)
+            cache = self._cache_after(2)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
             # A layer looks in vain for its own state, or the model for its own class of cache.
             return False
         kept = [_kept(layer) for layer in cache.layers if not isinstance(layer, cache_utils.DummyLayer)]
         columns = [holder[name].shape[-2] for places in kept for holder, name, has_columns in places if has_columns]
         return all(kept) and set(columns) == {2}
+
+    @torch.no_grad()
+    def _masks_padding(self) -> bool:
+        """Whether padding before a row's tokens leaves its states alone, also if biases are not 0, as new ones are."""
+        generator = torch.Generator(self._device).manual_seed(0)
+        for parameter in self._model.parameters():  # whose weights are still unset
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+        caches = (_all_kept(self._cache_after(1)), _all_kept(self._cache_after(1, num_padding=1)))
+        for (alone, name, has_columns), (padded, _, _) in zip(*caches, strict=True):
+            if not has_columns:
+                error = (padded[name] - alone[name]).abs().max()
+                if error > 0.05 * alone[name].abs().max():  # of bfloat16, in the last layer
+                    return False
+        return True
+
+    def _cache_after(self, num_tokens: int, num_padding: int = 0) -> DynamicCache:
+        positions = torch.arange(-num_padding, num_tokens, device=self._device)[None]
+        is_token = (positions >= 0).to(torch.int64)
+        return self._forward(torch.zeros_like(positions), is_token, positions.clamp(min=0), None)[0]
 
     @torch.no_grad()
     def _record_routes(self, is_required: bool) -> None:
@@ -230,9 +243,8 @@ class HuggingFaceDecoder:
                 )
             return
         self._routes = routes
-        two = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
         try:
-            self._forward(two, torch.ones_like(two), torch.arange(2, device=self._device)[None], None, None)
+            self._cache_after(2)
         except ValueError as error:
             if is_required:
                 raise
@@ -255,22 +267,20 @@ class HuggingFaceDecoder:
         logits: list[Tensor | None] = [None] * len(sequences)
         prefixes: list[list[Tensor]] = [[] for _ in sequences]
         routes = [torch.zeros(0)] * len(sequences)
-        for chunk in like_lengths(sequences, self._prefill_tokens, pads=not self._keeps_states):
-            token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
-            columns = torch.arange(token_ids.shape[1], device=self._device)
-            is_token = (columns < lengths[:, None]).to(torch.int64)
-            last, output_columns = torch.unique(lengths - 1, return_inverse=True)
+        for chunk in like_lengths(sequences, self._prefill_tokens, pads=self._may_pad):
+            lengths = [len(sequences[index]) for index in chunk]
+            filled = [[*[0] * (max(lengths) - len(sequences[index])), *sequences[index]] for index in chunk]
+            token_ids = on_device(filled, self._device)
+            positions = torch.arange(-max(lengths), 0, device=self._device) + on_device(lengths, self._device)[:, None]
+            is_token = (positions >= 0).to(torch.int64)
             embedded = None if images is None else self._embedded(token_ids, [images[index] for index in chunk])
-            cache, outputs = self._forward(token_ids, is_token, columns.expand_as(token_ids), None, last, embedded)
-            if outputs.shape[1] == token_ids.shape[1]:
-                output_columns = lengths - 1
-            for place, index in enumerate(chunk):
-                logits[index] = outputs[place, output_columns[place]].float()
-                length = len(sequences[index])
+            cache, outputs = self._forward(token_ids, is_token, positions.clamp(min=0), None, embedded)
+            for place, (index, length) in enumerate(zip(chunk, lengths, strict=True)):
+                logits[index] = outputs[place, -1].float()
                 if self._routes is not None:
-                    routes[index] = self._recorded[place, :length]
+                    routes[index] = self._recorded[place, -length:]
                 prefixes[index] = [
-                    holder[name][place, :, :length] if has_columns else holder[name][place]
+                    holder[name][place, :, -length:] if has_columns else holder[name][place]
                     for holder, name, has_columns in _all_kept(cache)
                 ]
         self.latest_routes = None if self._routes is None else routes
@@ -301,7 +311,7 @@ class HuggingFaceDecoder:
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._is_token = torch.cat([self._is_token, torch.ones_like(token_ids)[:, None]], dim=1)
-        self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions[:, None], self._cache, None)
+        self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions[:, None], self._cache)
         self.latest_routes = None if self._routes is None else [*self._recorded[:, 0]]
         next_logits: Tensor = logits[:, -1].float()
         return next_logits
@@ -340,7 +350,6 @@ class HuggingFaceDecoder:
         is_token: Tensor,
         positions: Tensor,
         cache: DynamicCache | None,
-        last: Tensor | None,
         embeddings: Tensor | None = None,
     ) -> tuple[DynamicCache, Tensor]:
         from transformers import DynamicCache
@@ -356,8 +365,8 @@ class HuggingFaceDecoder:
         arguments["past_key_values"] = cache
         if "position_ids" in self._accepted:
             arguments["position_ids"] = positions
-        if "logits_to_keep" in self._accepted and last is not None:
-            arguments["logits_to_keep"] = last
+        if "logits_to_keep" in self._accepted:
+            arguments["logits_to_keep"] = 1
         if self._routes is None:
             outputs = self._model(**arguments)
         else:
