@@ -98,6 +98,7 @@ _LINEAR = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 _SHARED = {"shared_expert_intermediate_size": 24}
 _WINDOW = {"sliding_window": 8}
 _HYBRID_WINDOW = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -223,9 +224,21 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "hybrid": {
         "qwen3_next": {**_HEADS, **_EXPERTS, **_LINEAR, **_SHARED},
+        "qwen3_5": {
+            "text_config": {**_HEADS, **_LINEAR},
+            "vision_config": {**_QWEN_TOWER, "patch_size": 4, "num_position_embeddings": 16},
+            **_IMAGE_IDS,
+        },
+        "qwen3_5_moe": {
+            "text_config": {**_HEADS, **_EXPERTS, **_LINEAR, **_SHARED},
+            "vision_config": {**_QWEN_TOWER, "patch_size": 4, "num_position_embeddings": 16},
+            **_IMAGE_IDS,
+        },
         "qwen3_5_text": {**_HEADS, **_LINEAR},
         "qwen3_5_moe_text": {**_HEADS, **_EXPERTS, **_LINEAR, **_SHARED},
+        "olmo_hybrid": {**_PLAIN, **_LINEAR},
         "lfm2": {**_PLAIN, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+        "lfm2_moe": {**_PLAIN, **_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
         "falcon_h1": {
             **_HEADS,
             "mamba_d_ssm": 32,
@@ -252,6 +265,23 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             "expert_layer_offset": 1,
             "use_mamba_kernels": False,
             "mamba_d_state": 4,
+        },
+        "bamba": {**_PLAIN, **_MAMBA, "attn_layer_indices": [1]},
+        "granitemoehybrid": {
+            **_PLAIN,
+            **_LOCAL_EXPERTS,
+            **_MAMBA,
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 24,
+        },
+        "zamba2": {
+            **_PLAIN,
+            "mamba_d_state": 8,
+            "mamba_headdim": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "layers_block_type": ["mamba", "hybrid"],
+            "num_mem_blocks": 1,
         },
         "minimax": {
             **_HEADS,
@@ -333,6 +363,8 @@ def make_folder(family: str, folder: str) -> ModelSpec:
     for name, tensor in held_tensors(model).items():
         if "correction_bias" in name:  # zero in a new model, so that a lost one would not show
             tensor.data.normal_(std=0.3, generator=generator)
+        elif name.endswith("dt_bias"):  # from states that keep everything to states that forget within some tokens
+            tensor.data.copy_(torch.linspace(-8, 1, tensor.numel()))
     model.save_pretrained(folder)
     return ModelSpec(path=folder, tokenizer=TOKENIZER)
 

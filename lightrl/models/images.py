@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.printable import count_text
+from lightrl.models.hybrids import set_time_step_limits
 from lightrl.trajectory import JsonObject, Trajectory
 
 
@@ -143,6 +144,7 @@ def new_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A language model with random weights; `options` are those of `from_config`."""
     model: PreTrainedModel = auto_model(config).from_config(config, **options)
     give_pad_id(model)
+    set_time_step_limits(model)
     return model
 
 

@@ -20,6 +20,7 @@ import torch
 
 from lightrl.checks.files import check_sums
 from lightrl.checks.user_code import user_code
+from lightrl.models.hybrids import set_time_step_limits
 from lightrl.models.images import auto_model, give_pad_id, new_model, sees_images
 
 if TYPE_CHECKING:
@@ -246,6 +247,7 @@ class ModelSpec:
             )
         check_loaded(self._named, model, loading_info["missing_keys"], loading_info["unexpected_keys"])
         give_pad_id(model)
+        set_time_step_limits(model)
         return model.eval()
 
     @property

@@ -85,7 +85,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory,
             because no rank keeps whole gradients, and more communication.
         compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts, since
-            compiled layers cannot replay an engine's routes.
+            compiled layers cannot replay an engine's routes, and without states (models/hybrids.py).
         hang_timeout_s: end the run if a rank waits this long for another; the error names the other. Before training,
             while models are read, it is 25 minutes unless this is longer.
         save_async: train on while a checkpoint is written, from a copy in CPU memory. The next save, or the end of the

@@ -86,6 +86,12 @@ class PackedRows:
         self._block_masks: dict[int | None, BlockMask] = {}  # window → mask
 
     @functools.cached_property
+    def documents(self) -> Tensor:
+        """int32 [T], on the device: the trajectory of each token."""
+        numbers = torch.arange(len(self.lengths), dtype=torch.int32)
+        return to_device(numbers.repeat_interleave(torch.tensor(self.lengths)), self.device)
+
+    @functools.cached_property
     def rectangles(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
         """Trajectories with like numbers of keys, and where each token's output is, int64 [T], in them end to end.
 
@@ -187,11 +193,16 @@ def make_packable(model: PreTrainedModel) -> bool:
     return now == NAME or is_flash(model)
 
 
-def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
-    """The arguments of the model's forward for the attention, in addition to `position_ids`."""
+def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
+    """The arguments of the model's forward, in addition to `position_ids`, that tell layers where trajectories start.
+
+    Args:
+        with_states: whether layers keep states (models/hybrids.py): convolutions and recurrences then get the starts.
+    """
+    of_states = {"cu_seq_lens_q": rows.starts, "seq_idx": rows.documents[None]} if with_states else {}
     if is_flash(model):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
-        return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest}
+        return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest, **of_states}
     if not rows.kernels:  # found before the layers are compiled: a trial may compile by itself, and sizes are symbols
         config, device = model.config.get_text_config(), rows.device
         size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
@@ -201,7 +212,7 @@ def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
         dtypes = {_compute_dtype(device.type, model.dtype), torch.bfloat16}
         shares = rows.keys is not None
         rows.kernels = {dtype: kernel_for(device, dtype, size, value_size, shares) for dtype in dtypes}
-    return {"packed_rows": rows, "attention_mask": no_mask(rows.device)}
+    return {"packed_rows": rows, "attention_mask": no_mask(rows.device), **of_states}
 
 
 def _compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:

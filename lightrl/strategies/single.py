@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from lightrl.models import (
     teacher_candidates,
 )
 from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.hybrids import keeps_states
 from lightrl.models.images import input_embeddings, new_model
 from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.moe import moe_blocks
@@ -52,14 +54,7 @@ from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.context_parallel import Total
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
-from lightrl.strategies.packed_attention import (
-    TOLERANCE,
-    NotPackable,
-    PackedRows,
-    arguments,
-    is_flash,
-    make_packable,
-)
+from lightrl.strategies.packed_attention import TOLERANCE, PackedRows, arguments, is_flash, make_packable
 from lightrl.strategies.precision import set_expert_precision
 from lightrl.strategies.shared_prefix import (
     CALL_OVERHEAD_TOKENS,
@@ -79,6 +74,8 @@ from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 # A run on a few tokens shows what a model supports: a plain head, shared prefixes, packed rows. Families differ, and a
 # wrong guess would silently train on wrong logprobs, so nothing is assumed by name.
@@ -149,19 +146,29 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
         return False  # sparse selection among a row's keys; these few tokens are below its size
     if not _takes(model, "position_ids") or _rope_depends_on_length(model) or not make_packable(model):
         return False
-    lengths, prompts, positions, last = [3, 3], [-1, -1], [0, 1, 2, 0, 1, 2], [3, 4, 5]
-    if shares_prompt:
-        if is_flash(model):  # transformers' own cannot repeat keys
-            return False
-        lengths, prompts, positions, last = [3, 1, 2], [-1, 0, 0], [0, 1, 2, 3, 3, 4], [0, 1, 2, 4, 5]
-    token_ids, position_ids = _some_tokens(model, 6), torch.tensor([positions], device=model.device)
-    starts = arguments(model, PackedRows(lengths, model.device, {model.dtype: "sdpa"}, prompts))
+    with_states = keeps_states(model.config)
+    if shares_prompt and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
+        return False
+    # Longer than convolutions; the second crosses the borders of a scan's chunks, the third starts beyond them.
+    lengths = [6, 262, 6] if with_states else [3, 1, 2]
+    prompts = [-1, 0, 0] if shares_prompt else [-1, -1, -1]
+    parts = torch.split(token_ids := _some_tokens(model, sum(lengths)), lengths, dim=1)
+    trajectories = [
+        part if prompt < 0 else torch.cat([parts[prompt], part], dim=1)
+        for part, prompt in zip(parts, prompts, strict=True)
+    ]
+    positions = [torch.arange(trajectory.shape[1], device=model.device) for trajectory in trajectories]
+    position_ids = torch.cat([row[-num:] for row, num in zip(positions, lengths, strict=True)])[None]
+    rows = PackedRows(lengths, model.device, {model.dtype: "sdpa"}, prompts)
+    starts = arguments(model, rows, with_states=with_states)
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
-    except (NotPackable, TypeError):  # TypeError: the model takes no further arguments
+    except (TypeError, ValueError) as error:
+        # Arguments that it does not take; NotPackable; or transformers' own error for a recurrence without kernels.
+        log.info("Trajectories are padded, not packed: %s", error)
         return False
-    num = lengths[-1]
-    return _is_close(output.last_hidden_state[:, -num:], _hidden(model, token_ids[:, last])[:, -num:])
+    expected = [_hidden(model, row)[:, -num:] for row, num in zip(trajectories, lengths, strict=True)]
+    return _is_close(output.last_hidden_state, torch.cat(expected, dim=1))
 
 
 def may_be_cut(config: PretrainedConfig) -> bool:
@@ -235,8 +242,9 @@ class SingleModel:
         settings: what the engine does to the logits.
         value_head: a critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
         form: how padding is removed; None picks, for each microbatch, the cheapest that is exact for this model.
-        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts. The
-            first layer's code serves all layers of like shapes, and microbatches of any lengths.
+        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts and
+            states (models/hybrids.py). The first layer's code serves all layers of like shapes, and microbatches of
+            any lengths.
         replays_routes: route tokens by the experience's routes, if it has any; False for models other than the policy.
 
     Raises:
@@ -271,6 +279,7 @@ class SingleModel:
             )
         self._max_row = context_tokens(model.config) if _rope_depends_on_length(model) else None
         self.layouts = exact_layouts(model) if self.head_is_plain else {}
+        self.keeps_states = keeps_states(model.config)
         packs = form == "packed" or self.context_group is not None or model.device.type != "cpu"
         self.can_pack = self.head_is_plain and packs and can_pack(model)
         self.shares_packed_prompts = self.can_pack and can_pack(model, shares_prompt=True)
@@ -435,7 +444,7 @@ class SingleModel:
         filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
         tokens = tuple(to_device(filled[:, first : first + size], device))
         packed_rows = PackedRows([*layout.lengths, padding], device, prompts=[*layout.prompts, -1], group=group)
-        starts = arguments(self.model, packed_rows)
+        starts = arguments(self.model, packed_rows, with_states=self.keeps_states)
         all_rows = torch.arange(len(experience), device=device)
         inputs = self._layer_input(experience, all_rows, experience.token_ids)
         inputs = {name: value[tokens][None] for name, value in inputs.items()} | starts
@@ -486,8 +495,11 @@ class SingleModel:
 
 
 def compiles(model: torch.nn.Module, device: torch.device, compile_layers: bool | None) -> bool:
-    """Whether to compile the decoder layers: as set; None compiles those without experts on NVIDIA GPUs."""
-    return can_compile(device.type) and not moe_blocks(model) if compile_layers is None else compile_layers
+    """Whether to compile the decoder layers: as set; None compiles those without experts and states on NVIDIA GPUs."""
+    if compile_layers is not None:
+        return compile_layers
+    config = getattr(model, "config", None)
+    return can_compile(device.type) and not moe_blocks(model) and (config is None or not keeps_states(config))
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -99,11 +99,11 @@ SMALL_MODEL_PARAMETERS = 10_000_000
 class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
-    Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; other decoder-only models whose layers all keep
-    key-values run Hugging Face's code, with images too; the rest is refused. Both share the scheduler: rows wait in
-    the order of the calls, are admitted into free slots, and leave with their last token; equal prompts that are
-    admitted together are computed once. Tokens depend on (seed, position) and the logits, not on the batch, up to float
-    rounding of the logits.
+    Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; other decoder-only models whose layers keep
+    key-values, or the states of convolutions and recurrences, run Hugging Face's code, with images too; the rest is
+    refused. Both share the scheduler: rows wait in the order of the calls, are admitted into free slots, and leave with
+    their last token; equal prompts that are admitted together are computed once. Tokens depend on (seed, position) and
+    the logits, not on the batch, up to float rounding of the logits.
 
     `pause` and `resume` set and clear one flag: one resume ends any number of pauses. A paused engine queues requests,
     so `pause`, many `generate` calls, `resume` admits them as one wave in the order of the calls. `pause` on an idle
