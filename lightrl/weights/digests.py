@@ -129,6 +129,10 @@ def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     if layout.is_padded and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
         return f"SGLang pads {heads} heads and {key_value_heads} key-value heads on {layout.num_ranks} CPU ranks"
+    size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    is_even = layout.num_ranks == layout.ep or size % (_CPU_PADDING * layout.num_ranks) == 0
+    if layout.is_padded and hasattr(config, "num_experts") and not is_even:
+        return f"SGLang pads an expert's size {size} on {layout.num_ranks} CPU ranks"
     return None
 
 

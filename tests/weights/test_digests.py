@@ -65,12 +65,13 @@ def test_each_rank_has_its_share_of_the_fused_parameters(family, is_tied, num_ke
 
 
 @pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
-@pytest.mark.parametrize(("num_ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "ep", "size"), [(1, 1, 48), (2, 1, 128), (2, 2, 48), (4, 2, 128)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_each_rank_has_its_share_of_the_experts_in_two_parameters(family, num_ranks, ep, shuffled):
-    sizes = {"intermediate_size": 80, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+def test_each_rank_has_its_share_of_the_experts_in_two_parameters(family, num_ranks, ep, size, shuffled):
+    sizes = {"intermediate_size": size, "moe_intermediate_size": size, "num_experts": 4, "num_experts_per_tok": 2}
     model = model_of(family, **sizes, num_key_value_heads=4, tie_word_embeddings=False)
     layout = ServerLayout(torch.bfloat16, num_ranks, ep=ep)
+    assert unknown_layout(model.config, layout) is None
     assert computed(model, layout, shuffled=shuffled) == held(model, layout)
 
 
@@ -121,6 +122,8 @@ def test_layouts_that_cannot_be_computed_are_named():
     assert unknown_layout(odd, ServerLayout(num_ranks=2, is_cpu=False)) is None
     experts = model_of("mixtral", num_local_experts=2).config
     assert "vLLM" in str(unknown_layout(experts, ServerLayout(is_vllm=True)))
+    assert "size 80 on 2 CPU ranks" in str(unknown_layout(experts, ServerLayout(num_ranks=2)))
+    assert unknown_layout(experts, ServerLayout(num_ranks=2, is_cpu=False)) is None
     assert set(tensor_plans.FAMILIES) - digests_module.FAMILIES == {"gemma", "gemma2"}
 
 
