@@ -210,7 +210,7 @@ def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[st
         "keeps_gathered": is_split and not is_3d and not strategy.reshard_after_forward,
         "num_replicas": strategy.num_replicas if is_split else 1,
         "ep": strategy.ep if is_split else 1,
-        "offloads": is_split and strategy.offload_to_cpu and strategy.root_device.type != "cpu",
+        "offloads": strategy.offload_to_cpu if is_split and strategy.root_device.type != "cpu" else (),
     }
 
 

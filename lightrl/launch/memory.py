@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +19,7 @@ from lightrl.strategies.costs import (
     USABLE_FRACTION,
     Machine,
     Work,
+    activation_bytes,
     experience_bytes,
     fsdp2_cost,
     key_value_bytes,
@@ -26,6 +27,7 @@ from lightrl.strategies.costs import (
     parallel_3d_cost,
     peak_bytes,
 )
+from lightrl.strategies.offload import Offloadable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -105,7 +107,7 @@ class PlannedRun:
     keeps_gathered: bool = False  # parameters, between forward and backward
     num_replicas: int = 1
     ep: int = 1  # ranks over which each layer's experts are divided
-    offloads: bool = False  # parameters, gradients and moments wait on the host
+    offloads: Sequence[Offloadable] = ()  # what waits on the host
     engine: PlannedEngine | None = None
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
 
@@ -153,6 +155,7 @@ class RoleCost:
     activations: float
     logits: float
     sent: float  # in one update
+    offloaded: float = 0.0  # activations that wait on the host
 
     @property
     def working(self) -> float:
@@ -166,12 +169,16 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     tokens = max(run.update_tokens, role.dp * run.longest)
     compute = 2 if run.is_mixed else role.width
     # A frozen model keeps nothing, but each of its layers takes what one that is checkpointed takes again.
-    checkpoints = run.checkpoint_activations or not is_trained
+    keeps = is_trained and "activations" not in run.offloads
+    checkpoints = run.checkpoint_activations or not keeps
     copies = run.layout == "whole" and compute != role.width and not checkpoints
     work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, role.cp)
     share, gathered, sent = 1.0, 0.0, 0.0
-    num_layers = config.num_hidden_layers if is_trained else 0
+    num_layers = config.num_hidden_layers if keeps else 0
     microbatch = math.ceil(min(run.microbatch, math.ceil(tokens / role.dp)) / role.cp)
+    kept = replace(work, checkpoint_activations=run.checkpoint_activations)
+    waits = is_trained and not keeps
+    offloaded = activation_bytes(config, microbatch, config.num_hidden_layers, kept) if waits else 0.0
     activations, logits = peak_bytes(config, microbatch, num_layers, work)
     if run.layout == "FSDP2":
         shards = max(1, len(role.ranks) // run.num_replicas)
@@ -198,7 +205,8 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
         logits = logits / role.tp
         sent = cost.sent_bytes
     weights, trained = role.width * role.parameters * share, role.width * role.trained * share
-    return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, sent if is_trained else 0.0)
+    sent = sent if is_trained else 0.0
+    return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, sent, offloaded)
 
 
 @dataclass(frozen=True)
@@ -230,20 +238,24 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
     for role in here:  # the weights of one that waits on the host are only here while it works
         cost = costs[role.name]
         working += [replace(cost, gathered=cost.gathered + cost.weights)] if role.waits_on_host else []
-    device: dict[str, float] = {} if run.offloads else dict(state)
+    device, host = dict(state), dict[str, float]()
+    if "parameters" in run.offloads:
+        device, host = host, device
     if working:
         most = max(working, key=lambda cost: cost.working)
         device |= {"gathered": most.gathered, "activations": most.activations, "logits": most.logits}
+        if "activations" in run.offloads:
+            host["activations"] = max(cost.offloaded for cost in working)
+        if "optimizer" in run.offloads and "moments" in device:
+            host["moments"] = device["moments"]
+            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # free when it steps
     if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
         weights, key_values = engine_memory(run, run.engine)
         device |= {"engine weights": weights, "key-values": key_values}
     tokens = run.trajectories * run.longest
-    host: dict[str, float] = {}
     if run.batches_per_update is None:
         host["experience"] = experience_bytes(run.num_scores) * tokens / min((role.dp for role in here), default=1)
         host |= {"trajectories, rank 0 alone": float(TRAJECTORY_BYTES * tokens)} if ranks.start == 0 else {}
-    if run.offloads:
-        host |= state
     return RankMemory(ranks, device, host)
 
 

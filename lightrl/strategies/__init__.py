@@ -12,7 +12,7 @@ Reading order:
     ranks.py              the processes of a run: sums, rows, messages from rank 0; role_mesh.py: a role on its own
     sharded_experience/   an iteration's trajectories over the ranks: where each row trains, what travels
     rank_watch.py         a rank that fails ends all; one that hangs is named
-    fsdp2.py              FSDP2Strategy: sharded models
+    fsdp2.py              FSDP2Strategy: sharded models; offload.py: what waits in host memory
     fsdp2_model.py        one sharded model; planned_gather.py  its parameters whole, each on one rank
     parallel_3d.py        Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py             this rank's part of a model; pipeline.py: schedules and what runs them

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +39,7 @@ from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_fail
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model, uncut
+from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, move_state, offload_activations
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
@@ -75,13 +76,15 @@ class FSDP2Strategy(ModelParallelStrategy):
             one per node, parameters are gathered within a node and only gradients cross nodes.
         ep: number of ranks that divide the experts of each layer of a mixture. A rank gathers only its own experts, and
             tokens travel to theirs. Must divide the number of experts and the ranks of a replica; needs torch >= 2.11,
-            and excludes compile_layers, offload_to_cpu, 16-mixed and meshes of roles.
+            and excludes compile_layers, parameters in offload_to_cpu, 16-mixed and meshes of roles.
         cp: number of ranks that share the tokens of each microbatch, for long trajectories; attention exchanges heads.
             Must divide ranks and attention heads; needs models that can be packed, and excludes meshes of roles.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
             is faster, but keeps the whole model in memory between forward and backward.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
-        offload_to_cpu: keep shards, gradients and optimizer state in CPU memory.
+        offload_to_cpu: what is kept in CPU memory: `parameters` (shards, gradients and optimizer state, and updates run
+            there), `optimizer` (its state between updates), `activations` (each layer's, until its backward; few with
+            activation_checkpointing). A GPU waits for the copies of activations and optimizer state.
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory,
             because no rank keeps whole gradients, and more communication.
         compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts, since
@@ -100,7 +103,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         cp: int = 1,
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
-        offload_to_cpu: bool = False,
+        offload_to_cpu: Sequence[Offloadable] = (),
         reduce_every_microbatch: bool = False,
         compile_layers: bool | None = None,
         hang_timeout_s: float = 600.0,
@@ -110,6 +113,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         check_bounds(1, num_replicas=num_replicas, ep=ep, cp=cp)
         if hang_timeout_s <= 0:
             raise ValueError(f"hang_timeout_s must be > 0, got {hang_timeout_s}.")
+        if isinstance(offload_to_cpu, bool | str) or set(offload_to_cpu) - set(OFFLOADABLE):
+            raise ValueError(f"offload_to_cpu must be a list of {', '.join(OFFLOADABLE)}, got {offload_to_cpu!r}.")
         self.num_replicas = num_replicas
         self.ep = ep
         self.cp = cp
@@ -153,7 +158,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def _check_ep(self, module: L.LightningModule | None, world: int) -> None:
         settings = {
             "compile_layers=true": self.compile_layers,
-            "offload_to_cpu=true": self.offload_to_cpu,
+            "parameters in offload_to_cpu": "parameters" in self.offload_to_cpu,
             "trainer.precision='16-mixed'": self.precision_plugin.precision == "16-mixed",
             "the mesh of a role": role_meshes(module),
         }
@@ -291,7 +296,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         shard = functools.partial(
             fully_shard,
             mesh=self._mesh if place is None else place.mesh,
-            offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy() if self._offloads_parameters else OffloadPolicy(),
         )
         layers = decoder_layers(model)
         if hasattr(model, "config"):
@@ -315,6 +320,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             if self.activation_checkpointing and trains:
                 checkpointed = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
                 layer.forward = functools.partial(checkpointed, context_fn=recompute_contexts)
+            if "activations" in self.offload_to_cpu and trains:
+                offload_activations(layer)
             policy = mixed if is_mixed else MixedPrecisionPolicy()
             for block in moe_blocks(layer).values():
                 if is_mixed:  # routers are gathered in float32
@@ -332,15 +339,15 @@ class FSDP2Strategy(ModelParallelStrategy):
         shard(model, reshard_after_forward=False)
         role = take_role(model)
         if role is not None:
-            home = torch.device("cpu") if self._offloads else self.root_device
+            home = HOST if self._offloads_parameters else self.root_device
             fill_model(model, role, home, ranks)
 
     @property
-    def _offloads(self) -> bool:
-        return self.offload_to_cpu and self.root_device.type != "cpu"
+    def _offloads_parameters(self) -> bool:
+        return "parameters" in self.offload_to_cpu and self.root_device.type != "cpu"
 
     def model_to_device(self) -> None:
-        if not self._offloads:
+        if not self._offloads_parameters:
             super().model_to_device()
             return
         assert self.lightning_module is not None
@@ -374,10 +381,25 @@ class FSDP2Strategy(ModelParallelStrategy):
             ranks=ranks,
             value_head=value_head,
             reduce_every_microbatch=self.reduce_every_microbatch,
-            is_offloaded=self._offloads,
+            is_offloaded=self._offloads_parameters,
             replays_routes=role == "policy",
             context_group=self._context_group,
         )
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Has an offloaded optimizer state on the device from the end of the backward to that of the update."""
+        if "optimizer" not in self.offload_to_cpu or self._offloads_parameters:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+        def closure_and_state() -> Any:
+            result = closure()
+            move_state(optimizer, self.root_device)
+            return result
+
+        try:
+            return super().optimizer_step(optimizer, closure_and_state, *args, **kwargs)
+        finally:
+            move_state(optimizer, HOST)
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips this rank's parts by the norm of the whole gradient, over all meshes of its parameters; collective."""
@@ -422,7 +444,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Loads weights and optimizers in place and returns the rest, as `load_folder`."""
         self._writes.wait()
         assert self.model is not None
-        return load_folder(Path(self.broadcast(str(checkpoint_path))), self.model, self.optimizers)
+        rest = load_folder(Path(self.broadcast(str(checkpoint_path))), self.model, self.optimizers)
+        for optimizer in self.optimizers if "optimizer" in self.offload_to_cpu else ():
+            move_state(optimizer, HOST)
+        return rest
 
 
 def _check_divides(name: str, size: int, numbers: dict[str, int]) -> None:

@@ -128,6 +128,26 @@ def test_key_values_are_those_of_a_real_cache(ppo: PlannedRun) -> None:
     assert weights == sum(value.nbytes for value in model.parameters())
 
 
+def test_what_is_offloaded_waits_in_the_host() -> None:
+    def memory(*offloads: str, **settings: Any) -> Any:
+        (found,) = rank_memories(replace(spread(large(), 2), offloads=offloads, **settings))
+        return found
+
+    kept, everything = memory(), memory("parameters")
+    assert "activations" not in kept.host
+    assert everything.host["moments"] == kept.device["moments"]
+    assert "moments" not in everything.device
+    moments = memory("optimizer")
+    working = kept.device["activations"] + kept.device["logits"]
+    assert moments.host["moments"] == kept.device["moments"]
+    assert moments.device["moments"] == max(0, kept.device["moments"] - working)  # in the place of the activations
+    for recomputes in (False, True):
+        before, after = (memory(*each, checkpoint_activations=recomputes) for each in ((), ("activations",)))
+        assert after.device["activations"] < before.device["activations"]
+        assert after.host["activations"] > 0.9 * (before.device["activations"] - after.device["activations"])
+        assert after.device["logits"] == before.device["logits"]
+
+
 def test_fsdp2_divides_the_state_and_a_mesh_keeps_it_from_other_ranks() -> None:
     whole = plan_of(PPO(tiny_spec(config=CONFIG), reward=len))
     split = plan_of(PPO(tiny_spec(config=CONFIG), reward=len), devices=4, strategy=FSDP2Strategy())

@@ -236,6 +236,10 @@ def test_no_microbatch_makes_the_host_wait_for_the_device(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-3000:]
     actual = json.loads(done.stdout.splitlines()[-1])
     assert set(actual.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
+    offloaded = actual.pop("offloaded")
+    assert offloaded["is_equal"]
+    assert offloaded["places"] == ["cpu"]
+    assert offloaded["copies"][0] == 0 < offloaded["copies"][1]
     assert len(actual) == 6
     for algorithm, one in actual.items():
         assert one["waits"] == {}, algorithm

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_divided_experts_continues_in_one_process_and_is_exporte
         (POLICY, {"ep": 2}, "ep=2 divides experts, but no model of this run has any"),
         (moe_spec("llama4_text"), {"ep": 2}, "no plan to divide the experts of model_type 'llama4_text'"),
         (moe_spec(), {"ep": 2, "compile_layers": True}, "does not support compile_layers=true yet"),
-        (moe_spec(), {"ep": 2, "offload_to_cpu": True}, "does not support offload_to_cpu=true yet"),
+        (moe_spec(), {"ep": 2, "offload_to_cpu": ["parameters"]}, "does not support parameters in offload_to_cpu yet"),
         (Role(moe_spec(), mesh=RoleMesh(0, 2)), {"ep": 2}, "does not support the mesh of a role yet"),
     ],
     ids=["ranks", "experts", "dense", "family", "compiled", "offloaded", "mesh"],
