@@ -82,12 +82,10 @@ def share_images(
     ranks = experience.ranks
     rows = [(*item.prompt.images, *item.images) for item in trajectories] if ranks.rank in has_all else []
     table = ImageTable.of(rows, image_reader)
-    fields = {} if table is None else table._asdict()
     if ranks.size == 1 or image_reader is None:
-        return experience.with_tensors(fields)
-    fields = ranks.broadcast_tensors(
-        {name: value[:0] if name == "pixel_values" else value for name, value in fields.items()}
-    )
+        return experience if table is None else experience.with_tensors(table._asdict())
+    kinds = {} if table is None else table._replace(pixel_values=table.pixel_values[:0])._asdict()
+    fields = ranks.broadcast_tensors(kinds)
     if not fields:
         return experience
     empty, grids, image_rows = (fields[name] for name in ImageTable._fields)

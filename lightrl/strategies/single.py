@@ -352,10 +352,7 @@ class SingleModel:
     def _layer_input(
         self, experience: Experience, rows: Tensor, token_ids: Tensor, places: tuple[Tensor, Tensor] | None = None
     ) -> dict[str, Any]:
-        """The model's arguments for token ids [b, T] of these rows [b]; with images, embeddings [b, T, H].
-
-        With `places`, rows and columns [N], they are for these tokens, end to end in one row.
-        """
+        """The model's arguments for token ids [b, T] of these rows [b], or for those at `places`, end to end."""
         if experience.pixel_values is None:
             return {"input_ids": token_ids if places is None else token_ids[places][None]}
         images = ImageTable(*(experience[name] for name in ImageTable._fields))

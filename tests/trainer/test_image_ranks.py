@@ -22,4 +22,5 @@ def test_ranks_with_and_without_images_train_as_one_process(tmp_path: Path) -> N
             for name, value in weights.items():
                 for found in ranks:
                     difference = (found["weights"][algorithm][name] - value).abs().max()
-                    assert difference <= ROUNDING * value.abs().max(), (family, algorithm, name)
+                    size = max(1e-3, float(value.abs().max()))  # a bias of keys has no gradient but rounding
+                    assert difference <= ROUNDING * size, (family, algorithm, name)
