@@ -69,7 +69,8 @@ class Experience:
     bootstrap_values: Tensor | None = None  # float32 [B], of the critic, of the state after a truncated end; else 0
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
-    pixel_values: Tensor | None = None  # float32 [M, 3, height, width], all images
+    pixel_values: Tensor | None = None  # float32 [P, ...], the entries of all images (models/images.py)
+    image_grids: Tensor | None = None  # int64 [M, 3], of each image; their products are its entries
     image_rows: Tensor | None = None  # int64 [B, I], the images of each row in order, as indices of those; -1: none
     supports: Tensor | None = None  # uint8 [S], in host memory: the codes of all supports (functional/supports.py)
     support_starts: Tensor | None = None  # int64 [B], in host memory: where the codes of a row begin
@@ -82,8 +83,8 @@ class Experience:
         taken = sorted(set(self.extras) & FIELDS)
         if taken:
             raise ValueError(f"extras has the key {taken[0]!r}, which is a field of Experience. Choose another key.")
-        if (self.pixel_values is None) != (self.image_rows is None):
-            raise ValueError("pixel_values and image_rows must be set together, got only one of them.")
+        if len({value is None for value in (self.pixel_values, self.image_grids, self.image_rows)}) > 1:
+            raise ValueError("pixel_values, image_grids and image_rows must be set together, got only some of them.")
         for name, tensor in self.tensors().items():
             check_shape(name, tensor, num, width)
 
@@ -241,7 +242,7 @@ class Experience:
         return units_of(self.group_ids.tolist(), unit)
 
     def to_tensordict(self) -> Any:
-        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without `pixel_values` and `supports`.
+        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without images and `supports`.
 
         Raises:
             ImportError: if tensordict is not installed.
@@ -256,7 +257,7 @@ class Experience:
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
 FIELDS = frozenset(_FIELD_ORDER)  # Experience's, less the extras
-_TABLES = ("pixel_values", "supports")  # stored once; other fields say which part belongs to a row
+_TABLES = ("pixel_values", "image_grids", "supports")  # stored once; other fields say which part belongs to a row
 ON_HOST = ("supports", "support_starts", "support_sizes")  # strategies decode them there
 # The fields that the rollout fills in; model calls may read them.
 ROLLOUT_FIELDS = frozenset(_FIELD_ORDER[: _FIELD_ORDER.index("token_rewards") + 1])

@@ -33,4 +33,4 @@ def rows(split: str = "train", num_rows: int = 2000) -> list[dict[str, str]]:
 
 
 def reward(trajectory: Trajectory) -> float:
-    return float(trajectory.completion == trajectory.prompt.fields["answer"])
+    return float(trajectory.completion.strip("[] ") == trajectory.prompt.fields["answer"].strip("[] "))  # CLEVR has [3]

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.data import ChatBatch
 from lightrl.functional.logprobs import hidden_logprobs, predicted_token_ids, predicting_positions
+from lightrl.models.images import image_inputs
 from lightrl.strategies import head_is_plain
 
 if TYPE_CHECKING:
@@ -70,11 +71,12 @@ class SFT(SupervisedModule):
         """Predictions of the loss tokens, and those tokens [N]: hidden states [N, H] if the model only applies an
         output head to them, else logits [N, V]."""
         rows, columns = predicting_positions(batch.loss_mask)
-        inputs = batch.token_ids[:, :-1]
+        token_ids, images = batch.token_ids[:, :-1], batch.images
+        inputs = {"input_ids": token_ids} if images is None else image_inputs(self.policy, token_ids, images)
         if self._head_is_plain:
-            values = self.policy.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+            values = self.policy.base_model(**inputs, use_cache=False).last_hidden_state
         else:
-            values = self.policy(input_ids=inputs, use_cache=False).logits
+            values = self.policy(**inputs, use_cache=False).logits
         return values[rows, columns], predicted_token_ids(batch.token_ids, rows, columns)
 
     def _logprobs(self, predictions: Tensor, token_ids: Tensor) -> Tensor:

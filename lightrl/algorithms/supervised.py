@@ -19,6 +19,7 @@ from torch import Tensor
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
+from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
 
@@ -96,6 +97,11 @@ class SupervisedModule(L.LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's; loaded once."""
         return self.policy_role.spec.load_tokenizer()
+
+    @functools.cached_property
+    def image_reader(self) -> ImageReader | None:
+        """How the model reads images; None if it is one of text alone."""
+        return ImageReader.of(self.policy_role.spec.load_config())
 
     @property
     def max_prompt_tokens(self) -> int | None:

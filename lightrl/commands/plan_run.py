@@ -26,7 +26,6 @@ from lightrl.launch import memory
 from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun, UnknownMemory
 from lightrl.launch.plan import num_devices
 from lightrl.models import Role
-from lightrl.models.images import auto_model, sees_images
 from lightrl.models.moe import moe_blocks
 from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
@@ -225,11 +224,7 @@ def _planned_role(
     missing = [size for size in _SIZES if getattr(config.get_text_config(), size, None) is None]
     if missing:
         raise UnknownMemory(f"the {name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need.")
-    if sees_images(config):
-        with torch.device("meta"):
-            model: Any = auto_model(config).from_config(config, dtype=getattr(torch, role.spec.dtype or "float32"))
-    else:
-        model = empty_model(role)
+    model = empty_model(role)
     parameters = sum(value.numel() for value in model.parameters())
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     experts: list[Any] = [block.experts for block in moe_blocks(model).values()]

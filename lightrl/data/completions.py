@@ -27,6 +27,7 @@ from lightrl.data.stream import EpochLoader, PositionLoader, RowPrompts, SplitRo
 from lightrl.data.streamed import ROWS_AT_ONCE
 from lightrl.experience import Experience
 from lightrl.models import CONTEXT
+from lightrl.models.images import ImageTable
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, content_text
 
 Item = TypeVar("Item")
@@ -176,6 +177,7 @@ class CompletionDataModule(PromptDataModule):
     """
 
     completion_columns: dict[str, str]  # name of a setting → column
+    trains_on_images = False  # of the prompts
     sorts_by_length = False  # batches are made of rows of similar length, if they are shuffled
 
     def __init__(
@@ -232,7 +234,8 @@ class CompletionDataModule(PromptDataModule):
     def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
         """The prompts with their completions."""
         prompts = super()._prompts_of(rows, prompt_of)
-        renderer = ChatRenderer(self.policy_inputs()[0], max_tokens=self._most_tokens)
+        tokenizer, _, image_reader = self.policy_inputs()
+        renderer = ChatRenderer(tokenizer, image_reader=image_reader, max_tokens=self._most_tokens)
 
         def render(made: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
             return [self._completed(item, renderer) for item in prompts.render(made, where)]
@@ -244,7 +247,7 @@ class CompletionDataModule(PromptDataModule):
         if not isinstance(prompt, Prompt):
             return prompt
         try:
-            if prompt.images:
+            if prompt.images and not self.trains_on_images:
                 raise ValueError(f"{type(self).__name__} cannot train on images. Remove image_column, and image parts.")
             arguments = renderer.template.row_arguments(prompt)
             completions = [
@@ -351,6 +354,7 @@ class ChatBatch(NamedTuple):
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
     set_name: str | None = None  # names the validation set, if there are several
+    images: ImageTable | None = None  # of the prompts
 
     @property
     def num_measured(self) -> int:
@@ -363,7 +367,8 @@ class ChatBatch(NamedTuple):
             return None
         mask = self.loss_mask[rank::size]
         width = int(mask.any(0).nonzero().max()) + 1  # tokens after the last completion predict nothing
-        return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width])
+        images = self.images and self.images._replace(image_rows=self.images.image_rows[rank::size])
+        return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width], images=images)
 
 
 class SFTDataModule(CompletionDataModule):
@@ -385,6 +390,7 @@ class SFTDataModule(CompletionDataModule):
     """
 
     row_name = "chat"
+    trains_on_images = True
     sorts_by_length = True
 
     def __init__(
@@ -425,7 +431,8 @@ class SFTDataModule(CompletionDataModule):
 
     def collate(self, rows: Sequence[CompletedPrompt]) -> ChatBatch:
         token_ids, loss_mask, _ = padded(rows)
-        return ChatBatch(token_ids, loss_mask)
+        images = ImageTable.of([row.images for row in rows], self.policy_inputs()[2])
+        return ChatBatch(token_ids, loss_mask, images=images)
 
 
 class PairBatch(NamedTuple):

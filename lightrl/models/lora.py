@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.models.images import sees_images
+from lightrl.models.images import image_kind
 from lightrl.models.model_spec import check_files
 from lightrl.models.moe import moe_blocks, router_of
 
@@ -175,7 +175,7 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
             names.append(f"{name}.out_proj")
         if hasattr(module, "dt_proj"):
             names.append(f"{name}.dt_proj")
-    if hasattr(model.config, "vision_config") and not sees_images(model.config):
+    if hasattr(model.config, "vision_config") and image_kind(model.config) != "plain":
         names += [name for name in linear if ".language_model." not in name and not name.startswith(_OUTPUT)]
     return names
 

@@ -17,6 +17,7 @@ from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.images import image_kind
 from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
@@ -125,17 +126,13 @@ class FSDP2Model(SingleModel):
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """How often to call the model for each microbatch: as often as the rank that needs most."""
-        if self.form == "packed":
+        is_whole = image_kind(self.model.config) == "whole" and microbatches[0].pixel_values is not None
+        if self.form == "packed" and not is_whole:
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        if experience.pixel_values is not None:  # a rank without images would not gather their tower
-            raise ValueError(
-                "Prompts with images can only be trained in one process so far. Set trainer.strategy to auto and "
-                "trainer.devices to 1."
-            )
         # Tensors, not Outputs: FSDP searches known containers for the start of the backward.
         return Outputs(*self._root.run_inside(self._tensors, experience, candidates))
 

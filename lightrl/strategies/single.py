@@ -47,7 +47,7 @@ from lightrl.models import (
 )
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.hybrids import keeps_states
-from lightrl.models.images import input_embeddings, new_model
+from lightrl.models.images import ImageTable, image_inputs, image_kind, new_model
 from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
@@ -398,12 +398,15 @@ class SingleModel:
                 rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
                 yield picked[rows], columns, hidden[rows, columns]
 
-    def _layer_input(self, experience: Experience, rows: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
-        """The model's arguments for token ids [b, T] of these rows [b]; with images, embeddings [b, T, H]."""
-        if experience.pixel_values is None or experience.image_rows is None:
-            return {"input_ids": token_ids}
-        images = experience.image_rows[rows]
-        return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, images)}
+    def _layer_input(
+        self, experience: Experience, rows: Tensor, token_ids: Tensor, places: tuple[Tensor, Tensor] | None = None
+    ) -> dict[str, Any]:
+        """The model's arguments for token ids [b, T] of these rows [b], or for those at `places`, end to end."""
+        if experience.pixel_values is None:
+            return {"input_ids": token_ids if places is None else token_ids[places][None]}
+        images = ImageTable(*(experience[name] for name in ImageTable._fields))
+        images = images._replace(image_rows=on_host(images.image_rows)[on_host(rows)])
+        return image_inputs(self.model, token_ids, images, places=places)
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
         """Route a forward over the tokens at these rows and columns of the experience as the engine did."""
@@ -415,10 +418,14 @@ class SingleModel:
 
     def _choose(self, experience: Experience) -> tuple[str, Plan]:
         """The cheapest exact form for this microbatch, and its plan if prompts can be shared."""
+        images = None if experience.pixel_values is None else image_kind(self.model.config)
+        if images == "whole":
+            return "rectangles", []
         if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
             return "packed", []
-        replays = self.routes is not None and experience.routes is not None  # not with shared prompts
-        if self.form in ("packed", "rectangles") or not self.layouts or replays:
+        # neither replayed routes nor positions of a grid are shared
+        is_whole = (self.routes is not None and experience.routes is not None) or images == "grid"
+        if self.form in ("packed", "rectangles") or not self.layouts or is_whole:
             return self.form or "rectangles", []
         prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
         if self.form is not None:
@@ -445,11 +452,11 @@ class SingleModel:
         tokens = tuple(to_device(filled[:, first : first + size], device))
         packed_rows = PackedRows([*layout.lengths, padding], device, prompts=[*layout.prompts, -1], group=group)
         starts = arguments(self.model, packed_rows, with_states=self.keeps_states)
-        all_rows = torch.arange(len(experience), device=device)
-        inputs = self._layer_input(experience, all_rows, experience.token_ids)
-        inputs = {name: value[tokens][None] for name, value in inputs.items()} | starts
+        all_rows = to_device(torch.arange(len(experience)), device)
+        inputs = self._layer_input(experience, all_rows, experience.token_ids, tokens)
+        inputs = {"position_ids": tokens[1][None], **inputs, **starts}
         with self._replaying(experience, *tokens):
-            output = self.model.base_model(**inputs, position_ids=tokens[1][None], use_cache=False)
+            output = self.model.base_model(**inputs, use_cache=False)
         rows, columns = predicting_positions(on_host(experience.loss_mask))
         places = layout.flat_indices[rows, columns] - first
         is_here = (places >= 0) & (places < size)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightrl.models.hybrids import keeps_states, time_step_limits
-from lightrl.models.images import input_embeddings, new_model
+from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_model
 from lightrl.models.routes import Routes
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ class Decoder(Protocol):
         ...
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Tensor | None] | None = None
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
         """Adds rows with the key-values of these tokens; logits after each sequence, [len(sequences), V] float32.
 
         Args:
             sequences: token ids, at least one each; each is computed once.
             owners: the index of each new row's sequence.
-            images: pixel values [m, 3, H, W] of each sequence, None for those without; None if there are none.
+            images: paths or data: URLs of each sequence's; empty if there are none.
         """
         ...
 
@@ -137,6 +137,7 @@ class HuggingFaceDecoder:
     Args:
         prefill_tokens: most tokens, with padding, in one forward over prompts.
         record_routes: record which experts tokens take; None does where a family's can be recorded.
+        image_reader: how the model reads images; None if it takes none.
 
     Raises:
         ValueError: if routes cannot be recorded but must be, or the model keeps anything else, such as the index of
@@ -151,12 +152,13 @@ class HuggingFaceDecoder:
         device: torch.device,
         prefill_tokens: int = 8192,
         record_routes: bool | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens, self._image_reader = prefill_tokens, image_reader
         self._routes: Routes | None = None  # records if set
         self._recorded = torch.zeros(0)  # routes of the latest forward, [b, T, w]
         self._accepted = set(inspect.signature(self._model.forward).parameters)
@@ -188,6 +190,7 @@ class HuggingFaceDecoder:
         self.optional_shapes |= {name: tensor.shape for name, tensor in buffers.items()}
         self._cache: DynamicCache | None = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [n, T], 1 where the cache has a token
+        self._shifts = torch.zeros(0, dtype=torch.int64, device=device)  # [n], of the positions after images
 
     @torch.no_grad()
     def _keeps_what_rows_need(self) -> bool:
@@ -261,20 +264,25 @@ class HuggingFaceDecoder:
         return copy
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Tensor | None] | None = None
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
         longest = max(len(sequence) for sequence in sequences)
         logits: list[Tensor | None] = [None] * len(sequences)
         prefixes: list[list[Tensor]] = [[] for _ in sequences]
         routes = [torch.zeros(0)] * len(sequences)
-        for chunk in like_lengths(sequences, self._prefill_tokens, pads=self._may_pad):
+        shifts = torch.zeros(len(sequences), dtype=torch.int64, device=self._device)
+        may_pad = self._may_pad and not any(images or ())
+        for chunk in like_lengths(sequences, self._prefill_tokens, pads=may_pad):
             lengths = [len(sequences[index]) for index in chunk]
             filled = [[*[0] * (max(lengths) - len(sequences[index])), *sequences[index]] for index in chunk]
             token_ids = on_device(filled, self._device)
             positions = torch.arange(-max(lengths), 0, device=self._device) + on_device(lengths, self._device)[:, None]
             is_token = (positions >= 0).to(torch.int64)
-            embedded = None if images is None else self._embedded(token_ids, [images[index] for index in chunk])
-            cache, outputs = self._forward(token_ids, is_token, positions.clamp(min=0), None, embedded)
+            shown = ImageTable.of([images[index] for index in chunk] if images else (), self._image_reader)
+            inputs = {} if shown is None else image_inputs(self._model, token_ids, shown)
+            if "position_ids" in inputs:  # an image's tokens take fewer positions than there are
+                shifts[chunk] = inputs["position_ids"].amax((0, 2)) + 1 - token_ids.shape[1]
+            cache, outputs = self._forward(token_ids, is_token, positions.clamp(min=0), None, inputs)
             for place, (index, length) in enumerate(zip(chunk, lengths, strict=True)):
                 logits[index] = outputs[place, -1].float()
                 if self._routes is not None:
@@ -296,6 +304,7 @@ class HuggingFaceDecoder:
             block = torch.stack([_aligned_right(block, width, dim=1) for block in blocks] if has_columns else blocks)
             old = [] if is_first else [_aligned_right(holder[name], width, dim=2) if has_columns else holder[name]]
             holder[name] = torch.cat([*old, block])
+        self._shifts = torch.cat([self._shifts, shifts[list(owners)]])
         return torch.stack([row for row in logits if row is not None])
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
@@ -311,7 +320,8 @@ class HuggingFaceDecoder:
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._is_token = torch.cat([self._is_token, torch.ones_like(token_ids)[:, None]], dim=1)
-        self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions[:, None], self._cache)
+        positions = (positions + self._shifts)[:, None]
+        self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions, self._cache)
         self.latest_routes = None if self._routes is None else [*self._recorded[:, 0]]
         next_logits: Tensor = logits[:, -1].float()
         return next_logits
@@ -322,7 +332,7 @@ class HuggingFaceDecoder:
             self.clear()
             return
         rows = torch.tensor(order, device=self._device)
-        mask = self._is_token[rows]
+        mask, self._shifts = self._is_token[rows], self._shifts[rows]
         first = int(mask.any(0).to(torch.int64).argmax())  # no row uses the columns before it
         self._is_token = mask[:, first:]
         for holder, name, has_columns in _all_kept(self._cache):
@@ -331,18 +341,7 @@ class HuggingFaceDecoder:
     def clear(self) -> None:
         self._cache = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
-
-    def _embedded(self, token_ids: Tensor, images: Sequence[Tensor | None]) -> Tensor | None:
-        """The layers' inputs with images, [b, T, H]; None if no sequence has any."""
-        counts = [0 if pixels is None else len(pixels) for pixels in images]
-        if not any(counts):
-            return None
-        ends = torch.tensor(counts).cumsum(0).tolist()
-        rows = [
-            [*range(end - count, end), *[-1] * (max(counts) - count)] for end, count in zip(ends, counts, strict=True)
-        ]
-        pixel_values = torch.cat([pixels for pixels in images if pixels is not None]).to(self._device)
-        return input_embeddings(self._model, token_ids, pixel_values, torch.tensor(rows, device=self._device))
+        self._shifts = torch.zeros(0, dtype=torch.int64, device=self._device)
 
     def _forward(
         self,
@@ -350,21 +349,18 @@ class HuggingFaceDecoder:
         is_token: Tensor,
         positions: Tensor,
         cache: DynamicCache | None,
-        embeddings: Tensor | None = None,
+        inputs: Mapping[str, Any] | None = None,  # in place of the tokens, with images
     ) -> tuple[DynamicCache, Tensor]:
         from transformers import DynamicCache
 
         arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
-        if embeddings is None:
-            arguments["input_ids"] = token_ids
-        else:
-            arguments["inputs_embeds"] = embeddings
         if cache is None:
             # Without the config all layers keep all tokens: `keep` and `append` move columns; sliding layers forbid it.
             cache = DynamicCache(config=self._model.config) if self._keeps_states else DynamicCache()
         arguments["past_key_values"] = cache
         if "position_ids" in self._accepted:
             arguments["position_ids"] = positions
+        arguments |= inputs or {"input_ids": token_ids}
         if "logits_to_keep" in self._accepted:
             arguments["logits_to_keep"] = 1
         if self._routes is None:

@@ -246,9 +246,9 @@ class LlamaDecoder:
         return view.clone(memory_format=torch.contiguous_format).view(target.shape)
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Tensor | None] | None = None
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
-        assert images is None, "these families take no images"
+        assert not any(images), "these families take no images"
         self._pack()
         first = self._num_rows
         self._reserve(first + len(owners), max(len(sequence) for sequence in sequences) + 1)
