@@ -327,6 +327,10 @@ def image_inputs(
     elif kind == "whole":
         inputs["token_type_ids"] = mask.long()
     if layers:
+        if places is not None:  # a prompt that rows share is there once
+            numbers, at = is_image.flatten().cumsum(0).view_as(is_image) - 1, tuple(map(on_host, places))
+            picked = to_device(numbers[at][is_image[at]], device)
+            layers = [layer[picked] for layer in layers]
         inputs["image_layers"] = {"visual_pos_masks": placed(mask), "deepstack_visual_embeds": layers}
         text_model: Any = model.base_model.language_model
         if _take_layers not in text_model._forward_pre_hooks.values():

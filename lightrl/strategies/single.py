@@ -449,7 +449,7 @@ class SingleModel:
         padding = num * size - len(layout.rows)
         first = index * size
         filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
-        tokens = tuple(to_device(filled[:, first : first + size], device))
+        tokens = to_device(filled[0, first : first + size], device), to_device(filled[1, first : first + size], device)
         packed_rows = PackedRows([*layout.lengths, padding], device, prompts=[*layout.prompts, -1], group=group)
         starts = arguments(self.model, packed_rows, with_states=self.keeps_states)
         all_rows = to_device(torch.arange(len(experience)), device)
