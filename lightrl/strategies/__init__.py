@@ -16,7 +16,7 @@ Reading order:
     fsdp2_model.py        one sharded model; planned_gather.py  its parameters whole, each on one rank
     parallel_3d.py        Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py             this rank's part of a model; pipeline.py: schedules and what runs them
-    tensor_plans.py       model families and how to split them; tensor_parallel.py: parameters split over tp
+    tensor_plans.py       how a model is split, from transformers' plans; tensor_parallel.py: parameters split over tp
     costs.py              what FSDP2 and 3D cost, on paper; empty_model.py: without memory, filled tensor by tensor
     precision.py          Lightning's precision plugins: batches as they are, gradients clipped over all ranks
     known_strategies.py   which strategies train an RLModule

@@ -1,4 +1,4 @@
-"""Parallel3DStrategy: pipeline × data × tensor parallelism for the families of tensor_plans.py.
+"""Parallel3DStrategy: pipeline × data × tensor parallelism by transformers' plans for a family.
 
 World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which communicate most, are neighbors. The ranks of
 one dp index hold one copy of the model and process the same rows. The last stage computes the loss that is minimized;
@@ -33,7 +33,7 @@ from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.role_mesh import Place, check_meshes, make_place, roles_of
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
-from lightrl.strategies.tensor_plans import check_schedule, check_sizes, check_world
+from lightrl.strategies.tensor_plans import check_model, check_schedule, check_sizes, check_world
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ AXES = ("pp", "dp", "tp")
 class Parallel3DStrategy(FSDP2Strategy):
     """Pipeline, data and tensor parallelism for an RLModule: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
-    For Llama, Qwen2, Qwen3, Mistral and Gemma 1 to 3 (text). Every role is split the same way, trained or not, unless
-    its `Role.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
+    For dense families that transformers has plans for, see docs/models.md. Every role is split the same way, trained or
+    not, unless its `Role.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
 
     Args:
         pp: ranks of the pipeline; each holds an equal share of the layers, counting embedding and head as layers.
@@ -118,7 +118,9 @@ class Parallel3DStrategy(FSDP2Strategy):
                     f"precision='bf16-true' does not support a pipeline yet, got pp={pp} for the {name}: its stages do "
                     "not agree on what they send in bfloat16. Set trainer.precision to bf16-mixed."
                 )
-            check_sizes(role.spec.load_config(), pp, tp, *self._schedule_at(pp))
+            config = role.spec.load_config()
+            check_sizes(config, pp, tp, *self._schedule_at(pp))
+            check_model(config, tp)
 
     def _make_mesh(self) -> dist.ProcessGroup:
         sizes = (self.pp, self.dp_size, self.tp)
@@ -217,7 +219,8 @@ class Parallel3DModel:
         self._gather: PlannedGather | None = None
         self.settings = settings
         wants_packed = split.pipeline.device.type != "cpu" if is_packed is None else is_packed
-        self.is_packed = wants_packed and make_packable(split.model)
+        caps_attention = getattr(split.model.config, "attn_logit_softcapping", None) is not None
+        self.is_packed = wants_packed and not caps_attention and make_packable(split.model)
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:

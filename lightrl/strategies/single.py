@@ -108,7 +108,7 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
     """Layouts of shared_prefix.py whose forwards give the same as one over whole rows; only with full attention."""
     from transformers.cache_utils import DynamicLayer
 
-    if not _takes(model, "past_key_values") or _rope_depends_on_length(model):
+    if not _takes(model, "past_key_values") or rope_depends_on_length(model):
         return {}
     if not all(type(layer) is DynamicLayer for layer in new_cache(model).layers):
         return {}
@@ -133,7 +133,7 @@ def can_pack(model: PreTrainedModel) -> bool:
     """Whether trajectories in one row do not see each other; gives the model an attention that keeps them apart."""
     if getattr(model.config.get_text_config(), "index_topk", None):
         return False  # sparse selection among a row's keys; these few tokens are below its size
-    if not _takes(model, "position_ids") or _rope_depends_on_length(model) or not make_packable(model):
+    if not _takes(model, "position_ids") or rope_depends_on_length(model) or not make_packable(model):
         return False
     token_ids = _some_tokens(model, 6)
     position_ids = torch.arange(3, device=model.device).repeat(2)[None]
@@ -159,7 +159,7 @@ def _takes(model: PreTrainedModel, argument: str) -> bool:
     return argument in set(inspect.signature(model.base_model.forward).parameters)
 
 
-def _rope_depends_on_length(model: PreTrainedModel) -> bool:
+def rope_depends_on_length(model: PreTrainedModel) -> bool:
     parameters: dict[str, Any] = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return any(kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE for kind in kinds)
@@ -234,7 +234,7 @@ class SingleModel:
                 f"A critic cannot share the body of {type(model).__name__}, whose output head is more than a matrix "
                 "product. Set critic to a checkpoint."
             )
-        self._max_row = context_tokens(model.config) if _rope_depends_on_length(model) else None
+        self._max_row = context_tokens(model.config) if rope_depends_on_length(model) else None
         self.layouts = exact_layouts(model) if self.head_is_plain else {}
         self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]

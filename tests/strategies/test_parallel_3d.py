@@ -14,12 +14,15 @@ import forked
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
+from test_tensor_plans import IN_SLICES, IN_STAGES
 from tiny import tiny_spec
 
 from lightrl import FSDP2Strategy, LoRA, Parallel3DStrategy, Role
 from lightrl.strategies import named_strategy
 
 FAMILIES = ["llama", "qwen2", "mistral with a window", "gemma", "gemma2 with capped logits", "gemma3 hybrid"]
+PLAIN = {"llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text"}
+FORMS = {"vaultgemma": "rectangles"}  # packed rows have no capped attention
 
 CASES: list[list[Any]] = [
     [2, 1, 1, "1F1B", "qwen3", "packed"],
@@ -27,11 +30,15 @@ CASES: list[list[Any]] = [
     [1, 1, 2, "1F1B", "gemma2 with capped logits", "truncated"],
     [2, 1, 1, "1F1B", "critic"],
     [1, 1, 2, "1F1B", "critic"],
+    [1, 1, 2, "1F1B", "cohere"],
+    [2, 1, 1, "1F1B", "granite", "packed"],
 ]
 MORE: list[list[Any]] = [
     *[[2, 1, 1, "Interleaved1F1B", family] for family in FAMILIES],
     *[[1, 1, 2, "1F1B", family] for family in [*FAMILIES, "qwen3"]],
     [2, 1, 1, "1F1B", "gemma3 hybrid", "packed"],
+    *[[1, 1, 2, "1F1B", family] for family in IN_SLICES if family not in ("cwm", *PLAIN)],
+    *[[2, 1, 1, "1F1B", family, FORMS.get(family, "packed")] for family in IN_STAGES if family not in ("cwm", *PLAIN)],
     [2, 1, 2, "1F1B", "llama", "truncated"],
     [2, 1, 1, "1F1B", "llama", "checkpointed"],
     [2, 2, 1, "1F1B", "llama", "moved"],
@@ -93,7 +100,7 @@ def module_of(**roles: Role) -> Any:
     [
         (
             module_of(policy=Role(tiny_spec("qwen3")), reference=Role(tiny_spec("gpt2"))),
-            r"model_type='gpt2' has no plan.*Use one of llama, qwen2",
+            r"cannot split model_type='gpt2': transformers has no plan.*Use FSDP2Strategy",
         ),
         (module_of(policy=Role(tiny_spec("qwen3"), lora=LoRA())), r"The policy has lora=LoRA.*Use FSDP2Strategy"),
     ],

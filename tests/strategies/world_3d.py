@@ -24,6 +24,7 @@ from tiny import FAMILIES, random_experience, tiny_model, tiny_spec, with_suppor
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.families import FAMILIES as OF_KINDS
 from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
@@ -35,6 +36,7 @@ from lightrl.strategies.tensor_parallel import local
 NUM_UPDATES = 2
 MAX_NORM = 0.5
 SETTINGS = LogprobSettings(temperature=0.8, min_new_tokens=1, stop_token_ids=(1, 5), num_ids=16)
+DENSE = OF_KINDS["dense"]
 TOPK = 12  # of the 18 tokens, of which a tensor rank has half
 
 
@@ -49,8 +51,7 @@ def make_model(family: str) -> Any:
         assert head is not None
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
         return model
-    if family == "gemma":
-        FAMILIES.setdefault("gemma", {**FAMILIES["qwen2"], "model_type": "gemma", "tie_word_embeddings": True})
+    FAMILIES.setdefault(family, {**DENSE.get(family, DENSE["llama"]), "model_type": family})
     if "layer_types" in FAMILIES[family]:
         changes["layer_types"] = FAMILIES[family]["layer_types"] * 2
     return tiny_model(family, **changes)
