@@ -266,6 +266,9 @@ class SingleModel:
                     self._trained_parameters(),
                 )
 
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
+        return self._outputs(microbatch, topk)
+
     def _trained_parameters(self) -> list[Tensor]:
         """Each once; a critic's own head is in its model, one on the policy's body is not."""
         heads = () if self.value_head is None else self.value_head.parameters()

@@ -34,8 +34,9 @@ from lightrl.functional import (
     predicted_token_ids,
     predicting_positions,
 )
-from lightrl.models import Candidates, ModelSpec, scalar_head
+from lightrl.models import Candidates, Role, scalar_head
 from lightrl.models.conversion import checkpoint_files, load_parts
+from lightrl.models.lora import adapter_reader, base_name, is_adapter
 from lightrl.models.model_spec import check_files
 from lightrl.strategies.empty_model import give_memory, take_role
 from lightrl.strategies.fsdp2_model import reshard
@@ -230,6 +231,7 @@ class SplitModel:
     """A model that this rank holds a part of."""
 
     model: PreTrainedModel
+    whole: PreTrainedModel  # with the modules of all ranks, without memory
     mesh: DeviceMesh
     pipeline: Pipeline
     stages: dict[int, Stage]
@@ -303,6 +305,7 @@ def split_model(
     check_sizes(model.config, pp.size(), tp.size(), schedule, stages_per_rank)
     logits = check_model(model.config, tp.size())
     device = torch.device("cpu") if device is None else device
+    whole = copy.deepcopy(model).to("meta")
     pipeline = Pipeline(pp.get_group() if pp.size() > 1 else None, pp.size(), stages_per_rank, device)
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
@@ -320,7 +323,7 @@ def split_model(
     if role is None:
         model.to(device=device)
     else:
-        _load_held(model, role.spec, device, is_tied=is_tied)
+        _load_held(model, role, device, is_tied=is_tied)
     if tp.size() > 1:
         _split_over_tp(model, value_head if last in held else None, tp)
     if checkpoint_activations:
@@ -340,7 +343,7 @@ def split_model(
     tied: Tensor | None = None
     if is_tied and pp.size() > 1 and (0 in held or last in held):
         tied = body.embed_tokens.weight if 0 in held else model.get_output_embeddings().weight
-    return SplitModel(model, mesh, pipeline, stages, parameters, head is not None, has_values, tied, ends)
+    return SplitModel(model, whole, mesh, pipeline, stages, parameters, head is not None, has_values, tied, ends)
 
 
 def _drop_other_stages(
@@ -373,8 +376,9 @@ def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: Dev
         parameter.requires_grad_(name not in frozen)
 
 
-def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *, is_tied: bool) -> None:
+def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_tied: bool) -> None:
     """Gives the part that this rank holds of a model without memory its weights, which the rank reads itself."""
+    spec = role.spec
     give_memory(model, device)
     if spec.path is not None:
         check_files(Path(spec.path))
@@ -386,7 +390,14 @@ def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *,
         made = spec.load_model().state_dict()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(made[name])
+                if not is_adapter(name):
+                    parameter.copy_(made[base_name(name)])
+    if role.lora is not None:
+        read_adapter = adapter_reader(role.lora, spec.random_seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if is_adapter(name):
+                    parameter.copy_(read_adapter(name, parameter.shape))
     if is_tied and head is not None and embed_tokens is not None:
         head.weight = embed_tokens.weight
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightrl.functional.supports import Supports, support_scores
@@ -43,26 +43,33 @@ def split_parameters(body: nn.Module, head: nn.Linear | None, plan: Mapping[str,
     if isinstance(getattr(body, "norm", None), nn.Module):
         share_parameters(body.norm, mesh)  # type: ignore[arg-type]
     if embedding is not None:
-        _split_rows(embedding, mesh)
+        _hold(embedding, mesh, Shard(0))
         embedding.forward = functools.partial(_embed, embedding, mesh)
     if head is not None and is_tied:
         head.weight = embedding.weight
     elif head is not None:
-        _split_rows(head, mesh)
+        _hold(head, mesh, Shard(0))
 
 
 def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
+        adapted = hasattr(layer.get_submodule(name), "base_layer")
+        base, down, up = (f"{name}.{part}" for part in ("base_layer", "lora_A.default", "lora_B.default"))
         if style == "colwise":
-            styles[name] = ColwiseParallel()
+            styles[base if adapted else name] = ColwiseParallel()
+            if adapted:  # all ranks compute A x of the whole sequence
+                styles[up] = ColwiseParallel()
+                _hold(layer.get_submodule(down), mesh, Replicate())
         elif style == "rowwise":
-            styles[name] = RowwiseParallel(output_layouts=Shard(1))
+            styles[base if adapted else name] = RowwiseParallel(output_layouts=Shard(1))
+            if adapted:
+                styles[down] = RowwiseParallel(output_layouts=Shard(1))
     for name in {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}:
         gather = functools.partial(_gather_input, mesh)
         layer.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
     for name, module in layer.named_modules():
-        if name not in styles:
+        if name not in styles and not any(isinstance(value, DTensor) for value in module.parameters(recurse=False)):
             share_parameters(module, mesh)
     parallelize_module(layer, mesh, styles)
 
@@ -81,11 +88,8 @@ def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
     Their gradients are each rank's summand.
     """
-    held = list(module.named_parameters(recurse=False))
-    for key, parameter in held:
-        whole = distribute_tensor(parameter, mesh, [Replicate()])
-        module.register_parameter(key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-    if held:
+    _hold(module, mesh, Replicate())
+    if any(True for _ in module.parameters(recurse=False)):
         module.forward = functools.partial(_call_with_summands, module, module.forward)
 
 
@@ -97,10 +101,10 @@ def _call_with_summands(module: nn.Module, forward: Callable[..., Any], *args: A
     return torch.func.functional_call(module, here, args)
 
 
-def _split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+def _hold(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for key, parameter in list(module.named_parameters(recurse=False)):
-        split = distribute_tensor(parameter, mesh, [Shard(0)])
-        module.register_parameter(key, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        held = distribute_tensor(parameter, mesh, [placement])
+        module.register_parameter(key, nn.Parameter(held, requires_grad=parameter.requires_grad))
 
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.families import FAMILIES as OF_KINDS
 from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
-from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
+from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel, whole
 from lightrl.strategies.parallel_3d import Parallel3DModel
 from lightrl.strategies.ranks import square_norm
 from lightrl.strategies.stages import ends_group, split_model
@@ -89,12 +89,15 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     split = split_model(split_one, mesh, ends=ends_group(mesh), checkpoint_activations=form == "checkpointed", **stages)
     alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS, is_packed=form == "packed")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
-    actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "norm": 0.0}
+    actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "gradients": 0.0, "norm": 0.0}
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=form == "mixed")
     for update in range(NUM_UPDATES):
         everything = parts(seed=update, is_truncated=form == "truncated")
         share = everything[mesh["dp"].get_local_rank() :: dp]
         topk = 0 if form == "truncated" else TOPK
-        for one, other in zip(spread.forward(share, topk=topk), alone.forward(share, topk=topk), strict=True):
+        with mixed:
+            outputs = [*zip(spread.forward(share, topk=topk), alone.forward(share, topk=topk), strict=True)]
+        for one, other in outputs:
             if other.teacher_topk_ids is not None and not torch.equal(one.teacher_topk_ids, other.teacher_topk_ids):
                 actual["outputs"] = 1.0
             for name in ("logprobs", "entropy", "values", "teacher_topk"):
@@ -116,12 +119,18 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             losses.append(loss_of(experience, outputs))
             return losses[-1]
 
-        spread.forward_backward(
-            [*share, ShardedExperience.of(share[0]).blank_row(torch.device("cpu"))],
-            spread_loss,
-            lambda loss: (loss * dp).backward(),
-        )
-        alone.forward_backward(everything, alone_loss, Tensor.backward)
+        with mixed:
+            spread.forward_backward(
+                [*share, ShardedExperience.of(share[0]).blank_row(torch.device("cpu"))],
+                spread_loss,
+                lambda loss: (loss * dp).backward(),
+            )
+            alone.forward_backward(everything, alone_loss, Tensor.backward)
+        for name, value in split.held_parameters().items():
+            gradient, expected_gradient = value.grad, single.get_parameter(name).grad
+            if gradient is not None and expected_gradient is not None:
+                apart = float((whole(gradient) - expected_gradient).norm() / expected_gradient.norm().clamp(min=1e-6))
+                actual["gradients"] = max(actual["gradients"], apart)
         total = torch.stack(losses).sum().detach()
         dist.all_reduce(total, group=mesh["dp"].get_group())
         expected_losses = torch.stack(alone_losses).detach()
@@ -145,12 +154,12 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     }
     shares: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(shares, share)
-    whole = {name: value for part in shares for name, value in part.items()}
-    assert sorted(whole) == sorted(name for part in shares for name in part) == sorted(expected)
-    assert all(torch.equal(value, whole[name]) for name, value in first.items())
+    all_parts = {name: value for part in shares for name, value in part.items()}
+    assert sorted(all_parts) == sorted(name for part in shares for name in part) == sorted(expected)
+    assert all(torch.equal(value, all_parts[name]) for name, value in first.items())
     assert len([part for part in shares if part]) > 1 or len(shares) == 1
     largest = max(float(value.detach().abs().max()) for value in expected.values())
-    actual["weights"] = max(float((whole[name] - expected[name]).abs().max()) / largest for name in expected)
+    actual["weights"] = max(float((all_parts[name] - expected[name]).abs().max()) / largest for name in expected)
     spread.move_to(torch.device("meta"))
     actual["left"] = float(sum(not local(value).is_meta for value in [*split_one.parameters(), *split_one.buffers()]))
     numbers = torch.tensor(list(actual.values()))
