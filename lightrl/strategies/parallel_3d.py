@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
-from lightrl.functional import aligned_to_tokens
+from lightrl.functional import aligned_to_tokens, predicting_positions
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.lora import Part, exported_parameters
@@ -243,18 +243,19 @@ class Parallel3DModel:
         size = -(-len(microbatch) // num)
         starts = range(0, len(microbatch), size)
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
-        if not torch.is_grad_enabled():
-            return joined(self.forward(parts, topk=topk), microbatch)
-        feeds, held = self._feeds(parts, [topk] * len(parts)), Held()
-        results = self._results(feeds, held)
-        tracked = _Results.apply(  # type: ignore[no-untyped-call]
-            functools.partial(self._backward, feeds, held), torch.zeros((), requires_grad=True), *results
-        )
-        outputs = [self._outputs(*values) for values in zip(tracked, feeds, parts, strict=True)]
-        return joined(outputs, microbatch)
+        feeds, held = self._feeds(parts, [topk] * len(parts)), Held() if torch.is_grad_enabled() else None
+        result = torch.cat(self._results(feeds, held))
+        if held is None:
+            self.split.reshard()
+        else:
+            run_backward, start = functools.partial(self._backward, feeds, held), torch.zeros((), requires_grad=True)
+            result = _Results.apply(run_backward, start, result)  # type: ignore[no-untyped-call]
+        whole = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))  # those of all parts in order
+        return self._outputs(result, whole, microbatch)
 
-    def _backward(self, feeds: list[Feed], held: Held, gradients: tuple[Tensor, ...]) -> None:
-        """Adds to the gradients of the parameters what follows from those of `_results`."""
+    def _backward(self, feeds: list[Feed], held: Held, gradient: Tensor) -> None:
+        """Adds to the gradients of the parameters what follows from that of `_results`."""
+        gradients = gradient.split([len(feed.rows) for feed in feeds])
         parameters = [parameter for stage in self.split.stages.values() for parameter in stage.parameters()]
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in earlier:  # they are complete, and would be summed over ranks again
@@ -377,31 +378,15 @@ class Parallel3DModel:
 
 
 class _Results(torch.autograd.Function):
-    """Results of a pipeline with a gradient, which `backward` hands to the stages."""
+    """Results of a pipeline with a gradient, which `run_backward` hands to the stages."""
 
     @staticmethod
-    def forward(ctx: Any, backward: Callable[[tuple[Tensor, ...]], None], _: Tensor, *results: Tensor) -> Any:
-        ctx.run_backward = backward
-        return tuple(result.clone() for result in results)
+    def forward(ctx: Any, run_backward: Callable[[Tensor], None], _: Tensor, results: Tensor) -> Tensor:
+        ctx.run_backward = run_backward
+        return results.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.run_backward(gradients)
-        return (None,) * (2 + len(gradients))
-
-
-def joined(parts: Sequence[Outputs], whole: Experience) -> Outputs:
-    """The outputs of an Experience from those of consecutive rows, which are cut to their longest."""
-    width = whole.token_ids.shape[1]
-    values = {
-        name: torch.cat(
-            [
-                torch.nn.functional.pad(part, (0, 0) * (part.dim() - 2) + (0, width - part.shape[1]))
-                for part in (getattr(outputs, name) for outputs in parts)
-            ]
-        )
-        for name, value in vars(parts[0]).items()
-        if value is not None
-    }
-    return Outputs(**values)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.run_backward(gradient)
+        return None, None, None

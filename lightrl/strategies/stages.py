@@ -128,9 +128,7 @@ class Stage(nn.Module):
 
     Args:
         model: the Hugging Face model, already without the parts of other ranks.
-        layers: which of its layers.
-        num_layers: of the whole model.
-        is_first: takes token ids instead of hidden states.
+        layers: which of its layers; with the first it takes token ids instead of hidden states.
         is_last: returns, instead of hidden states, logprob, entropy and value of each predicted token, [N, 3], 0 if the
             model has no head for it; then the logprobs of the K further tokens, and the ids of the top-k.
         tp: mesh of the tp axis.
@@ -142,20 +140,19 @@ class Stage(nn.Module):
         self,
         model: PreTrainedModel,
         layers: range,
-        num_layers: int,
         *,
-        is_first: bool,
         is_last: bool,
         tp: DeviceMesh,
         logits: Logits,
         value_head: nn.Linear | None = None,
     ) -> None:
         super().__init__()
-        self.is_first, self.is_last, self.tp, self.logits = is_first, is_last, tp, logits
+        self.is_first, self.is_last, self.tp, self.logits = layers.start == 0, is_last, tp, logits
         self.body = copy.copy(model.base_model)
         self.body._modules = dict(self.body._modules)  # its children, of which the model keeps its own
         held = dict(self.body.layers.named_children())
-        parts = [held[str(index)] if index in layers else PipelineIdentityLayer() for index in range(num_layers)]
+        indices = range(model.config.num_hidden_layers)
+        parts = [held[str(index)] if index in layers else PipelineIdentityLayer() for index in indices]
         self.body.layers = nn.ModuleList(parts)
         if not is_last:
             self.body.norm = PipelineIdentityLayer()
@@ -305,7 +302,8 @@ def split_model(
     check_sizes(model.config, pp.size(), tp.size(), schedule, stages_per_rank)
     logits = check_model(model.config, tp.size())
     device = torch.device("cpu") if device is None else device
-    whole = copy.deepcopy(model).to("meta")
+    memo = {id(value): nn.Parameter(value.detach().to("meta"), value.requires_grad) for value in model.parameters()}
+    whole = copy.deepcopy(model, memo)
     pipeline = Pipeline(pp.get_group() if pp.size() > 1 else None, pp.size(), stages_per_rank, device)
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
@@ -329,13 +327,11 @@ def split_model(
     if checkpoint_activations:
         for layer in body.layers.children():
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    num_layers = model.config.num_hidden_layers
     if mesh["dp"].size() > 1:  # with several stages each microbatch would gather again: parameters stay whole
         for layer in body.layers.children():
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=pp.size() == 1)
-    kept: dict[str, Any] = {"tp": tp, "logits": logits, "value_head": value_head}
     stages = {
-        stage: Stage(model, layers, num_layers, is_first=stage == 0, is_last=stage == last, **kept)
+        stage: Stage(model, layers, is_last=stage == last, tp=tp, logits=logits, value_head=value_head)
         for stage, layers in held.items()
     }
     for stage in stages.values() if mesh["dp"].size() > 1 else ():
@@ -383,21 +379,19 @@ def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_t
     if spec.path is not None:
         check_files(Path(spec.path))
     head, embed_tokens = model.get_output_embeddings(), model.base_model.embed_tokens
+    made: dict[str, Tensor] = {}
     if checkpoint_files(spec):
         renamed = {"lm_head.weight": "embed_tokens.weight"} if is_tied and head is not None else {}
         load_parts(model, spec, device=device, renamed=renamed, is_whole=False)
     else:
         made = spec.load_model().state_dict()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if not is_adapter(name):
-                    parameter.copy_(made[base_name(name)])
-    if role.lora is not None:
-        read_adapter = adapter_reader(role.lora, spec.random_seed)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if is_adapter(name):
-                    parameter.copy_(read_adapter(name, parameter.shape))
+    read_adapter = None if role.lora is None else adapter_reader(role.lora, spec.random_seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if read_adapter is not None and is_adapter(name):
+                parameter.copy_(read_adapter(name, parameter.shape))
+            elif made:
+                parameter.copy_(made[base_name(name)])
     if is_tied and head is not None and embed_tokens is not None:
         head.weight = embed_tokens.weight
 

@@ -121,7 +121,8 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tens
     if scale is not None:
         rows = rows * scale.to(weight.dtype)
     parts = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
-    return parts.redistribute(mesh, [Replicate()]).to_local()
+    embedded: Tensor = parts.redistribute(mesh, [Replicate()]).to_local()
+    return embedded
 
 
 def part_of_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -71,6 +71,8 @@ def check_model(config: PretrainedConfig, tp: int) -> Logits:
     head = model.get_output_embeddings()
     if tp > 1 and head.bias is not None:
         _refuse(config, "its output head has a bias")
+    if tp > 1 and type(body.embed_tokens) is not nn.Embedding and not hasattr(body.embed_tokens, "embed_scale"):
+        _refuse(config, f"its embedding is a {type(body.embed_tokens).__name__}")
     # Large numbers, since a cap such as 30 · tanh(logits / 30) hardly changes logits near 0.
     hidden, raw = torch.linspace(-1, 1, 6).view(1, 2, 3), torch.linspace(-99, 101, 8).view(1, 2, 4)
     fake_layer, fake_head = _Fake(hidden), _Fake(raw)

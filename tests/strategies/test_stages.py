@@ -32,8 +32,8 @@ def test_the_stages_of_a_model_compute_its_hidden_states_to_the_bit(family: str)
     with torch.no_grad():
         model(input_ids=feed.token_ids, use_cache=False)
         for layers in (range(3), range(3, 4), range(4, 8)):
-            ends = {"is_first": layers.start == 0, "is_last": layers.stop == 8}
-            hidden = Stage(model, layers, 8, tp=ONE_RANK, logits=Logits(), **ends)(hidden, feed, settings)
+            stage = Stage(model, layers, is_last=layers.stop == 8, tp=ONE_RANK, logits=Logits())
+            hidden = stage(hidden, feed, settings)
     whole, chained = normed
     assert torch.equal(whole, chained)
     assert whole.std() > 0

@@ -90,14 +90,11 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS, is_packed=form == "packed")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
     actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "gradients": 0.0, "norm": 0.0}
-    mixed = torch.autocast("cpu", torch.bfloat16, enabled=form == "mixed")
     for update in range(NUM_UPDATES):
         everything = parts(seed=update, is_truncated=form == "truncated")
         share = everything[mesh["dp"].get_local_rank() :: dp]
         topk = 0 if form == "truncated" else TOPK
-        with mixed:
-            outputs = [*zip(spread.forward(share, topk=topk), alone.forward(share, topk=topk), strict=True)]
-        for one, other in outputs:
+        for one, other in zip(spread.forward(share, topk=topk), alone.forward(share, topk=topk), strict=True):
             if other.teacher_topk_ids is not None and not torch.equal(one.teacher_topk_ids, other.teacher_topk_ids):
                 actual["outputs"] = 1.0
             for name in ("logprobs", "entropy", "values", "teacher_topk"):
@@ -119,13 +116,12 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             losses.append(loss_of(experience, outputs))
             return losses[-1]
 
-        with mixed:
-            spread.forward_backward(
-                [*share, ShardedExperience.of(share[0]).blank_row(torch.device("cpu"))],
-                spread_loss,
-                lambda loss: (loss * dp).backward(),
-            )
-            alone.forward_backward(everything, alone_loss, Tensor.backward)
+        spread.forward_backward(
+            [*share, ShardedExperience.of(share[0]).blank_row(torch.device("cpu"))],
+            spread_loss,
+            lambda loss: (loss * dp).backward(),
+        )
+        alone.forward_backward(everything, alone_loss, Tensor.backward)
         for name, value in split.held_parameters().items():
             gradient, expected_gradient = value.grad, single.get_parameter(name).grad
             if gradient is not None and expected_gradient is not None:
@@ -169,11 +165,32 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     return {**case, **dict(zip(actual, numbers.tolist(), strict=True))}
 
 
+def compare_rounding(pp: int, dp: int, tp: int, schedule: str, family: str, form: str) -> dict[str, Any]:
+    """How far bf16-mixed takes the gradients of a split model from those in float32, against one process."""
+    exact, single, split_one = (make_model(family) for _ in range(3))
+    mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    split = split_model(split_one, mesh, ends=ends_group(mesh), schedule=schedule)
+    microbatches = parts(seed=0, is_truncated=False)
+    SingleModel(exact, SETTINGS).forward_backward(microbatches, loss_of, Tensor.backward)
+    alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS)
+    with torch.autocast("cpu", torch.bfloat16):
+        for model in (alone, spread):
+            model.forward_backward(microbatches, loss_of, Tensor.backward)
+    squares = torch.zeros(2)
+    for name, value in split.held_parameters().items():
+        exact_gradient = exact.get_parameter(name).grad
+        if exact_gradient is not None and value.grad is not None:
+            gradients = (whole(value.grad), single.get_parameter(name).grad)
+            squares += torch.stack([(gradient - exact_gradient).square().sum() for gradient in gradients])
+    dist.all_reduce(squares)
+    return {"pp": pp, "tp": tp, "family": family, "form": form, "rounding": float((squares[0] / squares[1]).sqrt())}
+
+
 def work(cases: list[list[Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in cases:
-        actual = compare(*case)
+        actual = (compare_rounding if case[-1] == "mixed" else compare)(*case)
         if dist.get_rank() == 0:
             os.write(1, (json.dumps(actual) + "\n").encode())  # a line at once: several worlds print
     dist.barrier()
