@@ -255,7 +255,7 @@ class Parallel3DModel:
 
     def _backward(self, feeds: list[Feed], held: Held, gradient: Tensor) -> None:
         """Adds to the gradients of the parameters what follows from that of `_results`."""
-        gradients = gradient.split([len(feed.rows) for feed in feeds])
+        gradients = torch.split(gradient, [len(feed.rows) for feed in feeds])
         parameters = [parameter for stage in self.split.stages.values() for parameter in stage.parameters()]
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in earlier:  # they are complete, and would be summed over ranks again

@@ -131,9 +131,12 @@ def module_of(**roles: Role) -> Any:
             module_of(policy=Role(tiny_spec("qwen3")), reference=Role(tiny_spec("gpt2"))),
             r"cannot split model_type='gpt2': transformers has no plan.*Use FSDP2Strategy",
         ),
-        (module_of(policy=Role(tiny_spec("qwen3"), lora=LoRA())), r"The policy has lora=LoRA.*Use FSDP2Strategy"),
+        (
+            module_of(policy=Role(tiny_spec("qwen3"), lora=LoRA(target_modules=("q_proj", "lm_head")))),
+            r"The policy has a LoRA adapter of 'lm_head'.*Leave it out of lora\.target_modules, or use FSDP2Strategy",
+        ),
     ],
-    ids=["an unknown family", "LoRA"],
+    ids=["an unknown family", "LoRA of the head"],
 )
 def test_the_models_of_a_module_are_checked_before_any_process_starts(module: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
