@@ -370,6 +370,15 @@ class ChatBatch(NamedTuple):
         images = self.images and self.images._replace(image_rows=self.images.image_rows[rank::size])
         return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width], images=images)
 
+    def experience(self) -> Experience:
+        """The chats as an Experience without rewards, up to their last loss tokens."""
+        columns = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)
+        lengths = torch.where(self.loss_mask, columns + 1, 0).amax(1)
+        rows = torch.arange(len(lengths), device=lengths.device)
+        rewards = torch.zeros(len(lengths), device=lengths.device)
+        experience = _experience(self.token_ids, self.loss_mask, lengths, rewards=rewards, group_ids=rows)
+        return experience if self.images is None else experience.with_tensors(self.images._asdict())
+
 
 class SFTDataModule(CompletionDataModule):
     """Chats for supervised fine-tuning: PromptDataModule's prompt, then the answer column as the policy's turn.
@@ -460,16 +469,22 @@ class PairBatch(NamedTuple):
     def experience(self) -> Experience:
         """The rows as an Experience: each pair is a group; the chosen trajectory has reward 1, the rejected one 0."""
         rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
-        return Experience(
-            token_ids=self.token_ids,
-            loss_mask=self.loss_mask,
-            behavior_logprobs=torch.zeros(self.token_ids.shape, device=rows.device),
-            weight_versions=torch.where(self.loss_mask, 0, -1),
-            rewards=1.0 - rows % 2,
-            group_ids=rows // 2,
-            is_truncated=torch.zeros_like(rows, dtype=torch.bool),
-            lengths=self.lengths,
-        )
+        return _experience(self.token_ids, self.loss_mask, self.lengths, rewards=1.0 - rows % 2, group_ids=rows // 2)
+
+
+def _experience(
+    token_ids: Tensor, loss_mask: Tensor, lengths: Tensor, *, rewards: Tensor, group_ids: Tensor
+) -> Experience:
+    return Experience(
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=torch.zeros(token_ids.shape, device=token_ids.device),
+        weight_versions=torch.where(loss_mask, 0, -1),
+        rewards=rewards,
+        group_ids=group_ids,
+        is_truncated=torch.zeros_like(lengths, dtype=torch.bool),
+        lengths=lengths,
+    )
 
 
 class PreferenceDataModule(CompletionDataModule):

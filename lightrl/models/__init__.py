@@ -15,7 +15,7 @@ Reading order:
     chat_template.py  chats as text, what the policy generated, and which ids end a completion
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
-needed here: transformers loads it. strategies/tensor_plans.py lists the families that can be split.
+needed here: transformers loads it. strategies/tensor_plans.py reads which can be split.
 """
 
 from lightrl.models.lora import LoRA

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
 from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
-from lightrl.strategies.tensor_plans import FAMILIES, Family, check_sizes, head_size, layer_parameters, split_layers
+from lightrl.strategies.tensor_plans import check_sizes, head_size, layer_parameters, split_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -100,16 +100,17 @@ def experience_bytes(num_scores: int) -> int:
 
 def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     """Bytes that autograd keeps of one token in one decoder layer of Hugging Face's code with flash attention."""
-    family = FAMILIES.get(config.model_type, Family())
+    is_gemma = config.model_type.startswith("gemma")  # its norms multiply by their weights in float32
+    num_norms = 4 if is_gemma and config.model_type != "gemma" else 2
     parameter, compute = work.parameter_bytes, work.compute_bytes
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     query, key = heads * head_size(config), kv_heads * head_size(config)
     # A norm keeps its input in float32 (which is the input itself, if that is float32 already), 1 / rms in float32, and
     # the normalized input, for the gradient of its weight.
-    normalized = _FLOAT if family.float_norms else parameter
-    saved = len(family.norms) * ((_FLOAT + normalized) * hidden + _FLOAT)
-    if family.head_norm_axis is not None:  # queries and keys are normalized
-        normalized = _FLOAT if family.float_norms else compute
+    normalized = _FLOAT if is_gemma else parameter
+    saved = num_norms * ((_FLOAT + normalized) * hidden + _FLOAT)
+    if "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {}):  # queries and keys are normalized
+        normalized = _FLOAT if is_gemma else compute
         saved += (_FLOAT + normalized) * (query + key) + _FLOAT * (heads + kv_heads)
     # The input of q, k and v, and that of gate and up; autocast copies it for each of the five.
     saved += compute * hidden * (2 if compute == parameter else 5)

@@ -1,11 +1,11 @@
-"""FSDP2Model: one sharded model as a ParallelModel; and `run_inside`, for other code that reads its parameters."""
+"""FSDP2Model: one sharded model as a ParallelModel."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,6 @@ from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class FSDP2Model(SingleModel):
@@ -69,7 +66,10 @@ class FSDP2Model(SingleModel):
         self._root = model
         self._num_calls = 0  # for the current microbatch
         self._gather: PlannedGather | None = None
-        add_run_inside(model)
+        # Makes the root's parameters whole for `function`, which returns tensors, possibly in tuples or dicts: FSDP
+        # searches those for the start of the backward.
+        self._root.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
+        register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
             # The strategy has compiled the layers before it sharded them.
             made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "replays_routes": replays_routes}
@@ -99,6 +99,14 @@ class FSDP2Model(SingleModel):
                     module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
             backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
             self.ranks.step()
+
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
+        (self._num_calls,) = self._calls([microbatch])
+        outputs = self._outputs(microbatch, topk)
+        self.ranks.step()
+        if not torch.is_grad_enabled():
+            reshard(self._root)
+        return outputs
 
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
@@ -161,28 +169,6 @@ def whole(value: Tensor) -> Tensor:
     """The whole tensor of a shard, without gradient; collective. Other tensors as they are."""
     plain: Tensor = value.detach()
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
-
-
-def run_inside(model: PreTrainedModel, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls the function while the parameters of the model's root are whole; collective if they are sharded.
-
-    `function` returns tensors, possibly in tuples or dicts: FSDP searches those for the start of the backward.
-    """
-    if not isinstance(model, FSDPModule):
-        return function(*args, **kwargs)
-    root: Any = model
-    add_run_inside(root)
-    result: _T = root.run_inside(function, *args, **kwargs)
-    if not torch.is_grad_enabled():
-        reshard(root)
-    return result
-
-
-def add_run_inside(model: PreTrainedModel) -> None:
-    """Gives a sharded model the method `run_inside(function, …)`, which makes its root's parameters whole."""
-    if not hasattr(model, "run_inside"):
-        model.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
-        register_fsdp_forward_method(model, "run_inside")
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -96,6 +96,9 @@ class OtherRanksModel:
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         raise AssertionError("This rank does not hold the model.")
 
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
+        raise AssertionError("This rank does not hold the model.")
+
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:

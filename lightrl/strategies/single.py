@@ -115,7 +115,7 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
     """Layouts of shared_prefix.py whose forwards give the same as one over whole rows; only with full attention."""
     from transformers.cache_utils import DynamicLayer
 
-    if not _takes(model, "past_key_values") or _rope_depends_on_length(model):
+    if not _takes(model, "past_key_values") or rope_depends_on_length(model):
         return {}
     if not all(type(layer) is DynamicLayer for layer in new_cache(model).layers):
         return {}
@@ -144,7 +144,7 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     """
     if getattr(model.config.get_text_config(), "index_topk", None):
         return False  # sparse selection among a row's keys; these few tokens are below its size
-    if not _takes(model, "position_ids") or _rope_depends_on_length(model) or not make_packable(model):
+    if not _takes(model, "position_ids") or rope_depends_on_length(model) or not make_packable(model):
         return False
     with_states = keeps_states(model.config)
     if shares_prompt and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
@@ -196,7 +196,7 @@ def _takes(model: PreTrainedModel, argument: str) -> bool:
     return argument in set(inspect.signature(model.base_model.forward).parameters)
 
 
-def _rope_depends_on_length(model: PreTrainedModel) -> bool:
+def rope_depends_on_length(model: PreTrainedModel) -> bool:
     parameters: dict[str, Any] = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return any(kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE for kind in kinds)
@@ -277,7 +277,7 @@ class SingleModel:
                 f"A critic cannot share the body of {type(model).__name__}, whose output head is more than a matrix "
                 "product. Set critic to a checkpoint."
             )
-        self._max_row = context_tokens(model.config) if _rope_depends_on_length(model) else None
+        self._max_row = context_tokens(model.config) if rope_depends_on_length(model) else None
         self.layouts = exact_layouts(model) if self.head_is_plain else {}
         self.keeps_states = keeps_states(model.config)
         packs = form == "packed" or self.context_group is not None or model.device.type != "cpu"
@@ -311,6 +311,9 @@ class SingleModel:
                     backward,
                     self._trained_parameters(),
                 )
+
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
+        return self._outputs(microbatch, topk)
 
     def _trained_parameters(self) -> list[Tensor]:
         """Each once; a critic's own head is in its model, one on the policy's body is not."""

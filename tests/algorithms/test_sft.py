@@ -61,15 +61,16 @@ def make_batch() -> ChatBatch:
 
 
 @pytest.mark.parametrize("config", [CONFIG, SCALED_HEAD], ids=["plain head", "scaled logits"])
-def test_the_loss_is_hugging_faces_cross_entropy_on_the_same_labels(config: dict):
+def test_the_loss_is_hugging_faces_cross_entropy_on_the_same_labels(config: dict, tmp_path: Path):
     module, batch = make_module(config), make_batch()
+    module.trainer = make_trainer(tmp_path)
     module.configure_model()
     labels = batch.token_ids.where(batch.loss_mask, -100)
     expected = module.policy(input_ids=batch.token_ids, labels=labels).loss
     expected.backward()
     gradients = [parameter.grad.clone() for parameter in module.policy.parameters()]
     module.zero_grad()
-    loss = -module._logprobs(*module._predictions(batch)).mean()
+    loss = module.measure(batch)["loss_nats"].mean()
     loss.backward()
     torch.testing.assert_close(loss, expected)
     for parameter, gradient in zip(module.policy.parameters(), gradients, strict=True):
