@@ -48,8 +48,8 @@ from lightrl.strategies.role_mesh import (
     check_meshes,
     empty_out,
     make_place,
+    planned_roles,
     role_meshes,
-    roles_of,
 )
 from lightrl.strategies.shared_folder import check_all_see
 from lightrl.strategies.single import LogprobSettings, compiles, decoder_layers, may_be_cut
@@ -166,18 +166,19 @@ class FSDP2Strategy(ModelParallelStrategy):
             raise ValueError(f"ep={self.ep} does not support {' or '.join(refused)} yet. Remove it, or set ep to 1.")
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ValueError(f"ep={self.ep} needs torch >= 2.11, got {torch.__version__}. Install it, or set ep to 1.")
-        planned = getattr(module, "planned_roles", functools.partial(roles_of, module))()
-        specs = {name: role.spec for name, role in planned.items() if role.spec.url is None}
+        specs = {name: role.spec for name, role in planned_roles(module).items() if role.spec.url is None}
         experts = {f"experts of the {name}": num_split_experts(spec.load_config()) for name, spec in specs.items()}
         _check_divides("ep", self.ep, {"ranks of a replica": world // self.num_replicas, **experts})
         if experts and not any(experts.values()):
             raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")
 
     def _check_cp(self, module: L.LightningModule | None, world: int) -> None:
-        roles = roles_of(module)
+        roles = planned_roles(module)
         if role_meshes(module) or (module is not None and not roles):
             kind = type(module).__name__
-            raise ValueError(f"cp={self.cp} trains RLModules without meshes of roles, got {kind}. Set cp to 1.")
+            raise ValueError(
+                f"cp={self.cp} trains modules of lightrl without meshes of roles, got {kind}. Set cp to 1."
+            )
         numbers = {"ranks": world}
         for name, spec in ((name, role.spec) for name, role in roles.items() if role.spec.url is None):
             config = spec.load_config()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from lightrl.strategies.packed_attention import make_packable
 from lightrl.strategies.pipeline import Held
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
-from lightrl.strategies.role_mesh import Place, check_meshes, make_place, roles_of
+from lightrl.strategies.role_mesh import Place, check_meshes, make_place, planned_roles
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.tensor_plans import check_adapters, check_model, check_schedule, check_sizes, check_world
@@ -106,7 +106,7 @@ class Parallel3DStrategy(FSDP2Strategy):
             )
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
-        planned = getattr(module, "planned_roles", functools.partial(roles_of, module))()
+        planned = planned_roles(module)
         for name, role in planned.items():
             if role.spec.url is not None:
                 continue

@@ -179,7 +179,7 @@ def may_be_cut(config: PretrainedConfig) -> bool:
         return False  # a state of its own, such as that of a convolution, or the index of sparse attention
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = new_model(config)
-    return not _rope_depends_on_length(model) and make_packable(model)
+    return not rope_depends_on_length(model) and make_packable(model)
 
 
 def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:

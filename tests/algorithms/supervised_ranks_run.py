@@ -39,8 +39,8 @@ CASES: dict[str, Any] = {
     "DPO": lambda _: (DPO(tiny_spec("qwen3"), lr=0.01), Digits(None, batch_size=3, validation_batch_size=3)),
     "RewardModel": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), Digits(None, batch_size=3)),
 }
-STAGES, SLICES = "in two stages", "on two tensor ranks"
-# Under Parallel3DStrategy; with `more`, all of them.
+STAGES, SLICES, PARTS = "in two stages", "on two tensor ranks", "in two parts of each row"
+# Under Parallel3DStrategy, or with cp; with `more`, all of them.
 CASES |= {
     f"SFT {STAGES}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=7, validation_batch_size=7)),
     f"DPO with LoRA {SLICES}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
@@ -52,6 +52,9 @@ MORE: dict[str, Any] = {
     f"DPO with LoRA {STAGES}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
     f"RewardModel {STAGES}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
     f"RewardModel {SLICES}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
+    f"SFT, two batches an update, {PARTS}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=3)),
+    f"DPO with LoRA {PARTS}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
+    f"RewardModel {PARTS}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
     "SFT on two data ranks": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=7)),
 }
 SCALED = {"model_type": "granite", "logits_scaling": 3.0}
@@ -71,6 +74,8 @@ def strategy_of(name: str) -> FSDP2Strategy:
         return Parallel3DStrategy(pp=2)
     if SLICES in name:
         return Parallel3DStrategy(tp=2)
+    if PARTS in name:
+        return FSDP2Strategy(cp=2)
     return Parallel3DStrategy(dp=2) if "data ranks" in name else FSDP2Strategy()
 
 

@@ -222,8 +222,9 @@ def test_several_labeled_validation_sources_have_a_loss_each(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.extra), "llava"])
-def test_images_of_prompts_are_read_as_hugging_face_reads_them(family: str):
+def test_images_of_prompts_are_read_as_hugging_face_reads_them(family: str, tmp_path: Path):
     module, data = SFT(image_spec(family)), PhotoChats(batch_size=3, shuffle=False, answer_column="answer")
+    module.trainer = make_trainer(tmp_path)
     data.attach(module.tokenizer, image_reader=module.image_reader)
     data.setup("fit")
     module.configure_model()

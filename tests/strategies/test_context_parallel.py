@@ -17,7 +17,7 @@ from rank_scripts import ROUNDING
 from tiny import tiny_spec
 
 from benchmarks.families import family_spec
-from lightrl import GRPO, SFT, FSDP2Strategy, ModelSpec, Role, RoleMesh
+from lightrl import GRPO, FSDP2Strategy, ModelSpec, Role, RoleMesh
 from lightrl.strategies import check_strategy
 
 # Processes, cp, a model and what is special. Tiny models have 4 heads of queries and 2 of keys.
@@ -70,7 +70,11 @@ def test_ranks_that_share_a_row_have_the_outputs_and_gradients_of_one_process(re
         (family_spec("deepseek_v32"), {"cp": 2}, "'deepseek_v32' has more than causal attention"),
         (tiny_spec("gemma2 with capped logits"), {"cp": 2}, "'gemma2' has more than causal attention"),
         (tiny_spec(attn_implementation="eager"), {"cp": 2}, "has more than causal attention by sdpa between"),
-        (Role(tiny_spec(), mesh=RoleMesh(0, 2)), {"cp": 2}, "trains RLModules without meshes of roles, got GRPO"),
+        (
+            Role(tiny_spec(), mesh=RoleMesh(0, 2)),
+            {"cp": 2},
+            "trains modules without meshes of roles, got GRPO",
+        ),
     ],
     ids=["ranks", "heads", "hybrid", "parallel hybrid", "sparse", "sinks", "attention", "mesh"],
 )
@@ -79,11 +83,6 @@ def test_what_cannot_be_cut_is_refused_before_a_device_is_touched(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_strategy(on_four_ranks(**settings), GRPO(policy, reward=len))
-
-
-def test_supervised_training_is_refused() -> None:
-    with pytest.raises(ValueError, match="cp=2 trains RLModules without meshes of roles, got SFT"):
-        check_strategy(on_four_ranks(cp=2), SFT(tiny_spec(), lr=1e-3))
 
 
 def on_four_ranks(**settings: Any) -> FSDP2Strategy:
