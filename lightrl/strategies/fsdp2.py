@@ -176,9 +176,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         roles = planned_roles(module)
         if role_meshes(module) or (module is not None and not roles):
             kind = type(module).__name__
-            raise ValueError(
-                f"cp={self.cp} trains modules of lightrl without meshes of roles, got {kind}. Set cp to 1."
-            )
+            raise ValueError(f"cp={self.cp} trains modules without meshes of roles, got {kind}. Set cp to 1.")
         numbers = {"ranks": world}
         for name, spec in ((name, role.spec) for name, role in roles.items() if role.spec.url is None):
             config = spec.load_config()

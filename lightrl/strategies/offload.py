@@ -36,13 +36,15 @@ def offload_activations(layer: nn.Module) -> None:
     layer.forward = offloaded
 
 
+@torch.no_grad()
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
     """Move the optimizer's moments to the device, or to host memory; its counts of steps stay where they are."""
-    left = set()
+    sources = set()
     for state in optimizer.state.values():
-        for name, value in state.items():
+        for value in state.values():
             if isinstance(value, Tensor) and value.dim():
-                left.add(value.device)
-                state[name] = value.to(device, non_blocking=True)
-    for source in left - {HOST, device}:
+                part = local(value)
+                sources.add(part.device)
+                part.data = part.data.to(device, non_blocking=True)  # to host memory: torch takes pinned memory
+    for source in sources - {HOST, device}:
         torch.get_device_module(source).synchronize(source)  # a checkpoint may read them at once

@@ -332,7 +332,10 @@ class SingleModel:
         return bucketed((pair for tensors in exported for pair in tensors.items()), bucket_bytes)
 
     def move_to(self, device: torch.device) -> None:
-        self.model.to(device)
+        source = self.model.device
+        self.model.to(device, non_blocking=True)  # to host memory: torch takes pinned memory
+        if source.type not in ("cpu", device.type):
+            torch.get_device_module(source).synchronize(source)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
         rows, join = branch_rows(experience)
