@@ -82,7 +82,7 @@ def test_a_missing_config_file_or_flag_is_answered_with_what_is_there(settings, 
 
 def test_a_list_of_names_is_described_by_the_names(settings, config):
     settings["trainer"]["strategy"] = {"class_path": "FSDP2Strategy", "init_args": {"offload_to_cpu": True}}
-    message = r"offload_to_cpu must be a list of 'parameters', 'optimizer', 'activations', got true \(run\.yaml"
+    message = r"offload_to_cpu must be a list of 'parameters', 'optimizer', 'activations', got True \(run\.yaml"
     with pytest.raises(UsageError, match=message):
         parsed("fit", "--config", config(settings))
 
