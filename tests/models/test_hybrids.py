@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -22,7 +23,7 @@ def test_models_with_attention_alone_keep_none(family: str) -> None:
 
 
 @pytest.mark.parametrize("limits", [(0.0, inf), (0.01, 0.1)])
-def test_nemotron_h_limits_time_steps_as_its_config_says(limits: tuple[float, float], tmp_path: object) -> None:
+def test_nemotron_h_limits_time_steps_as_its_config_says(limits: tuple[float, float], tmp_path: Path) -> None:
     spec = family_spec("nemotron_h")
     model = replace(spec, config={**(spec.config or {}), "time_step_limit": list(limits)}).load_model()
     expected = None if limits == (0.0, inf) else limits
