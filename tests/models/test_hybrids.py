@@ -1,6 +1,8 @@
 """What of a hybrid differs from a model with key-values alone."""
 
+from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -21,10 +23,10 @@ def test_models_with_attention_alone_keep_none(family: str) -> None:
 
 
 @pytest.mark.parametrize("limits", [(0.0, inf), (0.01, 0.1)])
-def test_nemotron_h_limits_time_steps_as_its_config_says(limits: tuple[float, float], tmp_path: object) -> None:
+def test_nemotron_h_limits_time_steps_as_its_config_says(limits: tuple[float, float], tmp_path: Path) -> None:
     spec = family_spec("nemotron_h")
-    model = ModelSpec(config={**(spec.config or {}), "time_step_limit": list(limits)}, seed=0).load_model()
+    model = replace(spec, config={**(spec.config or {}), "time_step_limit": list(limits)}).load_model()
     expected = None if limits == (0.0, inf) else limits
     assert time_step_limits(model) == expected
     model.save_pretrained(tmp_path)
-    assert time_step_limits(ModelSpec(path=str(tmp_path)).load_model()) == expected
+    assert time_step_limits(ModelSpec(path=str(tmp_path), tokenizer=spec.tokenizer).load_model()) == expected

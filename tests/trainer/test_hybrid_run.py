@@ -1,5 +1,6 @@
 """GRPO on models whose layers keep states: rows of unlike lengths, and weights that change amid completions."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightrl import (
     Experience,
     LocalEngine,
     LoRA,
+    ModelSpec,
     Prompt,
     PromptDataModule,
     RLCallback,
@@ -20,6 +22,12 @@ from lightrl import (
 )
 from lightrl.callbacks import StalenessControl
 from lightrl.strategies import LogprobSettings, SingleModel
+
+
+def spec_of(family: str) -> ModelSpec:
+    """With weights so small that scans over chunks, which round more than steps over tokens do, stay within 1e-5."""
+    spec = family_spec(family)
+    return replace(spec, config={**(spec.config or {}), "initializer_range": 0.08})
 
 
 class Prompts(PromptDataModule):
@@ -48,7 +56,7 @@ class Weights(RLCallback):
 def test_each_token_has_the_logprob_of_its_version_where_syncs_come_amid_completions(
     family: str, tmp_path: Path
 ) -> None:
-    spec, weights = family_spec(family), Weights()
+    spec, weights = spec_of(family), Weights()
     module = TinyGRPO(spec, sampling=Sampling(max_new_tokens=30, stop_token_ids=(3,)), microbatch_tokens=128)
     callbacks = [StalenessControl(2), weights]
     trainer = make_trainer(tmp_path, max_steps=5, engine=LocalEngine(threads=1, max_batch=6), callbacks=callbacks)
@@ -80,7 +88,7 @@ class Compared(RLCallback):
 @pytest.mark.extra
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "lfm2", "falcon_h1", "nemotron_h", "jamba"])
 def test_adapters_on_all_linear_layers_of_a_hybrid_reach_the_engine(family: str, tmp_path: Path) -> None:
-    module = TinyGRPO(Role(family_spec(family), lora=LoRA(rank=2)))
+    module = TinyGRPO(Role(spec_of(family), lora=LoRA(rank=2)))
     make_trainer(tmp_path, engine=LocalEngine(threads=1), callbacks=[Compared()]).fit(module, datamodule=Prompts())
     names = {name for name, parameter in module.policy.named_parameters() if parameter.requires_grad}
     layers = {"qwen3_5_moe_text": "linear_attn", "lfm2": "conv", "jamba": "mamba", "falcon_h1": "mamba"}
