@@ -186,7 +186,8 @@ class ImageReader:
                     self._cache.clear()
                 self._cache[image] = pair
             pairs.append(pair)
-        return ImageTable(*map(torch.cat, zip(*pairs, strict=True)), torch.arange(len(pairs))[None])
+        values, grids = map(torch.cat, zip(*pairs, strict=True))
+        return ImageTable(values, grids, torch.arange(len(pairs))[None])
 
 
 def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "whole"] | None:

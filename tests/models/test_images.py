@@ -253,8 +253,8 @@ def prompts_with_images(family: str = "llava") -> list[Prompt]:
     [
         ("llava", False, 8, 1.0),
         ("llava", True, 8, 1.0),
-        *[(name, False, 3, 1.0) for name in QUICK],
-        *[pytest.param(name, False, 3, 1.0, marks=pytest.mark.extra) for name in ENGINES if name not in QUICK],
+        *[(name, False, 3, 1.0) for name in ("llava", *QUICK)],
+        *[pytest.param(name, False, 3, 1.0, marks=pytest.mark.extra) for name in ENGINES[1:] if name not in QUICK],
         *[pytest.param(name, True, 3, 5.0, marks=pytest.mark.extra) for name in ENGINES],
     ],
 )

@@ -290,10 +290,10 @@ class ShardedExperience:
             read_on_host = [name for name in ("token_ids", "loss_mask", "gaps") if name in tensors]
             for name, value in part._padded(read_on_host, _CPU).items():
                 remember(tensors[name], value)
-        rows = dict(part.rows)
-        if "pixel_values" in rows:
-            rows |= ImageTable(*(rows[name] for name in _OF_IMAGES)).shown()._asdict()
-        for name, value in rows.items():
+        of_rows = dict(part.rows)
+        if "pixel_values" in of_rows:
+            of_rows |= ImageTable(*(of_rows[name] for name in _OF_IMAGES)).shown()._asdict()
+        for name, value in of_rows.items():
             if name not in tensors and not name.startswith("_"):
                 tensors[name] = to_device(value, device)
         return Experience.of_tensors(tensors)
