@@ -43,7 +43,7 @@ MORE: list[list[Any]] = [
     *[[2, 1, 1, "Interleaved1F1B", family] for family in FAMILIES],
     *[[1, 1, 2, "1F1B", family] for family in [*FAMILIES, "qwen3"]],
     [2, 1, 1, "1F1B", "gemma3 hybrid", "packed"],
-    *[[1, 1, 2, "1F1B", family, "mixed"] for family in ("gemma3 hybrid", "critic", "cohere", "llama")],
+    *[[1, 1, 2, "1F1B", family, "mixed"] for family in ("gemma3 hybrid", "critic", "llama")],
     [2, 1, 2, "1F1B", "llama", "mixed"],
     [2, 1, 2, "1F1B", "llama", "truncated"],
     [2, 1, 1, "1F1B", "llama", "checkpointed"],
