@@ -1,6 +1,6 @@
 """Script of test_image_ranks.py: GRPO and SFT with images, on one rank and on two, one of which has none at first.
 
-    python tests/trainer/image_ranks_run.py FOLDER FAMILY
+    python tests/trainer/image_ranks_run.py FOLDER FAMILY [CP]
 
 Each rank leaves its weights, and how many images it read in each iteration, in `FOLDER/FAMILY-<ranks>/rank-<rank>.pt`.
 """
@@ -61,23 +61,20 @@ class ImageSFT(SFT):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def spread(size: int) -> dict[str, Any]:
-    return {"devices": size, "strategy": FSDP2Strategy()} if size > 1 else {}
-
-
-def train(folder: Path, family: str, size: int) -> None:
+def train(folder: Path, family: str, cp: int, size: int) -> None:
     torch.set_num_threads(1)
+    spread: dict[str, Any] = {"devices": size, "strategy": FSDP2Strategy(cp=cp)} if size > 1 else {}
     module = ImageGRPO(family)
     fake = FakeEngine(script=lambda prompt, sampling, sample: [3 + sample, 5])
     engine = fake if family in HYBRID else LocalEngine(threads=1)
-    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=2, engine=engine, **spread(size))
+    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=2, engine=engine, **spread)
     trainer.fit(module, datamodule=Photos(family))
     supervised = ImageSFT(image_spec(family))
-    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=3, **spread(size))
+    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=3, **spread)
     trainer.fit(supervised, datamodule=PhotoChats(batch_size=3))
     weights = {"GRPO": weights_of(module), "SFT": weights_of(supervised)}
     leave({"weights": weights, "images": module.num_images}, folder / f"{family}-{size}")
 
 
 if __name__ == "__main__":
-    sys.exit(fork_runs([1, 2], partial(train, Path(sys.argv[1]), sys.argv[2])))
+    sys.exit(fork_runs([1, 2], partial(train, Path(sys.argv[1]), sys.argv[2], int(*sys.argv[3:] or [1]))))
