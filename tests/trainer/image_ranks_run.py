@@ -61,16 +61,19 @@ class ImageSFT(SFT):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+def spread(size: int, cp: int) -> dict[str, Any]:
+    return {"devices": size, "strategy": FSDP2Strategy(cp=cp)} if size > 1 else {}
+
+
 def train(folder: Path, family: str, cp: int, size: int) -> None:
     torch.set_num_threads(1)
-    spread: dict[str, Any] = {"devices": size, "strategy": FSDP2Strategy(cp=cp)} if size > 1 else {}
     module = ImageGRPO(family)
     fake = FakeEngine(script=lambda prompt, sampling, sample: [3 + sample, 5])
     engine = fake if family in HYBRID else LocalEngine(threads=1)
-    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=2, engine=engine, **spread)
+    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=2, engine=engine, **spread(size, cp))
     trainer.fit(module, datamodule=Photos(family))
     supervised = ImageSFT(image_spec(family))
-    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=3, **spread)
+    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=3, **spread(size, cp))
     trainer.fit(supervised, datamodule=PhotoChats(batch_size=3))
     weights = {"GRPO": weights_of(module), "SFT": weights_of(supervised)}
     leave({"weights": weights, "images": module.num_images}, folder / f"{family}-{size}")
