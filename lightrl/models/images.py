@@ -334,8 +334,9 @@ def image_inputs(
             layers = [layer[picked] for layer in layers]
         inputs["image_layers"] = {"visual_pos_masks": placed(mask), "deepstack_visual_embeds": layers}
         text_model: Any = model.base_model.language_model
-        if _take_layers not in text_model._forward_pre_hooks.values():
+        if not hasattr(text_model, "takes_image_layers"):
             text_model.register_forward_pre_hook(_take_layers, with_kwargs=True)
+            text_model.takes_image_layers = True
     return inputs
 
 
