@@ -92,6 +92,7 @@ def test_the_vision_example_trains_and_exports_its_image_processor(tmp_path: Pat
     fit("vision/clevr_count.yaml", tmp_path, *few, f"--model.policy={tmp_path}/policy", QUIET)
 
 
+@pytest.mark.extra
 def test_the_calculator_example_trains_on_what_its_supervised_steps_export(tmp_path: Path) -> None:
     few = ["--data.batch_size=4", "--trainer.limit_val_batches=1"]
     fit("multi_turn/calculator_sft.yaml", tmp_path / "first", *few, *export(tmp_path / "sft"))
