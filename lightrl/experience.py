@@ -202,7 +202,7 @@ class Experience:
         picked = {
             name: value[on_host if name in ON_HOST else index]
             for name, value in self.tensors().items()
-            if name not in _TABLES
+            if name not in TABLES
         }
         cut = {name: value[:, :width] for name, value in picked.items() if value.dim() >= 2 and name != "image_rows"}
         return self.with_tensors({**picked, **cut})
@@ -251,13 +251,13 @@ class Experience:
             from tensordict import TensorDict
         except ImportError as error:
             raise ImportError("to_tensordict needs tensordict: pip install lightrl[tensordict].") from error
-        tensors = {name: value for name, value in self.tensors().items() if name not in (*_TABLES, *ON_HOST)}
+        tensors = {name: value for name, value in self.tensors().items() if name not in (*TABLES, *ON_HOST)}
         return TensorDict(tensors, batch_size=[len(self)])
 
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
 FIELDS = frozenset(_FIELD_ORDER)  # Experience's, less the extras
-_TABLES = ("pixel_values", "image_grids", "supports")  # stored once; other fields say which part belongs to a row
+TABLES = ("pixel_values", "image_grids", "supports")  # stored once; other fields say which part belongs to a row
 ON_HOST = ("supports", "support_starts", "support_sizes")  # strategies decode them there
 # The fields that the rollout fills in; model calls may read them.
 ROLLOUT_FIELDS = frozenset(_FIELD_ORDER[: _FIELD_ORDER.index("token_rewards") + 1])
@@ -317,7 +317,7 @@ def row_codes(experience: Experience) -> list[Tensor]:
 
 def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
     """Raises ValueError unless the field is [B] or [B, T, ...]; `image_rows` are [B, I]."""
-    if name in _TABLES:
+    if name in TABLES:
         return
     expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
     if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:

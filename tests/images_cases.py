@@ -44,7 +44,7 @@ _LINEAR: dict[str, Any] = {
 }  # fmt: skip
 _SQUARE: dict[str, Any] = {**_TOWER, "num_position_embeddings": 16}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# Families whose images have positions of their own, or see both ways.
+# A family of each image_kind, and of each way to read a grid.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llava": CONFIG,
     "gemma3": {
@@ -77,7 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_QWEN, "model_type": "qwen3_5", "text_config": {**_TEXT, **_LINEAR}, "vision_config": _SQUARE,
     },
 }  # fmt: skip
-HYBRID = ("qwen3_5",)  # which LocalEngine refuses
+UNPACKED = ("qwen3_5",)  # packed rows of its linear attention need kernels for GPUs
 RED, BLUE, HALF, WIDE = (
     data_url(image)
     for image in (

@@ -177,7 +177,7 @@ class CompletionDataModule(PromptDataModule):
     """
 
     completion_columns: dict[str, str]  # name of a setting → column
-    trains_on_images = False  # of the prompts
+    trains_on_images = False  # whether prompts may have images
     sorts_by_length = False  # batches are made of rows of similar length, if they are shuffled
 
     def __init__(
@@ -354,7 +354,7 @@ class ChatBatch(NamedTuple):
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
     set_name: str | None = None  # names the validation set, if there are several
-    images: ImageTable | None = None  # of the prompts
+    images: ImageTable | None = None  # the prompts' images, end to end
 
     @property
     def num_measured(self) -> int:
@@ -371,12 +371,10 @@ class ChatBatch(NamedTuple):
         return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width], images=images)
 
     def experience(self) -> Experience:
-        """The chats as an Experience without rewards, up to their last loss tokens."""
-        columns = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)
-        lengths = torch.where(self.loss_mask, columns + 1, 0).amax(1)
-        rows = torch.arange(len(lengths), device=lengths.device)
-        rewards = torch.zeros(len(lengths), device=lengths.device)
-        experience = _experience(self.token_ids, self.loss_mask, lengths, rewards=rewards, group_ids=rows)
+        """The chats as an Experience, each a group of its own, up to their last loss tokens; nothing reads rewards."""
+        columns = torch.arange(1, self.token_ids.shape[1] + 1, device=self.token_ids.device)
+        lengths = (self.loss_mask * columns).amax(1)
+        experience = _experience(self.token_ids, self.loss_mask, lengths, group_size=1)
         return experience if self.images is None else experience.with_tensors(self.images._asdict())
 
 
@@ -468,21 +466,20 @@ class PairBatch(NamedTuple):
 
     def experience(self) -> Experience:
         """The rows as an Experience: each pair is a group; the chosen trajectory has reward 1, the rejected one 0."""
-        rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
-        return _experience(self.token_ids, self.loss_mask, self.lengths, rewards=1.0 - rows % 2, group_ids=rows // 2)
+        return _experience(self.token_ids, self.loss_mask, self.lengths, group_size=2)
 
 
-def _experience(
-    token_ids: Tensor, loss_mask: Tensor, lengths: Tensor, *, rewards: Tensor, group_ids: Tensor
-) -> Experience:
+def _experience(token_ids: Tensor, loss_mask: Tensor, lengths: Tensor, *, group_size: int) -> Experience:
+    """The rows as groups of this size, whose first trajectory has reward 1."""
+    rows = torch.arange(len(token_ids), device=token_ids.device)
     return Experience(
         token_ids=token_ids,
         loss_mask=loss_mask,
         behavior_logprobs=torch.zeros(token_ids.shape, device=token_ids.device),
         weight_versions=torch.where(loss_mask, 0, -1),
-        rewards=rewards,
-        group_ids=group_ids,
-        is_truncated=torch.zeros_like(lengths, dtype=torch.bool),
+        rewards=1.0 - rows % group_size,
+        group_ids=rows // group_size,
+        is_truncated=torch.zeros_like(rows, dtype=torch.bool),
         lengths=lengths,
     )
 

@@ -62,7 +62,7 @@ class ImageTable(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[str]], image_reader: ImageReader | None) -> ImageTable | None:
-        """The images of rows, each once; None if there are none."""
+        """The images of rows, each once; None if there are none. Raises ValueError for a policy of text alone."""
         index_of = {image: index for index, image in enumerate(dict.fromkeys(itertools.chain(*rows)))}
         if not index_of:
             return None
@@ -73,7 +73,7 @@ class ImageTable(NamedTuple):
         return image_reader.read(list(index_of))._replace(image_rows=torch.tensor(image_rows))
 
     def shown(self) -> ImageTable:
-        """The images that the rows show, each once."""
+        """The same rows with only the images that they show, renumbered."""
         values, grids, rows = self.pixel_values, on_host(self.image_grids), on_host(self.image_rows)
         is_shown, new_rows = renumbered(rows, len(grids))
         if not is_shown.all():
@@ -83,7 +83,7 @@ class ImageTable(NamedTuple):
 
 
 def renumbered(image_rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Which of `num` images rows [B, I] show, bool [num], and the rows when only these are kept."""
+    """Which of `num` images the rows show, bool [num]; and the rows [B, I], numbered among those alone."""
     is_shown = torch.zeros(num + 1, dtype=torch.bool)  # the last stands for none, -1
     is_shown[image_rows] = True
     is_shown = is_shown[:-1]
@@ -117,7 +117,7 @@ class ImageReader:
         vision, token_id, processor = config.vision_config, int(config.image_token_id), _load_processor(config)
         if kind == "grid":
             return cls(token_id, None, processor)
-        if kind == "whole":
+        if kind == "bidirectional":
             frame = config.boi_token_index, config.eoi_token_index
             return cls(token_id, config.mm_tokens_per_image, processor, frame=frame)
         num_patches = (vision.image_size // vision.patch_size) ** 2
@@ -125,7 +125,7 @@ class ImageReader:
         return cls(token_id, num_patches + _EXTRA_TOKENS[vision.model_type] - dropped, processor)
 
     def counts(self, images: Sequence[str]) -> list[int]:
-        """K of each image."""
+        """K of each image, from its size alone: its pixels are not read."""
         if self.tokens_each is not None:
             return [self.tokens_each] * len(images)
         made: Any = self.processor
@@ -136,32 +136,29 @@ class ImageReader:
         """Token ids with K image tokens for each image, from one for each, or K already."""
         token_ids, counts = list(token_ids), self.counts(images)
         num_tokens = token_ids.count(self.image_token_id)
-        if num_tokens == sum(counts):
-            return token_ids
-        if num_tokens != len(images):
+        if num_tokens not in (len(images), sum(counts)):
             raise ValueError(
                 f"{where} needs one image token (id {self.image_token_id}) for each of its {len(images)} images, got "
                 f"{num_tokens}. Give its messages an image part for each, and use a chat template that renders them."
             )
-        if self.tokens_each is None and (self.image_token_id,) * 2 in itertools.pairwise(token_ids):
+        runs = (is_image for is_image, _ in itertools.groupby(token_ids, lambda token: token == self.image_token_id))
+        if self.tokens_each is None and sum(runs) != len(images):
             raise ValueError(
                 f"{where} has two images with nothing between them, which positions in a grid need. Put text between "
                 "them, or use a chat template that writes tokens around an image."
             )
+        if num_tokens == sum(counts):
+            return token_ids
         left = iter(counts)
-        repeats = (next(left) if token == self.image_token_id else 1 for token in token_ids)
-        return [token for token, times in zip(token_ids, repeats, strict=True) for _ in range(times)]
+        return [token for token in token_ids for _ in range(next(left) if token == self.image_token_id else 1)]
 
     def collapsed(self, token_ids: Sequence[int], images: Sequence[str]) -> list[int]:
         """The inverse of `expanded`: one image token for each image, as SGLang expects."""
-        left, short_ids, skip = self.counts(images)[::-1], [], 0
-        for token in token_ids:
-            if skip:
-                skip -= 1
-                continue
+        left, tokens, short_ids = iter(self.counts(images)), iter(token_ids), []
+        for token in tokens:
             short_ids.append(token)
-            if token == self.image_token_id and left:
-                skip = left.pop() - 1
+            if token == self.image_token_id:
+                list(itertools.islice(tokens, next(left, 1) - 1))  # skips the image's other tokens
         return short_ids
 
     def check(self, images: Sequence[str], token_ids: Sequence[int]) -> None:
@@ -190,16 +187,16 @@ class ImageReader:
         return ImageTable(values, grids, torch.arange(len(pairs))[None])
 
 
-def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "whole"] | None:
+def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:
     """How models of this config see images; None if they cannot get any from us.
 
-    The tokens of a plain one are like those of a text; those of a grid have positions in three dimensions; those of a
-    whole one see each other in both directions.
+    plain: an image's tokens have the positions and the mask of text. grid: they have positions in three dimensions.
+    bidirectional: they see each other in both directions.
     """
     if config.model_type in _GRIDS:
         return "grid"
     if config.model_type == "gemma3":
-        return "whole"
+        return "bidirectional"
     tower = getattr(getattr(config, "vision_config", None), "model_type", None)
     return "plain" if config.model_type == "llava" and tower in _EXTRA_TOKENS else None
 
@@ -276,18 +273,25 @@ def image_inputs(
 ) -> dict[str, Any]:
     """The model's arguments for rows with images: token embeddings, with the images' features at their image tokens.
 
-    Each image goes through the vision tower once, however many rows show it. A sharded model without an image here
-    computes a blank one, since other ranks gather the tower, and adds nothing of it.
+    Each image goes through the vision tower once, however many rows show it. A sharded model gathers the tower on all
+    ranks, so a rank without images runs it on a blank image, whose features enter times 0.
 
     Args:
         model: sees images.
         token_ids: [B, T], with all image tokens of the prompts.
         images: of these rows.
         places: rows and columns [N] of tokens, which the arguments then have end to end in one row; None for all.
+
+    Returns:
+        `inputs_embeds` [B, T, H], or [1, N, H] with `places`; `position_ids` [3, B, T] or [3, 1, N] for grids;
+        `token_type_ids` [B, T] for Gemma 3; `image_layers`, which `_take_layers` reads, for Qwen3-VL.
+
+    Raises:
+        ValueError: if the model takes no images, or a row has not as many image tokens as its images need.
     """
 
     def placed(values: Tensor) -> Tensor:
-        """[B, T, ...], or [1, N, ...]"""
+        """Takes [B, T, ...] to [1, N, ...] if there are places."""
         return values if places is None else values[places][None]
 
     config, kind = model.config, image_kind(model.config)
@@ -325,7 +329,7 @@ def image_inputs(
         kinds = {"mm_token_type_ids": is_image.int(), "image_grid_thw": images.image_grids[shown]}
         position_ids, _ = model.base_model.get_rope_index(host_ids, **kinds)
         inputs["position_ids"] = placed(to_device(position_ids, device).movedim(0, -1)).movedim(-1, 0)
-    elif kind == "whole":
+    elif kind == "bidirectional":
         inputs["token_type_ids"] = mask.long()
     if layers:
         if places is not None:  # a prompt that rows share is there once

@@ -54,8 +54,8 @@ class LoRA:
         rank: of the adapters, the inner dimension of B A.
         alpha: the adapters are scaled by `alpha / rank`.
         target_modules: names of the linear layers that get adapters; `all-linear` is all but the output head, the
-            routers and experts of a mixture, layers whose weights Mamba's kernels read, and an image tower that gets no
-            images.
+            routers and experts of a mixture, layers whose weights Mamba's kernels read, and the image tower of any
+            model but a Llava.
         target_parameters: names of further parameters that get adapters, such as the experts' fused ones,
             `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`: a pair A, B for each expert.
         adapter: a folder in peft's form with adapters to start from, whose rank, alpha and layers replace those given

@@ -274,8 +274,8 @@ class ModelSpec:
 
         if image_kind(self.load_config()) == "plain":
             raise ValueError(
-                "A model that sees images cannot have a scalar head. Use critic='shared', which is a head on the "
-                "policy's body, or another reward."
+                "A Llava cannot have a scalar head. Use critic='shared', which is a head on the policy's body, or "
+                "another reward."
             )
         options = {**self.build_options, **self.options}
         with torch.random.fork_rng(devices=[]):

@@ -134,7 +134,7 @@ class FSDP2Model(SingleModel):
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """How often to call the model for each microbatch: as often as the rank that needs most."""
-        is_whole = image_kind(self.model.config) == "whole" and microbatches[0].pixel_values is not None
+        is_whole = image_kind(self.model.config) == "bidirectional" and microbatches[0].pixel_values is not None
         if self.form == "packed" and not is_whole:
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]

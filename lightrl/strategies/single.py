@@ -424,14 +424,14 @@ class SingleModel:
 
     def _choose(self, experience: Experience) -> tuple[str, Plan]:
         """The cheapest exact form for this microbatch, and its plan if prompts can be shared."""
-        images = None if experience.pixel_values is None else image_kind(self.model.config)
-        if images == "whole":
+        kind = None if experience.pixel_values is None else image_kind(self.model.config)
+        if kind == "bidirectional":
             return "rectangles", []
         if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
             return "packed", []
-        # neither replayed routes nor positions of a grid are shared
-        is_whole = (self.routes is not None and experience.routes is not None) or images == "grid"
-        if self.form in ("packed", "rectangles") or not self.layouts or is_whole:
+        replays = self.routes is not None and experience.routes is not None
+        # Replayed routes belong to a trajectory, and a cached prompt has no positions of a grid.
+        if self.form in ("packed", "rectangles") or not self.layouts or replays or kind == "grid":
             return self.form or "rectangles", []
         prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
         if self.form is not None:

@@ -11,10 +11,10 @@ from images_cases import (
     BLUE,
     FAMILIES,
     HALF,
-    HYBRID,
     IMAGE_TOKEN,
     RED,
     TOKENS_EACH,
+    UNPACKED,
     WIDE,
     image_reader,
     image_spec,
@@ -34,8 +34,8 @@ from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
 
-ENGINES = [name for name in FAMILIES if name not in HYBRID]  # those that LocalEngine takes
 QUICK = ("qwen3_vl", "gemma3")
+SLOW = [name for name in FAMILIES if name not in ("llava", *QUICK)]
 
 
 def image_experience(family: str = "llava", **settings: int) -> Experience:
@@ -93,9 +93,20 @@ def test_image_tokens_are_repeated_and_folded_back():
     ids = read.expanded([3, IMAGE_TOKEN, 4, IMAGE_TOKEN, 5], [RED, BLUE], where="Row 1")
     assert ids == [3, *[IMAGE_TOKEN] * 4, 4, *[IMAGE_TOKEN] * 4, 5]
     assert read.expanded(ids, [RED, BLUE], where="Row 1") == ids
+    assert read.expanded([IMAGE_TOKEN, IMAGE_TOKEN], [RED, BLUE], where="Row 1") == [IMAGE_TOKEN] * 8
     assert read.collapsed([*ids, IMAGE_TOKEN], [RED, BLUE]) == [3, IMAGE_TOKEN, 4, IMAGE_TOKEN, 5, IMAGE_TOKEN]
     with pytest.raises(ValueError, match=r"Row 1 needs one image token .* 1 images, got 2"):
         read.expanded([IMAGE_TOKEN, IMAGE_TOKEN], [RED], where="Row 1")
+
+
+@pytest.mark.parametrize("times", [(1, 1), (8, 4)])
+def test_two_images_of_a_grid_have_something_between_them(times):
+    read = image_reader("qwen2_5_vl")
+    first, second = ([IMAGE_TOKEN] * num for num in times)
+    expanded = [*[IMAGE_TOKEN] * 8, 3, *[IMAGE_TOKEN] * 4]
+    assert read.expanded([*first, 3, *second], [WIDE, RED], where="Row 1") == expanded
+    with pytest.raises(ValueError, match="Row 1 has two images with nothing between them"):
+        read.expanded([*first, *second], [WIDE, RED], where="Row 1")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +117,7 @@ def test_logprobs_of_each_family_are_hugging_faces(family):
     trajectories = image_trajectories(family=family)
     experience = image_experience(family)
     expected = slow_logprobs(experience, [item.prompt.images for item in trajectories], family)
-    for form in ("rectangles", *(["packed"] if family not in HYBRID else []), None):
+    for form in ("rectangles", *(["packed"] if family not in UNPACKED else []), None):
         model = SingleModel(image_spec(family).load_model(), LogprobSettings(), form=form)
         assert torch.allclose(next(iter(model.forward([experience]))).logprobs, expected, atol=1e-5), form
 
@@ -254,14 +265,19 @@ def prompts_with_images(family: str = "llava") -> list[Prompt]:
         ("llava", False, 8, 1.0),
         ("llava", True, 8, 1.0),
         *[(name, False, 3, 1.0) for name in ("llava", *QUICK)],
-        *[pytest.param(name, False, 3, 1.0, marks=pytest.mark.extra) for name in ENGINES[1:] if name not in QUICK],
-        *[pytest.param(name, True, 3, 5.0, marks=pytest.mark.extra) for name in ENGINES],
+        *[pytest.param(name, False, 3, 1.0, marks=pytest.mark.extra) for name in SLOW],
+        *[pytest.param(name, True, 3, 5.0, marks=pytest.mark.extra) for name in FAMILIES],
     ],
 )
 @torch.no_grad()
 def test_the_engines_logprobs_are_the_trainers(family, reload, max_batch, temperature):
     settings = {"reload": reload, "max_batch": max_batch, "family": family, "temperature": temperature}
-    trajectories = engine_completions(prompts_with_images(family), **settings)
+    for _ in range(20 if reload else 1):
+        trajectories = engine_completions(prompts_with_images(family), **settings)
+        is_mixed = any({0, 1} <= set(item.weight_versions) for item in trajectories)
+        if is_mixed:
+            break
+    assert is_mixed == reload
     if temperature > 1:  # the policy samples image tokens too
         assert any(IMAGE_TOKEN in item.completion_ids for item in trajectories if item.prompt.images)
     experience = with_images(Experience.from_trajectories(trajectories), trajectories, image_reader(family))

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from images_cases import HYBRID, PhotoChats, image_spec, image_trajectories
+from images_cases import PhotoChats, image_spec, image_trajectories
 from rank_scripts import fork_runs, leave
 from resharded_run import weights_of
 from several_ranks_run import BySGD
 from tiny_run import make_trainer
 
-from lightrl import GRPO, FakeEngine, FSDP2Strategy, LocalEngine, Prompt, PromptDataModule, Sampling, Trajectory
+from lightrl import GRPO, FSDP2Strategy, LocalEngine, Prompt, PromptDataModule, Sampling, Trajectory
 from lightrl.algorithms import SFT
 from lightrl.experience import Experience
 
@@ -68,12 +68,11 @@ def spread(size: int, cp: int) -> dict[str, Any]:
 def train(folder: Path, family: str, cp: int, size: int) -> None:
     torch.set_num_threads(1)
     module = ImageGRPO(family)
-    fake = FakeEngine(script=lambda prompt, sampling, sample: [3 + sample, 5])
-    engine = fake if family in HYBRID else LocalEngine(threads=1)
-    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=2, engine=engine, **spread(size, cp))
+    files = folder / f"files of {family} {size}"
+    trainer = make_trainer(files, max_steps=2, engine=LocalEngine(threads=1), **spread(size, cp))
     trainer.fit(module, datamodule=Photos(family))
     supervised = ImageSFT(image_spec(family))
-    trainer = make_trainer(folder / f"files of {family} {size}", max_steps=3, **spread(size, cp))
+    trainer = make_trainer(files, max_steps=3, **spread(size, cp))
     trainer.fit(supervised, datamodule=PhotoChats(batch_size=3))
     weights = {"GRPO": weights_of(module), "SFT": weights_of(supervised)}
     leave({"weights": weights, "images": module.num_images}, folder / f"{family}-{size}")

@@ -271,7 +271,7 @@ class HuggingFaceDecoder:
         prefixes: list[list[Tensor]] = [[] for _ in sequences]
         routes = [torch.zeros(0)] * len(sequences)
         shifts = torch.zeros(len(sequences), dtype=torch.int64, device=self._device)
-        may_pad = self._may_pad and not any(images or ())
+        may_pad = self._may_pad and not any(images)
         for chunk in like_lengths(sequences, self._prefill_tokens, pads=may_pad):
             lengths = [len(sequences[index]) for index in chunk]
             filled = [[*[0] * (max(lengths) - len(sequences[index])), *sequences[index]] for index in chunk]

@@ -56,7 +56,7 @@ class RequestImages:
 
     prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
     image_data: list[str]  # data: URLs, for servers on other machines
-    image_token_id: int
+    image_token_id: int  # the id that stands for an image
 
     @classmethod
     def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> RequestImages:

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightrl.experience import (
     FIELDS,
     ON_HOST,
+    TABLES,
     Experience,
     LossUnit,
     Reduction,
@@ -43,7 +44,7 @@ from lightrl.trajectory import Trajectory, token_array
 _CPU = torch.device("cpu")
 _NO_CODES = np.zeros(0, np.uint8)
 
-_OF_IMAGES = ImageTable._fields  # only the last is by row
+_OF_IMAGES = ImageTable._fields
 ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
 # The fields per token that the rollout fills in, as they are kept and sent.
 TOKEN_DTYPES = {
@@ -254,7 +255,7 @@ class ShardedExperience:
         """Return the trajectories at these rows, in this order; their tokens stay where they are."""
         index = torch.as_tensor(index, dtype=torch.int64)
         tokens = {name: values.select(index.tolist()) for name, values in self.tokens.items()}
-        rows = {name: value if name in _OF_IMAGES[:2] else value[index] for name, value in self.rows.items()}
+        rows = {name: value if name in TABLES else value[index] for name, value in self.rows.items()}
         return replace(self, rows=rows, tokens=tokens)
 
     def rollout_part(self, has_end: Tensor | None = None, *, with_routes: bool = True) -> ShardedExperience:
@@ -302,9 +303,8 @@ class ShardedExperience:
         """Return one row of two tokens without loss tokens, for a rank that takes part in a forward and has no row."""
         rows = {name: value.new_zeros(1, *value.shape[1:]) for name, value in self.rows.items()}
         rows["lengths"] = torch.tensor([2])
-        if "pixel_values" in rows:
-            rows |= {"pixel_values": self.rows["pixel_values"][:0], "image_grids": self.rows["image_grids"][:0]}
-            rows["image_rows"] = rows["image_rows"] - 1
+        if "image_rows" in rows:
+            rows["image_rows"] = rows["image_rows"] - 1  # no image; `dense` leaves out the others
         tokens = {
             name: TokenRows([np.full((2, *values.empty.shape[1:]), fill, values.empty.dtype)], values.empty)
             for name, values in self.tokens.items()
