@@ -98,9 +98,9 @@ def test_a_colocated_server_has_its_memory_while_it_generates_and_not_during_upd
 
 @pytest.mark.parametrize("offloads", [(), ("activations",), ("optimizer",), ("parameters",)])
 def test_a_colocated_engine_leaves_the_optimizers_state_in_the_host_if_the_strategy_keeps_it_there(
-    offloads, fake_server, monkeypatch
+    offloads, monkeypatch
 ):
-    engine = SGLangEngine(urls=[fake_server.url], placement="colocated")
+    engine = SGLangEngine(urls=["http://127.0.0.1:1"], placement="colocated")
     released, moved = [], []
     monkeypatch.setattr(engine, "release_memory", lambda: released.append(True))
     monkeypatch.setattr("lightrl.callbacks.weight_sync.move_state", lambda *arguments: moved.append(arguments))
