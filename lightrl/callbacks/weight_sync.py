@@ -66,8 +66,9 @@ def to_trainer(trainer: RLTrainer) -> None:
         if ranks.is_main:
             engine.release_memory()
         ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
-    for optimizer in trainer.optimizers:
-        move_state(optimizer, trainer.strategy.root_device)
+    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # else it waits there
+        for optimizer in trainer.optimizers:
+            move_state(optimizer, trainer.strategy.root_device)
 
 
 def to_engine(trainer: RLTrainer) -> None:

@@ -28,6 +28,7 @@ from lightrl.strategies.costs import (
     peak_bytes,
 )
 from lightrl.strategies.offload import Offloadable
+from lightrl.strategies.single import may_be_cut
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -155,7 +156,7 @@ class RoleCost:
     activations: float
     logits: float
     sent: float  # in one update
-    offloaded: float = 0.0  # activations that wait on the host
+    offloaded: float = 0.0  # activations that wait on the host, each counted once
 
     @property
     def working(self) -> float:
@@ -182,7 +183,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     activations, logits = peak_bytes(config, microbatch, num_layers, work)
     if run.layout == "FSDP2":
         shards = max(1, len(role.ranks) // run.num_replicas)
-        work = replace(work, tokens=math.ceil(tokens / len(role.ranks)) * shards)
+        work = replace(kept, tokens=math.ceil(tokens / len(role.ranks)) * shards)
         own_cost, reduced_cost = (
             fsdp2_cost(config, shards, work, Machine(), reduce_every_microbatch=each)
             for each in (run.reduce_every_microbatch, True)
@@ -388,7 +389,9 @@ def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     if run.layout == "FSDP2" and not run.reduce_every_microbatch:
         settings = "activation_checkpointing and reduce_every_microbatch of trainer.strategy to true"
         yield settings, replace(checkpointed, reduce_every_microbatch=True)
-    if run.layout == "FSDP2" and run.batches_per_update is None and all(role.mesh is None for role in run.roles):
+    if run.layout != "FSDP2" or run.batches_per_update is not None:
+        return
+    if all(role.mesh is None and may_be_cut(role.config) for role in run.roles):
         common = math.gcd(run.world, *(int(role.config.num_attention_heads) for role in run.roles))
         for cp in (size for size in range(run.roles[0].cp + 1, common + 1) if common % size == 0):
             shared = replace(checkpointed, roles=tuple(replace(role, cp=cp) for role in run.roles))

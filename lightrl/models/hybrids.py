@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_LIMITS = "time_step_limit"  # of a Mamba layer: bounds of its step sizes
+_LIMITS = "time_step_limit"  # a Mamba layer's bounds of its step sizes
 _NO_LIMITS = (0.0, inf)
 
 
@@ -24,7 +24,7 @@ def keeps_states(config: PretrainedConfig) -> bool:
 def set_time_step_limits(model: PreTrainedModel) -> None:
     """Gives Mamba layers the limits of their config, as servers and the published code of Nemotron-H do.
 
-    transformers 5.23 gives those of Nemotron-H a lower bound of `time_step_min` instead: 0.03 nats with real weights.
+    transformers 5.23 raises the lower bound of Nemotron-H's to `time_step_min` instead.
     """
     limits = getattr(model.config.get_text_config(), _LIMITS, None)
     for layer in model.modules():

@@ -180,7 +180,6 @@ def fsdp2_cost(
     heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, work.cp)
     times = config.num_hidden_layers * num * (3 if work.checkpoint_activations else 2) * (work.cp - 1) / work.cp
     exchanged = times * 2 * heads * head_size(config) * work.compute_bytes * tokens
-    exchange_s = exchanged / _bandwidth(work.cp, machine)
     layers, logits = peak_bytes(config, tokens, config.num_hidden_layers, work)
     waiting = work.parameter_bytes * total if num > 1 and not reduce_every_microbatch else 0  # whole gradients
     return Cost(
@@ -197,8 +196,8 @@ def fsdp2_cost(
         sent_bytes=sent + exchanged,
         bubble_fraction=0.0,
         compute_s=compute,
-        communication_s=max(0.0, communication - compute) + exchange_s,
-        step_s=max(compute, communication) + exchange_s,  # gathers hide behind the compute where there is enough of it
+        communication_s=max(0.0, communication - compute),
+        step_s=max(compute, communication),  # gathers hide behind the compute where there is enough of it
         reduce_every_microbatch=reduce_every_microbatch,
     )
 

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
     "fallback Mistral with a sliding window": (lambda: MistralConfig(**SIZES, sliding_window=6), True),
     "fallback forced on Qwen3": (qwen3, False),
 }
-# Of one decoder: linear attention, convolutions, and Mamba's scans of two kinds, beside attention or within its layer.
+# Layers of one decoder: linear attention, convolutions, and two kinds of Mamba's scans, beside or within attention.
 HYBRIDS = ["qwen3_5_text", "lfm2", "nemotron_h", "jamba", "falcon_h1", "qwen3_next"]
 CASES |= {f"fallback {family}": (functools.partial(hybrid, family), True) for family in HYBRIDS}
 SLOW = [f"fallback {family}" for family in HYBRIDS]
@@ -420,7 +420,7 @@ WITH_BIAS = [
     ],
 )
 def test_rows_of_a_hybrid_that_join_and_leave_get_what_they_get_alone(family: str, changes: dict[str, Any]) -> None:
-    """Of unlike lengths, some beyond a chunk of 64 tokens."""
+    """Rows differ in length; some exceed a chunk of 64 tokens."""
     models = make_models(hybrid(family, **changes), count=2)
     settings = [((3 + i,) * (1 + 23 * i % 60), Sampling(max_new_tokens=4 + 13 * i % 22, seed=i)) for i in range(6)]
     rows = [Row(prompt, sampling, seed=sampling.seed) for prompt, sampling in settings]

@@ -12,6 +12,7 @@ from moe_cases import moe_spec
 from tiny import random_trajectories, tiny_spec
 from transformers import DynamicCache
 
+from benchmarks.families import family_spec
 from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
 from lightrl.algorithms import ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
@@ -148,6 +149,18 @@ def test_what_is_offloaded_waits_in_the_host() -> None:
         assert after.device["logits"] == before.device["logits"]
 
 
+def test_cp_exchanges_once_more_only_if_layers_are_recomputed() -> None:
+    planned = spread(large(), 2)
+    planned = replace(planned, roles=(replace(planned.roles[0], cp=2),))
+
+    def sent(*offloads: str, recomputes: bool) -> float:
+        run = replace(planned, offloads=offloads, checkpoint_activations=recomputes)
+        return role_cost(run, run.roles[0]).sent
+
+    assert sent("activations", recomputes=False) == sent(recomputes=False)
+    assert sent("activations", recomputes=True) == sent(recomputes=True) > sent(recomputes=False)
+
+
 def test_fsdp2_divides_the_state_and_a_mesh_keeps_it_from_other_ranks() -> None:
     whole = plan_of(PPO(tiny_spec(config=CONFIG), reward=len))
     split = plan_of(PPO(tiny_spec(config=CONFIG), reward=len), devices=4, strategy=FSDP2Strategy())
@@ -208,6 +221,15 @@ def test_the_advised_cp_is_the_smallest_that_fits() -> None:
     assert two["activations"] < 0.6 * one["activations"]
     found = misfits_of(planned, 1.001 * sum(two.values()))[0]
     assert found.fix == "set activation_checkpointing of trainer.strategy to true and its cp to 2"
+
+
+@pytest.mark.parametrize(("family", "is_advised"), [("llama", True), ("qwen3_5_text", False)])
+def test_cp_is_advised_only_where_attention_alone_mixes_tokens(family: str, is_advised: bool) -> None:
+    module = GRPO(family_spec(family), reward=len, microbatch_tokens=1, sampling=Sampling(max_new_tokens=32))
+    planned = replace(plan_of(module), engine=None, longest=10_000, checkpoint_activations=True)
+    planned = replace(spread(planned, 4), reduce_every_microbatch=True)
+    (two,) = rank_memories(replace(planned, roles=(replace(planned.roles[0], cp=2),)))
+    assert misfits_of(planned, 1.001 * two.total)[0].fix.endswith(" cp to 2") == is_advised
 
 
 def test_3d_divides_the_state_over_pp_and_tp() -> None:

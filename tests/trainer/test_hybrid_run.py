@@ -70,8 +70,7 @@ def test_each_token_has_the_logprob_of_its_version_where_syncs_come_amid_complet
 ) -> None:
     spec, weights = spec_of(family), Weights()
     module = TinyGRPO(spec, sampling=Sampling(max_new_tokens=30, stop_token_ids=(3,)), microbatch_tokens=128)
-    callbacks = [StalenessControl(2), weights]
-    callbacks.append(UntilMixed())
+    callbacks = [StalenessControl(2), weights, UntilMixed()]
     trainer = make_trainer(tmp_path, max_steps=60, engine=LocalEngine(threads=1, max_batch=6), callbacks=callbacks)
     trainer.fit(module, datamodule=Prompts())
     model = spec.load_model()
@@ -88,7 +87,7 @@ def test_each_token_has_the_logprob_of_its_version_where_syncs_come_amid_complet
             is_its = experience.loss_mask & (experience.weight_versions == version)
             expected = experience.behavior_logprobs[is_its]
             torch.testing.assert_close(outputs.logprobs[is_its], expected, rtol=0, atol=1e-5)
-    assert num_mixed > 0
+    assert num_mixed > 0, "no sync came amid a completion in 60 iterations"
 
 
 class Compared(RLCallback):

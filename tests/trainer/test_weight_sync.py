@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fake_sglang.process import FakeServerProcess
 from lightning.pytorch.callbacks import Callback
 from tiny_run import Digits, TinyGRPO, make_trainer
@@ -10,7 +11,7 @@ from tiny_run import Digits, TinyGRPO, make_trainer
 from benchmarks.families import family_spec
 from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, WeightSync
 from lightrl.callbacks.probe import as_rows
-from lightrl.callbacks.weight_sync import RankShares
+from lightrl.callbacks.weight_sync import RankShares, to_trainer
 from lightrl.errors import WeightSyncError
 from lightrl.strategies import LogprobSettings, SingleModel
 
@@ -93,6 +94,22 @@ def test_a_colocated_server_has_its_memory_while_it_generates_and_not_during_upd
     assert trainer.weight_version == 3
     assert seen == [[1, 0], [2, 3], [3, 6]]  # weights, graphs and cache come back one by one
     assert fake_server.stats()["requests"]["/resume_memory_occupation"] == 9
+
+
+@pytest.mark.parametrize("offloads", [(), ("activations",), ("optimizer",), ("parameters",)])
+def test_a_colocated_engine_leaves_the_optimizers_state_in_the_host_if_the_strategy_keeps_it_there(
+    offloads, monkeypatch
+):
+    engine = SGLangEngine(urls=["http://127.0.0.1:1"], placement="colocated")
+    released, moved = [], []
+    monkeypatch.setattr(engine, "release_memory", lambda: released.append(True))
+    monkeypatch.setattr("lightrl.callbacks.weight_sync.move_state", lambda *arguments: moved.append(arguments))
+    device = torch.device("cuda")
+    strategy = SimpleNamespace(root_device=device, offload_to_cpu=offloads)
+    rollout = SimpleNamespace(is_recorded=False)
+    to_trainer(SimpleNamespace(engine=engine, rollout=rollout, strategy=strategy, optimizers=["adam"]))
+    assert released == [True]
+    assert moved == ([("adam", device)] if not {"optimizer", "parameters"} & {*offloads} else [])
 
 
 def test_rollouts_during_the_updates_of_a_colocated_engine_are_refused(tmp_path, fake_server):

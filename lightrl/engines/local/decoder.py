@@ -62,7 +62,7 @@ class Decoder(Protocol):
         Args:
             sequences: token ids, at least one each; each is computed once.
             owners: the index of each new row's sequence.
-            images: paths or data: URLs of each sequence's; empty if there are none.
+            images: paths or data: URLs of each sequence's images; empty if no sequence has any.
         """
         ...
 
@@ -195,23 +195,20 @@ class HuggingFaceDecoder:
     @torch.no_grad()
     def _keeps_what_rows_need(self) -> bool:
         """Whether layers keep one key per token, or states, in transformers' cache, and no more; runs two tokens."""
-        from transformers import DynamicCache, cache_utils
+        from transformers import DynamicCache
 
         if "past_key_values" not in self._accepted:
             return False
-        known = {
-            *(cache_utils.DynamicLayer, cache_utils.LinearAttentionLayer, cache_utils.DummyLayer),
-            cache_utils.LinearAttentionAndFullAttentionLayer,
-        }
-        for layer in DynamicCache(config=self._model.config).layers:
-            if not (type(layer) in known if self._keeps_states else isinstance(layer, cache_utils.DynamicLayer)):
-                return False
+        states = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
+        known = {"DynamicLayer", *(states if self._keeps_states else ["DynamicSlidingWindowLayer"])}
+        if {type(layer).__name__ for layer in DynamicCache(config=self._model.config).layers} - known:
+            return False
         try:
             cache = self._cache_after(2)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
             # A layer looks in vain for its own state, or the model for its own class of cache.
             return False
-        kept = [_kept(layer) for layer in cache.layers if not isinstance(layer, cache_utils.DummyLayer)]
+        kept = [_kept(layer) for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
         columns = [holder[name].shape[-2] for places in kept for holder, name, has_columns in places if has_columns]
         return all(kept) and set(columns) == {2}
 
@@ -219,14 +216,14 @@ class HuggingFaceDecoder:
     def _masks_padding(self) -> bool:
         """Whether padding before a row's tokens leaves its states alone, also if biases are not 0, as new ones are."""
         generator = torch.Generator(self._device).manual_seed(0)
-        for parameter in self._model.parameters():  # whose weights are still unset
+        for parameter in self._model.parameters():  # the engine's first load overwrites them
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
         caches = (_all_kept(self._cache_after(1)), _all_kept(self._cache_after(1, num_padding=1)))
         for (alone, name, has_columns), (padded, _, _) in zip(*caches, strict=True):
             if not has_columns:
                 error = (padded[name] - alone[name]).abs().max()
-                if error > 0.05 * alone[name].abs().max():  # of bfloat16, in the last layer
+                if error > 0.05 * alone[name].abs().max():  # rounding of bfloat16 is smaller, also in the last layer
                     return False
         return True
 
@@ -349,7 +346,7 @@ class HuggingFaceDecoder:
         is_token: Tensor,
         positions: Tensor,
         cache: DynamicCache | None,
-        inputs: Mapping[str, Any] | None = None,  # in place of the tokens, with images
+        inputs: Mapping[str, Any] | None = None,  # replaces the token ids if there are images
     ) -> tuple[DynamicCache, Tensor]:
         from transformers import DynamicCache
 

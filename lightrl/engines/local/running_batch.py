@@ -37,7 +37,7 @@ class Row:
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int  # this completion's
-    images: tuple[str, ...] = ()  # of its prompt, paths or data: URLs
+    images: tuple[str, ...] = ()  # the prompt's images: paths or data: URLs
     started: Completion | None = None  # how it starts, generated before by this engine or another
     owner: Any = None  # the completion's owner; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
