@@ -361,7 +361,7 @@ class SingleModel:
                 results["values"] = self.value_head(hidden)[:, 0].float()
         shape = experience.token_ids.shape
         results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
-        if self.context_group is not None:
+        if self.context_group is not None and self._choose(experience)[0] == "packed":  # else each rank has all of it
             results = {name: Total.apply(value, self.context_group) for name, value in results.items()}  # type: ignore[no-untyped-call]
         return Outputs(**results)
 
