@@ -240,19 +240,21 @@ class Parallel3DModel:
         starts = range(0, len(microbatch), size)
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
         feeds, held = self._feeds(parts, [topk] * len(parts)), Held() if torch.is_grad_enabled() else None
+        # Before the forwards, which put gathered parameters without their gradients in the modules.
+        parameters = [parameter for stage in self.split.stages.values() for parameter in stage.parameters()]
         result = torch.cat(self._results(feeds, held))
         if held is None:
             self.split.reshard()
         else:
-            run_backward, start = functools.partial(self._backward, feeds, held), torch.zeros((), requires_grad=True)
+            run_backward = functools.partial(self._backward, feeds, held, parameters)
+            start = torch.zeros((), requires_grad=True)
             result = _Results.apply(run_backward, start, result)  # type: ignore[no-untyped-call]
         whole = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))  # those of all parts in order
         return self._outputs(result, whole, microbatch)
 
-    def _backward(self, feeds: list[Feed], held: Held, gradient: Tensor) -> None:
+    def _backward(self, feeds: list[Feed], held: Held, parameters: list[Tensor], gradient: Tensor) -> None:
         """Adds to the gradients of the parameters what follows from that of `_results`."""
         gradients = torch.split(gradient, [len(feed.rows) for feed in feeds])
-        parameters = [parameter for stage in self.split.stages.values() for parameter in stage.parameters()]
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in earlier:  # they are complete, and would be summed over ranks again
             parameter.grad = None

@@ -52,6 +52,7 @@ MORE: list[list[Any]] = [
     [2, 1, 2, "1F1B", "llama"],
     [2, 2, 1, "Interleaved1F1B", "qwen3"],
     [1, 2, 2, "1F1B", "qwen3", "checkpointed"],
+    [2, 2, 1, "1F1B", "llama", "batch by batch"],
 ]  # (2, 2, 2) is in tests/trainer/layouts_run.py
 
 
