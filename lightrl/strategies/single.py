@@ -64,6 +64,7 @@ from lightrl.strategies.shared_prefix import (
     Plan,
     Row,
     cost,
+    each_alone,
     find_shared_prompts,
     new_cache,
     packed,
@@ -477,8 +478,7 @@ class SingleModel:
             layout = packed(prompts, experience.token_ids.shape)
             if len(layout.rows) <= _LARGEST_SHARED_FRACTION * int((on_host(experience.lengths) - 1).sum()):
                 return layout
-        lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # a last token predicts nothing
-        return packed([Row(length, [row], [0]) for row, length in enumerate(lengths)], experience.token_ids.shape)
+        return packed(each_alone(experience), experience.token_ids.shape)
 
     def _read_logits(self, experience: Experience, candidates: Candidates) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Rows [N], columns [N] and fields of Outputs, from the model's logits: for heads that are not plain."""

@@ -30,9 +30,9 @@ from lightrl.functional import (
     hidden_logprobs,
     hidden_topk,
     on_host,
-    pack,
     predicted_token_ids,
     predicting_positions,
+    to_device,
 )
 from lightrl.models import Candidates, Role, scalar_head
 from lightrl.models.conversion import checkpoint_files, load_parts
@@ -43,6 +43,7 @@ from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.packed_attention import PackedRows, no_mask
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.role_mesh import empty_out
+from lightrl.strategies.shared_prefix import each_alone, packed
 from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked, supports_at
 from lightrl.strategies.tensor_parallel import (
     local,
@@ -84,13 +85,12 @@ class Feed:
         device = experience.token_ids.device
         packed_rows = position_ids = None
         if is_packed:
-            lengths = on_host(experience.lengths).tolist()
-            packed = pack(experience.token_ids, lengths)
-            rows, columns = torch.zeros_like(rows), packed.starts[rows] + columns
-            extra = -len(packed.rows) % multiple
-            packed_rows = PackedRows([*lengths, extra], device)
-            token_ids = nn.functional.pad(packed.token_ids, (0, extra))
-            position_ids = torch.cat([packed.position_ids, torch.arange(extra, device=device)[None]], 1)
+            layout = packed(each_alone(experience), experience.token_ids.shape)
+            extra = -len(layout.rows) % multiple
+            packed_rows = PackedRows([*layout.lengths, extra], device)
+            tokens = to_device(nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, extra)), device)
+            token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
+            rows, columns = torch.zeros_like(rows), to_device(layout.flat_indices, device)[rows, columns]
         else:  # no token sees the padding at the end of its row; a row's last token predicts nothing
             width = max(1, int(on_host(experience.lengths).max()) - 1)
             width += -width % multiple
