@@ -154,6 +154,8 @@ class Stage(nn.Module):
         indices = range(model.config.num_hidden_layers)
         parts = [held[str(index)] if index in layers else PipelineIdentityLayer() for index in indices]
         self.body.layers = nn.ModuleList(parts)
+        if layers.start > 0:
+            self.body.embed_tokens = None  # FSDP shards a parameter in one stage only
         if not is_last:
             self.body.norm = PipelineIdentityLayer()
         self.head = model.get_output_embeddings() if is_last else None
