@@ -48,7 +48,7 @@ AXES = ("pp", "dp", "tp")
 
 
 class Parallel3DStrategy(FSDP2Strategy):
-    """Pipeline, data and tensor parallelism for an RLModule: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
+    """Pipeline, data and tensor parallelism: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
     For dense families that transformers has plans for, see docs/models.md. Every role is split the same way, trained or
     not, unless its `Role.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
@@ -327,7 +327,7 @@ class Parallel3DModel:
         self.split.reshard()
         held = self.split.held_parameters()
         if self._gather is None:
-            whole_of = {name: (shape, dtype) for name, shape, dtype, _ in self.split.parameters}
+            whole_of = {name: (value.shape, value.dtype) for name, value in self.split.whole.named_parameters()}
             self._gather = PlannedGather(whole_of, held, group=self.group)
         return self._gather.buckets(
             held,
@@ -342,7 +342,8 @@ class Parallel3DModel:
             stage.to(device)
 
     def _feeds(self, microbatches: Sequence[Experience], candidates: Sequence[Candidates]) -> list[Feed]:
-        size, has_logprobs = self.split.mesh["tp"].size(), self.split.has_logprobs
+        size = self.split.mesh["tp"].size()
+        has_logprobs = self.split.whole.get_output_embeddings() is not None
         return [
             Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, is_packed=self.is_packed)
             for part, num in zip(microbatches, candidates, strict=True)
@@ -351,7 +352,7 @@ class Parallel3DModel:
     def _activation(self, feed: Feed) -> tuple[torch.Size, torch.dtype]:
         rows, width = feed.token_ids.shape
         shape = (rows, width // self.split.mesh["tp"].size(), self.split.model.config.hidden_size)
-        return torch.Size(shape), self.split.parameters[0][2]
+        return torch.Size(shape), next(self.split.whole.parameters()).dtype
 
     def _from_last(self, result: Tensor | None, feed: Feed) -> Tensor:
         """The last stage's result, [N, width], on every rank of the pipeline."""

@@ -132,7 +132,7 @@ class PackedTokens(NamedTuple):
     rows: Tensor  # int64 [P], the trajectory of each token
     columns: Tensor  # int64 [P], its position there
     lengths: list[int]  # tokens of each part of the row: a prompt, a completion, or a trajectory
-    prompts: list[int]  # for each part the index of its prompt's part, or -1
+    prompts: list[int]  # the part of the prompt that each part follows, or -1
     flat_indices: Tensor  # int64 [B, T], the index of the state at each position of a trajectory; -1 where no state is
 
 
