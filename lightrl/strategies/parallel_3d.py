@@ -241,7 +241,7 @@ class Parallel3DModel:
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
         feeds, held = self._feeds(parts, [topk] * len(parts)), Held() if torch.is_grad_enabled() else None
         # Before the forwards, which put gathered parameters without their gradients in the modules.
-        parameters = [parameter for stage in self.split.stages.values() for parameter in stage.parameters()]
+        parameters: list[Tensor] = [value for stage in self.split.stages.values() for value in stage.parameters()]
         result = torch.cat(self._results(feeds, held))
         if held is None:
             self.split.reshard()
