@@ -80,6 +80,7 @@ class DPO(SupervisedModule):
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()
+        # The reference first: a forward without gradient frees gathered parameters, which the policy's backward reads.
         with torch.no_grad():
             if self.has_own_reference:
                 reference_logprobs = self._completion_logprobs("reference", experience)

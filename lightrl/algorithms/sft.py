@@ -33,20 +33,15 @@ class SFT(SupervisedModule):
         self.policy = self.policy_role.load_model().train()
 
     def training_step(self, batch: ChatBatch, batch_idx: int) -> Tensor:
-        means, number = self.means(self._losses, batch)
+        means, number = self.means(lambda part: self.measure(part, topk=0), batch)
         self._log_means("sft", means, on_step=True, batch_size=len(batch.token_ids))
         return self.accumulated(means["loss_nats"], number, batch_idx)
 
-    def measure(self, batch: ChatBatch) -> dict[str, Tensor]:
-        """The loss of each loss token, [N], and whether the most likely token is the right one."""
-        outputs = self.parallel("policy").measure(batch.experience(), topk=1)
-        assert outputs.teacher_topk_ids is not None
+    def measure(self, batch: ChatBatch, *, topk: int = 1) -> dict[str, Tensor]:
+        """The loss of each loss token, [N]; with `topk` 1 also whether the most likely token is the right one."""
+        outputs = self.parallel("policy").measure(batch.experience(), topk=topk)
+        losses = {"loss_nats": -outputs.logprobs[batch.loss_mask]}
+        if outputs.teacher_topk_ids is None:
+            return losses
         is_hit = outputs.teacher_topk_ids[..., 0] == batch.token_ids
-        return {
-            "loss_nats": -outputs.logprobs[batch.loss_mask],
-            "token_accuracy_fraction": is_hit[batch.loss_mask].float(),
-        }
-
-    def _losses(self, batch: ChatBatch) -> dict[str, Tensor]:
-        outputs = self.parallel("policy").measure(batch.experience())
-        return {"loss_nats": -outputs.logprobs[batch.loss_mask]}
+        return {**losses, "token_accuracy_fraction": is_hit[batch.loss_mask].float()}

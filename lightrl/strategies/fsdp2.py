@@ -38,7 +38,7 @@ from lightrl.models.routes import Routes, recompute_contexts
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
-from lightrl.strategies.fsdp2_model import FSDP2Model, uncut
+from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
 from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, move_state, offload_activations
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
@@ -176,12 +176,15 @@ class FSDP2Strategy(ModelParallelStrategy):
         roles = planned_roles(module)
         if role_meshes(module) or (module is not None and not roles):
             kind = type(module).__name__
-            raise ValueError(f"cp={self.cp} trains modules without meshes of roles, got {kind}. Set cp to 1.")
+            raise ValueError(
+                f"cp={self.cp} needs a module with roles (GRPO, SFT, …), none with a mesh of its own, got {kind}. "
+                "Remove the meshes, or set cp to 1."
+            )
         numbers = {"ranks": world}
         for name, spec in ((name, role.spec) for name, role in roles.items() if role.spec.url is None):
             config = spec.load_config()
             if spec.attn_implementation not in (None, "sdpa") or not may_be_cut(config):
-                raise uncut(self.cp, config.model_type)
+                raise cp_refused(self.cp, config.model_type)
             numbers[f"attention heads of the {name}"] = config.get_text_config().num_attention_heads
         _check_divides("cp", self.cp, numbers)
 

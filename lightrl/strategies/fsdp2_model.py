@@ -77,7 +77,7 @@ class FSDP2Model(SingleModel):
         reshard(self._root)
         self.layouts = {}  # the number of its calls depends on the rows
         if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
-            raise uncut(context_group.size(), model.config.model_type)
+            raise cp_refused(context_group.size(), model.config.model_type)
         self.form = "packed" if self.can_pack else "rectangles"
 
     @torch.no_grad()
@@ -158,10 +158,11 @@ class FSDP2Model(SingleModel):
             yield nothing, experience.token_ids[:1, :1]
 
 
-def uncut(cp: int, model_type: str) -> ValueError:
+def cp_refused(cp: int, model_type: str) -> ValueError:
+    """The error for a model whose rows cp cannot cut."""
     return ValueError(
-        f"cp={cp} cuts packed rows, but a model of type {model_type!r} has more than causal attention by sdpa between "
-        "the tokens of a row, such as a state of its own, sparse attention or sinks, or changes logits. Set cp to 1."
+        f"cp={cp} cuts packed rows, which a model of type {model_type!r} does not allow: its tokens meet in more than "
+        "causal SDPA attention (a state, sparse attention, sinks), or it changes logits. Set cp to 1."
     )
 
 

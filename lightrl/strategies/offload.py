@@ -27,7 +27,7 @@ def offload_activations(layer: nn.Module) -> None:
         place = tensor.untyped_storage()._cdata
         if any(place == local(parameter).untyped_storage()._cdata for parameter in layer.parameters()):
             return tensor, tensor.device  # FSDP2 frees and gathers its memory
-        return tensor.to(HOST, non_blocking=True), tensor.device  # torch takes pinned memory
+        return tensor.to(HOST, non_blocking=True), tensor.device  # torch takes pinned memory for copies to the host
 
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1], non_blocking=True)):
@@ -45,6 +45,6 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
             if isinstance(value, Tensor) and value.dim():
                 part = local(value)
                 sources.add(part.device)
-                part.data = part.data.to(device, non_blocking=True)  # to host memory: torch takes pinned memory
+                part.data = part.data.to(device, non_blocking=True)  # torch takes pinned memory for copies to the host
     for source in sources - {HOST, device}:
         torch.get_device_module(source).synchronize(source)  # a checkpoint may read them at once

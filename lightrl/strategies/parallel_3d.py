@@ -48,7 +48,7 @@ AXES = ("pp", "dp", "tp")
 
 
 class Parallel3DStrategy(FSDP2Strategy):
-    """Pipeline, data and tensor parallelism for an RLModule: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
+    """Pipeline, data and tensor parallelism: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
     For dense families that transformers has plans for, see docs/models.md. Every role is split the same way, trained or
     not, unless its `Role.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
@@ -240,19 +240,21 @@ class Parallel3DModel:
         starts = range(0, len(microbatch), size)
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
         feeds, held = self._feeds(parts, [topk] * len(parts)), Held() if torch.is_grad_enabled() else None
+        # Before the forwards, which put gathered parameters without their gradients in the modules.
+        parameters: list[Tensor] = [value for stage in self.split.stages.values() for value in stage.parameters()]
         result = torch.cat(self._results(feeds, held))
         if held is None:
             self.split.reshard()
         else:
-            run_backward, start = functools.partial(self._backward, feeds, held), torch.zeros((), requires_grad=True)
+            run_backward = functools.partial(self._backward, feeds, held, parameters)
+            start = torch.zeros((), requires_grad=True)
             result = _Results.apply(run_backward, start, result)  # type: ignore[no-untyped-call]
         whole = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))  # those of all parts in order
         return self._outputs(result, whole, microbatch)
 
-    def _backward(self, feeds: list[Feed], held: Held, gradient: Tensor) -> None:
+    def _backward(self, feeds: list[Feed], held: Held, parameters: list[Tensor], gradient: Tensor) -> None:
         """Adds to the gradients of the parameters what follows from that of `_results`."""
         gradients = torch.split(gradient, [len(feed.rows) for feed in feeds])
-        parameters = [parameter for stage in self.split.stages.values() for parameter in stage.parameters()]
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in earlier:  # they are complete, and would be summed over ranks again
             parameter.grad = None
@@ -325,7 +327,7 @@ class Parallel3DModel:
         self.split.reshard()
         held = self.split.held_parameters()
         if self._gather is None:
-            whole_of = {name: (shape, dtype) for name, shape, dtype, _ in self.split.parameters}
+            whole_of = {name: (value.shape, value.dtype) for name, value in self.split.whole.named_parameters()}
             self._gather = PlannedGather(whole_of, held, group=self.group)
         return self._gather.buckets(
             held,
@@ -340,7 +342,8 @@ class Parallel3DModel:
             stage.to(device)
 
     def _feeds(self, microbatches: Sequence[Experience], candidates: Sequence[Candidates]) -> list[Feed]:
-        size, has_logprobs = self.split.mesh["tp"].size(), self.split.has_logprobs
+        size = self.split.mesh["tp"].size()
+        has_logprobs = self.split.whole.get_output_embeddings() is not None
         return [
             Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, is_packed=self.is_packed)
             for part, num in zip(microbatches, candidates, strict=True)
@@ -349,7 +352,7 @@ class Parallel3DModel:
     def _activation(self, feed: Feed) -> tuple[torch.Size, torch.dtype]:
         rows, width = feed.token_ids.shape
         shape = (rows, width // self.split.mesh["tp"].size(), self.split.model.config.hidden_size)
-        return torch.Size(shape), self.split.parameters[0][2]
+        return torch.Size(shape), next(self.split.whole.parameters()).dtype
 
     def _from_last(self, result: Tensor | None, feed: Feed) -> Tensor:
         """The last stage's result, [N, width], on every rank of the pipeline."""

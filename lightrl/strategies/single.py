@@ -64,6 +64,7 @@ from lightrl.strategies.shared_prefix import (
     Plan,
     Row,
     cost,
+    each_alone,
     find_shared_prompts,
     new_cache,
     packed,
@@ -165,7 +166,7 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
     except (TypeError, ValueError) as error:
         # Arguments that it does not take; NotPackable; or transformers' own error for a recurrence without kernels.
-        log.info("Trajectories are padded, not packed: %s", error)
+        log.info("%s: %s", "Packed rows repeat prompts" if shares_prompt else "Trajectories are padded", error)
         return False
     expected = [_hidden(model, row)[:, -num:] for row, num in zip(trajectories, lengths, strict=True)]
     return _is_close(output.last_hidden_state, torch.cat(expected, dim=1))
@@ -333,7 +334,7 @@ class SingleModel:
 
     def move_to(self, device: torch.device) -> None:
         source = self.model.device
-        self.model.to(device, non_blocking=True)  # to host memory: torch takes pinned memory
+        self.model.to(device, non_blocking=True)  # torch takes pinned memory for copies to the host
         if source.type not in ("cpu", device.type):
             torch.get_device_module(source).synchronize(source)
 
@@ -361,7 +362,7 @@ class SingleModel:
                 results["values"] = self.value_head(hidden)[:, 0].float()
         shape = experience.token_ids.shape
         results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
-        if self.context_group is not None:
+        if self.context_group is not None and self._choose(experience)[0] == "packed":  # else each rank has all of it
             results = {name: Total.apply(value, self.context_group) for name, value in results.items()}  # type: ignore[no-untyped-call]
         return Outputs(**results)
 
@@ -451,15 +452,14 @@ class SingleModel:
         device, group = experience.token_ids.device, self.context_group
         index, num = (0, 1) if group is None else (group.rank(), group.size())
         layout = self._packed_tokens(experience)
-        size = -(-len(layout.rows) // num)  # of each rank's part; the first token fills up the last
+        size = -(-len(layout.rows) // num)  # tokens of each rank's part; the first token of all fills up the last part
         padding = num * size - len(layout.rows)
         first = index * size
         filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
         tokens = to_device(filled[0, first : first + size], device), to_device(filled[1, first : first + size], device)
         packed_rows = PackedRows([*layout.lengths, padding], device, prompts=[*layout.prompts, -1], group=group)
         starts = arguments(self.model, packed_rows, with_states=self.keeps_states)
-        all_rows = to_device(torch.arange(len(experience)), device)
-        inputs = self._layer_input(experience, all_rows, experience.token_ids, tokens)
+        inputs = self._layer_input(experience, torch.arange(len(experience)), experience.token_ids, tokens)
         inputs = {"position_ids": tokens[1][None], **inputs, **starts}
         with self._replaying(experience, *tokens):
             output = self.model.base_model(**inputs, use_cache=False)
@@ -471,14 +471,14 @@ class SingleModel:
 
     def _packed_tokens(self, experience: Experience) -> PackedTokens:
         """The layout of the packed row, with each prompt once where that saves enough."""
-        replays = self.routes is not None and experience.routes is not None  # by trajectory, not by prompt
+        # routes belong to a trajectory, not to a prompt
+        replays = self.routes is not None and experience.routes is not None
         if self.shares_packed_prompts and not replays:
             prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
             layout = packed(prompts, experience.token_ids.shape)
             if len(layout.rows) <= _LARGEST_SHARED_FRACTION * int((on_host(experience.lengths) - 1).sum()):
                 return layout
-        lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # a last token predicts nothing
-        return packed([Row(length, [row], [0]) for row, length in enumerate(lengths)], experience.token_ids.shape)
+        return packed(each_alone(experience), experience.token_ids.shape)
 
     def _read_logits(self, experience: Experience, candidates: Candidates) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Rows [N], columns [N] and fields of Outputs, from the model's logits: for heads that are not plain."""

@@ -30,9 +30,9 @@ from lightrl.functional import (
     hidden_logprobs,
     hidden_topk,
     on_host,
-    pack,
     predicted_token_ids,
     predicting_positions,
+    to_device,
 )
 from lightrl.models import Candidates, Role, scalar_head
 from lightrl.models.conversion import checkpoint_files, load_parts
@@ -43,6 +43,7 @@ from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.packed_attention import PackedRows, no_mask
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.role_mesh import empty_out
+from lightrl.strategies.shared_prefix import each_alone, packed
 from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked, supports_at
 from lightrl.strategies.tensor_parallel import (
     local,
@@ -84,13 +85,12 @@ class Feed:
         device = experience.token_ids.device
         packed_rows = position_ids = None
         if is_packed:
-            lengths = on_host(experience.lengths).tolist()
-            packed = pack(experience.token_ids, lengths)
-            rows, columns = torch.zeros_like(rows), packed.starts[rows] + columns
-            extra = -len(packed.rows) % multiple
-            packed_rows = PackedRows([*lengths, extra], device)
-            token_ids = nn.functional.pad(packed.token_ids, (0, extra))
-            position_ids = torch.cat([packed.position_ids, torch.arange(extra, device=device)[None]], 1)
+            layout = packed(each_alone(experience), experience.token_ids.shape)
+            extra = -len(layout.rows) % multiple
+            packed_rows = PackedRows([*layout.lengths, extra], device)
+            tokens = to_device(nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, extra)), device)
+            token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
+            rows, columns = torch.zeros_like(rows), to_device(layout.flat_indices, device)[rows, columns]
         else:  # no token sees the padding at the end of its row; a row's last token predicts nothing
             width = max(1, int(on_host(experience.lengths).max()) - 1)
             width += -width % multiple
@@ -147,20 +147,23 @@ class Stage(nn.Module):
         value_head: nn.Linear | None = None,
     ) -> None:
         super().__init__()
-        self.is_first, self.is_last, self.tp, self.logits = layers.start == 0, is_last, tp, logits
+        self.is_last, self.tp, self.logits = is_last, tp, logits
         self.body = copy.copy(model.base_model)
         self.body._modules = dict(self.body._modules)  # its children, of which the model keeps its own
         held = dict(self.body.layers.named_children())
         indices = range(model.config.num_hidden_layers)
         parts = [held[str(index)] if index in layers else PipelineIdentityLayer() for index in indices]
         self.body.layers = nn.ModuleList(parts)
+        if layers.start > 0:
+            self.body.embed_tokens = None  # FSDP shards a parameter in one stage only
         if not is_last:
             self.body.norm = PipelineIdentityLayer()
         self.head = model.get_output_embeddings() if is_last else None
         own_head = scalar_head(model)
         self.value_head = (value_head if own_head is None else own_head) if is_last else None
         self._received: Tensor | None = None
-        parts[layers.start].register_forward_pre_hook(self._enter, prepend=True)  # before FSDP's, which reads inputs
+        # FSDP's hook reads the inputs, so this one runs first.
+        parts[layers.start].register_forward_pre_hook(self._enter, prepend=True)
 
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
         """Hidden states [R, W / tp, H] from those of the previous stage, None for the first; at the end [N, width]."""
@@ -228,12 +231,11 @@ class SplitModel:
     """A model that this rank holds a part of."""
 
     model: PreTrainedModel
-    whole: PreTrainedModel  # with the modules of all ranks, without memory
+    whole: PreTrainedModel  # has the modules of all ranks, without memory
     mesh: DeviceMesh
     pipeline: Pipeline
     stages: dict[int, Stage]
-    parameters: list[tuple[str, torch.Size, torch.dtype, int]]  # the whole model's: name, shape, dtype, stage
-    has_logprobs: bool  # whether the model has a vocabulary head
+    stage_of: dict[str, int]  # the stage of each of the whole model's parameters
     has_values: bool  # whether it has a scalar head, its own or a critic's
     tied: Tensor | None  # this rank's embedding if it is also the output head of another rank, or the reverse
     tied_group: dist.ProcessGroup | None
@@ -269,9 +271,8 @@ class SplitModel:
 
     def held_parameters(self) -> dict[str, Tensor]:
         """Name → this rank's part of the parameter; without the copy of a tied embedding."""
-        mine = dict(self.model.named_parameters())
-        ranks = {name: stage % self.pipeline.num_ranks for name, _, _, stage in self.parameters}
-        return {name: mine[name] for name, rank in ranks.items() if rank == self.pipeline.rank}
+        mine, here = dict(self.model.named_parameters()), self.pipeline.rank
+        return {name: mine[name] for name, stage in self.stage_of.items() if stage % self.pipeline.num_ranks == here}
 
 
 def split_model(
@@ -307,7 +308,7 @@ def split_model(
     pipeline = Pipeline(pp.get_group() if pp.size() > 1 else None, pp.size(), stages_per_rank, device)
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
-    parameters = [(name, value.shape, value.dtype, _stage_of(name, ranges)) for name, value in model.named_parameters()]
+    stage_of = {name: _stage_of(name, ranges) for name, _ in model.named_parameters()}
     body = model.base_model
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
@@ -327,7 +328,7 @@ def split_model(
     if checkpoint_activations:
         for layer in body.layers.children():
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    if mesh["dp"].size() > 1:  # with several stages each microbatch would gather again: parameters stay whole
+    if mesh["dp"].size() > 1:  # several stages would gather again for each microbatch: parameters stay whole
         for layer in body.layers.children():
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=pp.size() == 1)
     stages = {
@@ -339,7 +340,7 @@ def split_model(
     tied: Tensor | None = None
     if is_tied and pp.size() > 1 and (0 in held or last in held):
         tied = body.embed_tokens.weight if 0 in held else model.get_output_embeddings().weight
-    return SplitModel(model, whole, mesh, pipeline, stages, parameters, head is not None, has_values, tied, ends)
+    return SplitModel(model, whole, mesh, pipeline, stages, stage_of, has_values, tied, ends)
 
 
 def _drop_other_stages(

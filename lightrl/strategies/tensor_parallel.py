@@ -94,9 +94,10 @@ def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _call_with_summands(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    """The module's forward with its DTensors as plain tensors, whose gradients are summands."""
     held = dict(module.named_parameters(recurse=False))
     if not any(isinstance(parameter, DTensor) for parameter in held.values()):
-        return forward(*args)
+        return forward(*args)  # functional_call has come back here
     here = {name: value.to_local(grad_placements=[Partial()]) for name, value in held.items()}  # type: ignore[attr-defined]
     return torch.func.functional_call(module, here, args)
 

@@ -65,18 +65,18 @@ def test_ranks_that_share_a_row_have_the_outputs_and_gradients_of_one_process(re
             {"cp": 4},
             r"cp=4 must divide the 2 attention heads of the policy\. Set it to 2",
         ),
-        (family_spec("lfm2"), {"cp": 2}, "'lfm2' has more than causal attention by sdpa .* Set cp to 1"),
-        (family_spec("falcon_h1"), {"cp": 2}, "'falcon_h1' has more than causal attention"),
-        (family_spec("deepseek_v32"), {"cp": 2}, "'deepseek_v32' has more than causal attention"),
-        (tiny_spec("gemma2 with capped logits"), {"cp": 2}, "'gemma2' has more than causal attention"),
-        (tiny_spec(attn_implementation="eager"), {"cp": 2}, "has more than causal attention by sdpa between"),
+        (family_spec("lfm2"), {"cp": 2}, "'lfm2' does not allow: its tokens meet in more .* Set cp to 1"),
+        (family_spec("falcon_h1"), {"cp": 2}, "'falcon_h1' does not allow: its tokens meet"),
+        (family_spec("deepseek_v32"), {"cp": 2}, "'deepseek_v32' does not allow: its tokens meet"),
+        (tiny_spec("gemma2 with capped logits"), {"cp": 2}, "'gemma2' does not allow: its tokens meet"),
+        (tiny_spec(attn_implementation="eager"), {"cp": 2}, "meet in more than causal SDPA attention"),
         (
             Role(tiny_spec(), mesh=RoleMesh(0, 2)),
             {"cp": 2},
-            "trains modules without meshes of roles, got GRPO",
+            "none with a mesh of its own, got GRPO",
         ),
     ],
-    ids=["ranks", "heads", "hybrid", "parallel hybrid", "sparse", "sinks", "attention", "mesh"],
+    ids=["ranks", "heads", "hybrid", "parallel hybrid", "sparse", "capped", "attention", "mesh"],
 )
 def test_what_cannot_be_cut_is_refused_before_a_device_is_touched(
     policy: ModelSpec | Role, settings: dict[str, Any], message: str

@@ -52,6 +52,7 @@ MORE: list[list[Any]] = [
     [2, 1, 2, "1F1B", "llama"],
     [2, 2, 1, "Interleaved1F1B", "qwen3"],
     [1, 2, 2, "1F1B", "qwen3", "checkpointed"],
+    [2, 2, 1, "1F1B", "llama", "batch by batch"],
 ]  # (2, 2, 2) is in tests/trainer/layouts_run.py
 
 
@@ -91,8 +92,11 @@ def test_a_split_model_trains_as_in_one_process(results: list[dict[str, Any]]) -
 def test_in_bf16_mixed_a_split_model_rounds_as_one_process_does(results: list[dict[str, Any]]) -> None:
     # Tensor ranks round the summands of two of a layer's seven products and their sum, three times instead of once, and
     # rows without their padding round otherwise: less than twice the error of one process.
-    for case in results:
-        assert 0.5 < case.get("rounding", 1.0) < 2, case
+    mixed = [case for case in results if case["form"] == "mixed"]
+    if not mixed:
+        pytest.skip("no case in bf16-mixed")
+    for case in mixed:
+        assert 0.5 < case["rounding"] < 2, case
 
 
 def test_a_split_model_leaves_no_tensor_behind_when_it_moves(results: list[dict[str, Any]]) -> None:

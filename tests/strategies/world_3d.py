@@ -91,9 +91,9 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
     actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "gradients": 0.0, "norm": 0.0}
     for update in range(NUM_UPDATES):
-        everything = parts(seed=update, is_truncated=form == "truncated")
+        everything = parts(seed=update, is_truncated=form in ("truncated", "batch by batch"))
         share = everything[mesh["dp"].get_local_rank() :: dp]
-        topk = 0 if form == "truncated" else TOPK
+        topk = 0 if form in ("truncated", "batch by batch") else TOPK
         for one, other in zip(spread.forward(share, topk=topk), alone.forward(share, topk=topk), strict=True):
             if other.teacher_topk_ids is not None and not torch.equal(one.teacher_topk_ids, other.teacher_topk_ids):
                 actual["outputs"] = 1.0
@@ -116,11 +116,15 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             losses.append(loss_of(experience, outputs))
             return losses[-1]
 
-        spread.forward_backward(
-            [*share, ShardedExperience.of(share[0]).blank_row(torch.device("cpu"))],
-            spread_loss,
-            lambda loss: (loss * dp).backward(),
-        )
+        if form == "batch by batch":
+            for part in share:
+                (spread_loss(part, spread.measure(part)) * dp).backward()
+        else:
+            spread.forward_backward(
+                [*share, ShardedExperience.of(share[0]).blank_row(torch.device("cpu"))],
+                spread_loss,
+                lambda loss: (loss * dp).backward(),
+            )
         alone.forward_backward(everything, alone_loss, Tensor.backward)
         for name, value in split.held_parameters().items():
             gradient, expected_gradient = value.grad, single.get_parameter(name).grad

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.extra
 
 
 @pytest.mark.parametrize(
-    ("family", "cp"), [*((family, 1) for family in FAMILIES), *((family, 2) for family in ("qwen3_vl", "llava"))]
+    ("family", "cp"),
+    [*((family, 1) for family in FAMILIES), *((family, 2) for family in ("qwen3_vl", "llava", "gemma3"))],
 )
 def test_ranks_with_and_without_images_train_as_one_process(family: str, cp: int, tmp_path: Path) -> None:
     run(Path(__file__).with_name("image_ranks_run.py"), tmp_path, family, str(cp))
