@@ -98,6 +98,7 @@ _LINEAR = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 _SHARED = {"shared_expert_intermediate_size": 24}
 _WINDOW = {"sliding_window": 8}
 _HYBRID_WINDOW = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -223,9 +224,21 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "hybrid": {
         "qwen3_next": {**_HEADS, **_EXPERTS, **_LINEAR, **_SHARED},
+        "qwen3_5": {
+            "text_config": {**_HEADS, **_LINEAR},
+            "vision_config": {**_QWEN_TOWER, "patch_size": 4, "num_position_embeddings": 16},
+            **_IMAGE_IDS,
+        },
+        "qwen3_5_moe": {
+            "text_config": {**_HEADS, **_EXPERTS, **_LINEAR, **_SHARED},
+            "vision_config": {**_QWEN_TOWER, "patch_size": 4, "num_position_embeddings": 16},
+            **_IMAGE_IDS,
+        },
         "qwen3_5_text": {**_HEADS, **_LINEAR},
         "qwen3_5_moe_text": {**_HEADS, **_EXPERTS, **_LINEAR, **_SHARED},
+        "olmo_hybrid": {**_PLAIN, **_LINEAR},
         "lfm2": {**_PLAIN, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+        "lfm2_moe": {**_PLAIN, **_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
         "falcon_h1": {
             **_HEADS,
             "mamba_d_ssm": 32,
@@ -252,6 +265,23 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
             "expert_layer_offset": 1,
             "use_mamba_kernels": False,
             "mamba_d_state": 4,
+        },
+        "bamba": {**_PLAIN, **_MAMBA, "attn_layer_indices": [1]},
+        "granitemoehybrid": {
+            **_PLAIN,
+            **_LOCAL_EXPERTS,
+            **_MAMBA,
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 24,
+        },
+        "zamba2": {
+            **_PLAIN,
+            "mamba_d_state": 8,
+            "mamba_headdim": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "layers_block_type": ["mamba", "hybrid"],
+            "num_mem_blocks": 1,
         },
         "minimax": {
             **_HEADS,
@@ -333,6 +363,8 @@ def make_folder(family: str, folder: str) -> ModelSpec:
     for name, tensor in held_tensors(model).items():
         if "correction_bias" in name:  # zero in a new model, so that a lost one would not show
             tensor.data.normal_(std=0.3, generator=generator)
+        elif name.endswith("dt_bias"):  # from states that keep everything to states that forget within some tokens
+            tensor.data.copy_(torch.linspace(-8, 1, tensor.numel()))
     model.save_pretrained(folder)
     return ModelSpec(path=folder, tokenizer=TOKENIZER)
 
@@ -510,13 +542,14 @@ def _run_rank(
 def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, settings: dict[str, Any]) -> float:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     spec = ModelSpec(path=folder, tokenizer=TOKENIZER)
-    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
+    strategy = FSDP2Strategy(**settings)
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("shard",))
+    axes = init_device_mesh("cpu", (num_ranks // strategy.cp, strategy.cp), mesh_dim_names=("dp", "cp"))
     control_group = dist.new_group(backend="gloo")
     watch = watch_all(control_group, main_address="127.0.0.1", hang_timeout_s=FSDP2_S)
     ranks = ProcessRanks(
-        dp_group=mesh.get_group(), control_group=control_group, device=torch.device("cpu"), watch=watch
+        dp_group=axes["dp"].get_group(), control_group=control_group, device=torch.device("cpu"), watch=watch
     )
-    strategy = FSDP2Strategy(**settings)
     if strategy.ep > 1:
         strategy._expert_mesh = expert_mesh("cpu", num_replicas=1, ep=strategy.ep)
     strategy._mesh, strategy.ranks, strategy.parallel_devices = mesh, ranks, [torch.device("cpu")]
@@ -525,15 +558,16 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, setti
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_mixed)
     model = empty_model(Role(spec))
     strategy.shard(model)
-    sharded = FSDP2Model(model, LogprobSettings(), ranks=ranks)
+    context_group = axes["cp"].get_group() if strategy.cp > 1 else None
+    sharded = FSDP2Model(model, LogprobSettings(), ranks=ranks, context_group=context_group)
     experience = _experience()
-    mine = [experience.select(range(rank, len(experience), num_ranks))]
+    mine = [experience.select(range(ranks.dp_rank, len(experience), ranks.dp_size))]
     with autocast:
         sharded.forward_backward(mine, _loss, Tensor.backward)
     one = spec.load_model()
     with autocast:
         SingleModel(one, LogprobSettings(), form="rectangles").forward_backward([experience], _loss, Tensor.backward)
-    pairs = list(_gradients(model, one, num_ranks))
+    pairs = list(_gradients(model, one, ranks.dp_size))
     error = sum(float((left - right).square().sum()) for left, right in pairs)
     size = sum(float(right.square().sum()) for _, right in pairs)
     sent: dict[str, Tensor] = {}
@@ -544,14 +578,14 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, setti
     return float((error / size) ** 0.5)
 
 
-def _gradients(model: torch.nn.Module, one: torch.nn.Module, num_ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _gradients(model: torch.nn.Module, one: torch.nn.Module, dp_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of gradients: the ranks', averaged there, and those of one process."""
     expected = {name: parameter.grad for name, parameter in one.named_parameters()}
     for name, parameter in model.named_parameters():
         if (gradient := expected[name]) is None:
             continue
         assert parameter.grad is not None, name
-        yield whole(parameter.grad) * num_ranks, gradient
+        yield whole(parameter.grad) * dp_size, gradient
 
 
 def _compare_names(sent: dict[str, Tensor], folder: str) -> None:

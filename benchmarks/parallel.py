@@ -213,13 +213,13 @@ def least_bytes(split: SplitModel, topology: Topology, task: Task) -> dict[str, 
     tokens = task.rows * (task.length - 1) // topology.dp  # a row's last token predicts nothing
     hidden = 4 * tokens * task.hidden  # of all microbatches of a dp rank, at one place of the model
     share = (topology.tp - 1) / topology.tp
-    held = list(split.stages.values())
-    num_ends = sum(stage.is_first + stage.is_last for stage in held)
-    parameters = sum(4 * shape.numel() for name, shape, _, owner in split.parameters if owner in split.stages)
-    num_hops = sum((not stage.is_first) + (not stage.is_last) for stage in held)
+    num_ends = sum((number == 0) + stage.is_last for number, stage in split.stages.items())
+    numel_of = {name: value.numel() for name, value in split.whole.named_parameters()}
+    parameters = sum(4 * numel_of[name] for name, owner in split.stage_of.items() if owner in split.stages)
+    num_hops = 2 * len(split.stages) - num_ends
     return {
         "dp": round(2 * (topology.dp - 1) / topology.dp * parameters / topology.tp),
-        "tp": round(share * hidden * (8 * sum(len(stage.layers) for stage in held) + 2 * num_ends)),
+        "tp": round(share * hidden * (8 * sum(len(stage.layers) for stage in split.stages.values()) + 2 * num_ends)),
         "pp": round(hidden / topology.tp * num_hops),
     }
 

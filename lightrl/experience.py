@@ -69,7 +69,8 @@ class Experience:
     bootstrap_values: Tensor | None = None  # float32 [B], of the critic, of the state after a truncated end; else 0
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
-    pixel_values: Tensor | None = None  # float32 [M, 3, height, width], all images
+    pixel_values: Tensor | None = None  # float32 [P, ...], the entries of all images (models/images.py)
+    image_grids: Tensor | None = None  # int64 [M, 3], of each image; their products are its entries
     image_rows: Tensor | None = None  # int64 [B, I], the images of each row in order, as indices of those; -1: none
     supports: Tensor | None = None  # uint8 [S], in host memory: the codes of all supports (functional/supports.py)
     support_starts: Tensor | None = None  # int64 [B], in host memory: where the codes of a row begin
@@ -82,8 +83,8 @@ class Experience:
         taken = sorted(set(self.extras) & FIELDS)
         if taken:
             raise ValueError(f"extras has the key {taken[0]!r}, which is a field of Experience. Choose another key.")
-        if (self.pixel_values is None) != (self.image_rows is None):
-            raise ValueError("pixel_values and image_rows must be set together, got only one of them.")
+        if len({value is None for value in (self.pixel_values, self.image_grids, self.image_rows)}) > 1:
+            raise ValueError("pixel_values, image_grids and image_rows must be set together, got only some of them.")
         for name, tensor in self.tensors().items():
             check_shape(name, tensor, num, width)
 
@@ -201,7 +202,7 @@ class Experience:
         picked = {
             name: value[on_host if name in ON_HOST else index]
             for name, value in self.tensors().items()
-            if name not in _TABLES
+            if name not in TABLES
         }
         cut = {name: value[:, :width] for name, value in picked.items() if value.dim() >= 2 and name != "image_rows"}
         return self.with_tensors({**picked, **cut})
@@ -241,7 +242,7 @@ class Experience:
         return units_of(self.group_ids.tolist(), unit)
 
     def to_tensordict(self) -> Any:
-        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without `pixel_values` and `supports`.
+        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without images and `supports`.
 
         Raises:
             ImportError: if tensordict is not installed.
@@ -250,13 +251,13 @@ class Experience:
             from tensordict import TensorDict
         except ImportError as error:
             raise ImportError("to_tensordict needs tensordict: pip install lightrl[tensordict].") from error
-        tensors = {name: value for name, value in self.tensors().items() if name not in (*_TABLES, *ON_HOST)}
+        tensors = {name: value for name, value in self.tensors().items() if name not in (*TABLES, *ON_HOST)}
         return TensorDict(tensors, batch_size=[len(self)])
 
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
 FIELDS = frozenset(_FIELD_ORDER)  # Experience's, less the extras
-_TABLES = ("pixel_values", "supports")  # stored once; other fields say which part belongs to a row
+TABLES = ("pixel_values", "image_grids", "supports")  # stored once; other fields say which part belongs to a row
 ON_HOST = ("supports", "support_starts", "support_sizes")  # strategies decode them there
 # The fields that the rollout fills in; model calls may read them.
 ROLLOUT_FIELDS = frozenset(_FIELD_ORDER[: _FIELD_ORDER.index("token_rewards") + 1])
@@ -316,7 +317,7 @@ def row_codes(experience: Experience) -> list[Tensor]:
 
 def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
     """Raises ValueError unless the field is [B] or [B, T, ...]; `image_rows` are [B, I]."""
-    if name in _TABLES:
+    if name in TABLES:
         return
     expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
     if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:

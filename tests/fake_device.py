@@ -109,6 +109,7 @@ def _strided(tensor: Tensor, size: Any, stride: Any, storage_offset: int | None 
 def fake_device() -> torch.device:
     module = _DummyBackendModule()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    module.synchronize = lambda device: None
     _setup_privateuseone_for_python_backend("fake", backend_module=module)
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_run, "PrivateUse1")

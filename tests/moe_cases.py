@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.families import FAMILIES, family_spec
-from lightrl import LocalEngine, ModelSpec, Prompt, Sampling
+from lightrl import LocalEngine, ModelSpec, Prompt, RolloutEngine, Sampling
 from lightrl.models.routes import joined_routes
 from lightrl.trajectory import Trajectory
 from lightrl.weights import Bucket
@@ -56,6 +56,15 @@ def sampled(model: PreTrainedModel, **settings: Any) -> list[Trajectory]:
     """Trajectories of unequal length from a LocalEngine with these settings and the model's weights."""
     engine = LocalEngine(threads=1, **settings)
     engine.start(model.config)
+    try:
+        engine.load_weights([Bucket(dict(model.named_parameters()))], weight_version=0)
+        return sampled_by(engine)
+    finally:
+        engine.close()
+
+
+def sampled_by(engine: RolloutEngine) -> list[Trajectory]:
+    """Trajectories of unequal length from an engine that has loaded weights."""
     prompts = [[3, 7, 4, 9], [5, 5], [6, 4, 11, 8, 10, 12, 3]]
 
     async def generate() -> list[Any]:
@@ -64,11 +73,7 @@ def sampled(model: PreTrainedModel, **settings: Any) -> list[Trajectory]:
             *(engine.generate(*both, session="one") for both in zip(prompts, samplings, strict=True))
         )
 
-    try:
-        engine.load_weights([Bucket(dict(model.named_parameters()))], weight_version=0)
-        completions = [answers[0] for answers in asyncio.run(generate())]
-    finally:
-        engine.close()
+    completions = [answers[0] for answers in asyncio.run(generate())]
     return [
         Trajectory(
             prompt=Prompt(str(index), token_ids=prompt),

@@ -1,4 +1,7 @@
-"""The kill matrix gives in every cell what it must; a short soak leaks nothing and logs finite numbers only."""
+"""The kill matrix gives in every cell what it must; a short soak leaks nothing and logs finite numbers only.
+
+What always runs are tests of trainer, strategies, engines and rewards, which kill one process of each kind.
+"""
 
 import json
 import sys
@@ -7,10 +10,8 @@ import forked
 import pytest
 
 from benchmarks.kill_matrix import CELLS, Cell
-from benchmarks.kill_run import KILL
 
-# `pytest -m extra` has all other cells. Tests of trainer, strategies and engines kill a trainer, a rank and a server.
-SHORT = (Cell("reward worker", "reward", KILL),)
+pytestmark = pytest.mark.extra
 
 
 def rows(*words: str, timeout_s: float = 400) -> list[dict]:
@@ -33,20 +34,13 @@ def assert_as_expected(cells: tuple[Cell, ...], timeout_s: float = 400) -> None:
     assert [row["problems"] for row in played] == [[]] * len(cells)
 
 
-@pytest.mark.timeout(420)
-def test_killed_anywhere_a_run_loses_no_trajectory_in_silence_and_trains_on_none_twice() -> None:
-    assert_as_expected(SHORT)
-
-
-@pytest.mark.extra
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("actor", sorted({cell.actor for cell in CELLS}))
-def test_the_other_cells_of_the_matrix(actor: str) -> None:
-    assert_as_expected(tuple(cell for cell in CELLS if cell.actor == actor and cell not in SHORT), timeout_s=590)
+def test_killed_anywhere_a_run_loses_no_trajectory_in_silence_and_trains_on_none_twice(actor: str) -> None:
+    assert_as_expected(tuple(cell for cell in CELLS if cell.actor == actor), timeout_s=590)
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.extra
 def test_a_short_soak_with_failing_rewards_and_killed_servers_ends_with_what_it_began() -> None:
     (row,) = rows("benchmarks.soak", "--iterations", "60", "--kill-every", "25", "--staleness", "2")
     assert (row["iterations"], row["killed_servers"], row["not_finite"]) == (60, 2, 0)

@@ -1,6 +1,7 @@
 """Counting in the style of CLEVR: generated images of red and blue shapes; the answer is the number of one color."""
 
 import random
+import re
 
 from PIL import Image, ImageDraw
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -33,4 +34,5 @@ def rows(split: str = "train", num_rows: int = 2000) -> list[dict[str, str]]:
 
 
 def reward(trajectory: Trajectory) -> float:
-    return float(trajectory.completion == trajectory.prompt.fields["answer"])
+    """Whether the last number of the completion is the answer, which CLEVR has in brackets."""
+    return float(re.findall(r"\d+", trajectory.completion)[-1:] == [trajectory.prompt.fields["answer"].strip("[] ")])

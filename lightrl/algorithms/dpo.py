@@ -15,7 +15,7 @@ from lightrl.data import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
 from lightrl.functional.losses import PreferenceLoss
-from lightrl.models import ModelSpec, Outputs, Role
+from lightrl.models import ModelSpec, Role
 from lightrl.models.lora import adapters_off
 
 if TYPE_CHECKING:
@@ -80,13 +80,14 @@ class DPO(SupervisedModule):
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()
-        logprobs = self._completion_logprobs("policy", experience)
+        # The reference first: a forward without gradient frees gathered parameters, which the policy's backward reads.
         with torch.no_grad():
             if self.has_own_reference:
                 reference_logprobs = self._completion_logprobs("reference", experience)
             else:
                 with adapters_off(self.policy):
                     reference_logprobs = self._completion_logprobs("policy", experience)
+        logprobs = self._completion_logprobs("policy", experience)
         chosen, rejected = logprobs[0::2], logprobs[1::2]
         margin = preference_margin(chosen, rejected, reference_logprobs[0::2], reference_logprobs[1::2])
         return {
@@ -99,14 +100,8 @@ class DPO(SupervisedModule):
 
     def _completion_logprobs(self, role: str, experience: Experience) -> Tensor:
         """Sum of the logprobs of each trajectory's loss tokens, [2B]; the policy's with gradient."""
-        results: list[Tensor] = []
-
-        def sums(part: Experience, outputs: Outputs) -> Tensor:
-            return torch.where(part.loss_mask, outputs.logprobs, 0.0).sum(1)
-
-        # One microbatch keeps the graph for Lightning, which runs the backward of the value of `training_step`.
-        self.parallel(role).forward_backward([experience], sums, results.append)
-        return results[0]
+        outputs = self.parallel(role).measure(experience)
+        return torch.where(experience.loss_mask, outputs.logprobs, 0.0).sum(1)
 
 
 class IPO(DPO):

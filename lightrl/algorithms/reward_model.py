@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.data import PairBatch
 from lightrl.functional import bradley_terry_loss
-from lightrl.models import ModelSpec, Role
+from lightrl.models import ModelSpec, ParallelModel, Role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +51,7 @@ class RewardModel(SupervisedModule):
         self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # readers of the export need it for batches
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
-        rewards = self.run_inside(trajectory_rewards, self.reward_model, batch.token_ids, batch.lengths)
+        rewards = trajectory_rewards(self.parallel(self.trained_role), batch)
         chosen, rejected = rewards[0::2], rewards[1::2]
         return {
             "loss": bradley_terry_loss(chosen, rejected),
@@ -60,15 +60,10 @@ class RewardModel(SupervisedModule):
         }
 
 
-def trajectory_rewards(model: PreTrainedModel, token_ids: Tensor, lengths: Tensor) -> Tensor:
-    """The reward of each trajectory, [B], read at its last token.
-
-    Args:
-        model: of a ModelSpec with `head: scalar`.
-        token_ids: int64 [B, T], padded on the right, so a causal model needs no mask.
-        lengths: int64 [B], tokens of each trajectory.
-    """
-    hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-    last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
-    rewards: Tensor = model.score(last).squeeze(-1)
-    return rewards.float()
+def trajectory_rewards(model: ParallelModel, batch: PairBatch) -> Tensor:
+    """The reward of each trajectory, [2B], read at its last token: the value of the state before one token more."""
+    token_ids = torch.nn.functional.pad(batch.token_ids, (0, 1))
+    is_end = torch.arange(token_ids.shape[1], device=token_ids.device) == batch.lengths[:, None]
+    values = model.measure(PairBatch(token_ids, is_end, batch.lengths + 1).experience()).values
+    assert values is not None
+    return values[is_end]

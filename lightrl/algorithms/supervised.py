@@ -1,7 +1,7 @@
 """The base of SFT, DPO and reward models: a model trained on given data, by Lightning's own loop.
 
-A subclass computes losses and metrics of a batch in `measure`. Under FSDP2Strategy all ranks read the same batches and
-each measures its share of the rows, so that the update is that of one process.
+A subclass computes losses and metrics of a batch in `measure`. On several ranks all read the same batches and each dp
+rank measures its share of the rows, so that the update is that of one process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -19,14 +19,13 @@ from torch import Tensor
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
+from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
-from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
+from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, ranks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
@@ -87,8 +86,8 @@ class SupervisedModule(L.LightningModule):
     def measure(self, batch: Any) -> dict[str, Tensor]:
         """The numbers to log, one for each trajectory, pair or token; `loss` is minimized.
 
-        For several ranks the batch has `share(rank, size)`, a batch or None, and `num_measured`, the count of these
-        numbers. Code that reads parameters other than by calling a model goes through `run_inside`.
+        `self.parallel(role).measure` gives a model's outputs under any strategy. For several ranks the batch has
+        `share(rank, size)`, a batch or None, and `num_measured`, the count of these numbers.
         """
         raise NotImplementedError(f"{type(self).__name__} must define measure.")
 
@@ -97,6 +96,11 @@ class SupervisedModule(L.LightningModule):
         """The model's; loaded once."""
         return self.policy_role.spec.load_tokenizer()
 
+    @functools.cached_property
+    def image_reader(self) -> ImageReader | None:
+        """How the model reads images; None if it is one of text alone."""
+        return ImageReader.of(self.policy_role.spec.load_config())
+
     @property
     def max_prompt_tokens(self) -> int | None:
         """The model's context length, for prompt and completion together; None if it states none."""
@@ -104,14 +108,7 @@ class SupervisedModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Raises ValueError if the strategy cannot train this module."""
-        strategy = self.trainer.strategy
-        check_strategy(strategy)
-        if isinstance(strategy, Parallel3DStrategy):
-            raise ValueError(f"Parallel3DStrategy trains RLModules only, got {type(self).__name__}. Use FSDP2Strategy.")
-
-    def run_inside(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Calls a function, which returns tensors, where the trained model's parameters can be read."""
-        return run_inside(getattr(self, self.trained_role), function, *args, **kwargs)
+        check_strategy(self.trainer.strategy)
 
     def on_fit_start(self) -> None:
         if ranks_of(self.trainer.strategy).size > 1:
@@ -121,7 +118,11 @@ class SupervisedModule(L.LightningModule):
         """Returns the role's model under the strategy; made once."""
         if role not in self.parallel_models:
             settings = LogprobSettings(entropy_needs_gradient=False)
-            self.parallel_models[role] = parallel_model(self.trainer.strategy, getattr(self, role), settings)
+            model = getattr(self, role)
+            is_training = model.training
+            model.eval()  # dropout would hide from its probes what the model can do
+            self.parallel_models[role] = parallel_model(self.trainer.strategy, model, settings)
+            model.train(is_training)
         return self.parallel_models[role]
 
     def configure_optimizers(self) -> Any:

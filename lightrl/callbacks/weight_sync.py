@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
 
 from lightrl.callbacks.probe import PROBE_SEQUENCES, LagProbe, Probe
 from lightrl.callbacks.rl_callback import RLCallback
@@ -23,6 +22,7 @@ from lightrl.module import RLModule
 from lightrl.rollout import Rollout
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
+from lightrl.strategies.offload import HOST, move_state
 from lightrl.strategies.shared_folder import ranks_without
 from lightrl.weights import Bucket, SharedFolder
 from lightrl.weights.disk import ShareWriter, files_of
@@ -66,7 +66,9 @@ def to_trainer(trainer: RLTrainer) -> None:
         if ranks.is_main:
             engine.release_memory()
         ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
-    move_optimizer_state(trainer.optimizers, trainer.strategy.root_device)
+    if not {"parameters", "optimizer"} & set(getattr(trainer.strategy, "offload_to_cpu", ())):  # else it waits there
+        for optimizer in trainer.optimizers:
+            move_state(optimizer, trainer.strategy.root_device)
 
 
 def to_engine(trainer: RLTrainer) -> None:
@@ -74,23 +76,10 @@ def to_engine(trainer: RLTrainer) -> None:
     if colocated_engine(trainer) is None:
         return
     device = trainer.strategy.root_device
-    move_optimizer_state(trainer.optimizers, torch.device("cpu"))
+    for optimizer in trainer.optimizers:
+        move_state(optimizer, HOST)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-@torch.no_grad()
-def move_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> int:
-    """Moves the state that has a parameter's shape, in place, and returns its bytes. Step counters stay."""
-    num_bytes = 0
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
-                    local = value.to_local() if hasattr(value, "to_local") else value  # this rank's part, or the whole
-                    local.data = local.data.to(device)
-                    num_bytes += local.numel() * local.element_size()
-    return num_bytes
 
 
 class WeightSync(RLCallback):

@@ -380,6 +380,8 @@ def _describe(hint: object) -> str:
         return " or ".join(_describe(item) for item in inner)
     if origin is typing.Literal:
         return f"one of {', '.join(repr(item) for item in inner)}"
+    if origin in (list, Sequence) and typing.get_origin(inner[0]) is typing.Literal:
+        return f"a list of {_describe(inner[0]).removeprefix('one of ')}"
     if hint in _TYPE_WORDS:
         return _TYPE_WORDS[hint]
     if dataclasses.is_dataclass(hint):

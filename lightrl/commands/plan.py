@@ -177,7 +177,7 @@ def costs_text(run: PlannedRun, device_bytes: float | None) -> str:
 def _roles_text(run: PlannedRun) -> str:
     rows = [("role", "parameters", "trained", "ranks", "pp · dp · tp", "sent per rank and update")]
     for role in run.roles:
-        split = f"{role.pp} · {role.dp} · {role.tp}"
+        split = f"{role.pp} · {role.dp} · {role.tp}" + (f" · cp {role.cp}" if role.cp > 1 else "")
         sent = bytes_text(role_cost(run, role).sent)
         rows.append((role.name, f"{role.parameters:,}", f"{role.trained:,}", ranks_text(role.ranks), split, sent))
     return _titled("models", rows, right=(1, 2))

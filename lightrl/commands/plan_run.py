@@ -26,7 +26,6 @@ from lightrl.launch import memory
 from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun, UnknownMemory
 from lightrl.launch.plan import num_devices
 from lightrl.models import Role
-from lightrl.models.images import auto_model, sees_images
 from lightrl.models.moe import moe_blocks
 from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
@@ -195,7 +194,7 @@ def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[st
     strategy, precision = trainer.strategy, str(trainer.precision)
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
-    split = (strategy.pp, strategy.tp) if is_3d else (1, 1)
+    split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
     is_half = precision in ("bf16-true", "16-true")
     return {
         "roles": tuple(
@@ -210,12 +209,12 @@ def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[st
         "keeps_gathered": is_split and not is_3d and not strategy.reshard_after_forward,
         "num_replicas": strategy.num_replicas if is_split else 1,
         "ep": strategy.ep if is_split else 1,
-        "offloads": is_split and strategy.offload_to_cpu and strategy.root_device.type != "cpu",
+        "offloads": strategy.offload_to_cpu if is_split and strategy.root_device.type != "cpu" else (),
     }
 
 
 def _planned_role(
-    name: str, role: Role, world: int, split: tuple[int, int], *, is_trained: bool, is_half: bool
+    name: str, role: Role, world: int, split: tuple[int, int, int], *, is_trained: bool, is_half: bool
 ) -> PlannedRole:
     try:
         role.spec.check_reachable()
@@ -225,15 +224,11 @@ def _planned_role(
     missing = [size for size in _SIZES if getattr(config.get_text_config(), size, None) is None]
     if missing:
         raise UnknownMemory(f"the {name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need.")
-    if sees_images(config):
-        with torch.device("meta"):
-            model: Any = auto_model(config).from_config(config, dtype=getattr(torch, role.spec.dtype or "float32"))
-    else:
-        model = empty_model(role)
+    model = empty_model(role)
     parameters = sum(value.numel() for value in model.parameters())
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     experts: list[Any] = [block.experts for block in moe_blocks(model).values()]
-    pp, tp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp)
+    pp, tp, cp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp, 1)
     return PlannedRole(
         name=name,
         config=model.config.get_text_config(),
@@ -244,6 +239,7 @@ def _planned_role(
         mesh=role.mesh,
         pp=pp,
         tp=tp,
+        cp=cp,
         width=2 if is_half else next(model.parameters()).element_size(),
         waits_on_host=role.offload,
     )

@@ -252,7 +252,7 @@ class ChatRenderer:
         if missing is not None:
             raise ValueError(f"{where}: image {missing!r} does not exist. Fix its path.")
         assert prompt.token_ids is not None
-        return replace(prompt, token_ids=self.image_reader.expanded(prompt.token_ids, len(prompt.images), where=where))
+        return replace(prompt, token_ids=self.image_reader.expanded(prompt.token_ids, prompt.images, where=where))
 
     def completion_ids(
         self, messages: Messages | None, completion: Messages, arguments: JsonMapping | None = None

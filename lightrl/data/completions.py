@@ -27,6 +27,7 @@ from lightrl.data.stream import EpochLoader, PositionLoader, RowPrompts, SplitRo
 from lightrl.data.streamed import ROWS_AT_ONCE
 from lightrl.experience import Experience
 from lightrl.models import CONTEXT
+from lightrl.models.images import ImageTable
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, content_text
 
 Item = TypeVar("Item")
@@ -176,6 +177,7 @@ class CompletionDataModule(PromptDataModule):
     """
 
     completion_columns: dict[str, str]  # name of a setting → column
+    trains_on_images = False  # whether prompts may have images
     sorts_by_length = False  # batches are made of rows of similar length, if they are shuffled
 
     def __init__(
@@ -232,7 +234,8 @@ class CompletionDataModule(PromptDataModule):
     def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
         """The prompts with their completions."""
         prompts = super()._prompts_of(rows, prompt_of)
-        renderer = ChatRenderer(self.policy_inputs()[0], max_tokens=self._most_tokens)
+        tokenizer, _, image_reader = self.policy_inputs()
+        renderer = ChatRenderer(tokenizer, image_reader=image_reader, max_tokens=self._most_tokens)
 
         def render(made: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
             return [self._completed(item, renderer) for item in prompts.render(made, where)]
@@ -244,7 +247,7 @@ class CompletionDataModule(PromptDataModule):
         if not isinstance(prompt, Prompt):
             return prompt
         try:
-            if prompt.images:
+            if prompt.images and not self.trains_on_images:
                 raise ValueError(f"{type(self).__name__} cannot train on images. Remove image_column, and image parts.")
             arguments = renderer.template.row_arguments(prompt)
             completions = [
@@ -351,6 +354,7 @@ class ChatBatch(NamedTuple):
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
     set_name: str | None = None  # names the validation set, if there are several
+    images: ImageTable | None = None  # the prompts' images, end to end
 
     @property
     def num_measured(self) -> int:
@@ -363,7 +367,15 @@ class ChatBatch(NamedTuple):
             return None
         mask = self.loss_mask[rank::size]
         width = int(mask.any(0).nonzero().max()) + 1  # tokens after the last completion predict nothing
-        return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width])
+        images = self.images and self.images._replace(image_rows=self.images.image_rows[rank::size])
+        return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width], images=images)
+
+    def experience(self) -> Experience:
+        """The chats as an Experience, each a group of its own, up to their last loss tokens; nothing reads rewards."""
+        columns = torch.arange(1, self.token_ids.shape[1] + 1, device=self.token_ids.device)
+        lengths = (self.loss_mask * columns).amax(1)
+        experience = _experience(self.token_ids, self.loss_mask, lengths, group_size=1)
+        return experience if self.images is None else experience.with_tensors(self.images._asdict())
 
 
 class SFTDataModule(CompletionDataModule):
@@ -385,6 +397,7 @@ class SFTDataModule(CompletionDataModule):
     """
 
     row_name = "chat"
+    trains_on_images = True
     sorts_by_length = True
 
     def __init__(
@@ -425,7 +438,8 @@ class SFTDataModule(CompletionDataModule):
 
     def collate(self, rows: Sequence[CompletedPrompt]) -> ChatBatch:
         token_ids, loss_mask, _ = padded(rows)
-        return ChatBatch(token_ids, loss_mask)
+        images = ImageTable.of([row.images for row in rows], self.policy_inputs()[2])
+        return ChatBatch(token_ids, loss_mask, images=images)
 
 
 class PairBatch(NamedTuple):
@@ -452,17 +466,22 @@ class PairBatch(NamedTuple):
 
     def experience(self) -> Experience:
         """The rows as an Experience: each pair is a group; the chosen trajectory has reward 1, the rejected one 0."""
-        rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
-        return Experience(
-            token_ids=self.token_ids,
-            loss_mask=self.loss_mask,
-            behavior_logprobs=torch.zeros(self.token_ids.shape, device=rows.device),
-            weight_versions=torch.where(self.loss_mask, 0, -1),
-            rewards=1.0 - rows % 2,
-            group_ids=rows // 2,
-            is_truncated=torch.zeros_like(rows, dtype=torch.bool),
-            lengths=self.lengths,
-        )
+        return _experience(self.token_ids, self.loss_mask, self.lengths, group_size=2)
+
+
+def _experience(token_ids: Tensor, loss_mask: Tensor, lengths: Tensor, *, group_size: int) -> Experience:
+    """The rows as groups of this size, whose first trajectory has reward 1."""
+    rows = torch.arange(len(token_ids), device=token_ids.device)
+    return Experience(
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=torch.zeros(token_ids.shape, device=token_ids.device),
+        weight_versions=torch.where(loss_mask, 0, -1),
+        rewards=1.0 - rows % group_size,
+        group_ids=rows // group_size,
+        is_truncated=torch.zeros_like(rows, dtype=torch.bool),
+        lengths=lengths,
+    )
 
 
 class PreferenceDataModule(CompletionDataModule):

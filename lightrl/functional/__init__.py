@@ -55,7 +55,7 @@ from lightrl.functional.losses import (
     sapo_loss,
     tapered_weights,
 )
-from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
+from lightrl.functional.packing import bins, rectangles
 from lightrl.functional.reduction import masked_mean, neutralize, reduce_loss
 from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, support_ends
 from lightrl.functional.values import (
@@ -75,7 +75,7 @@ __all__ += ["can_compile", "token_logprobs", "hidden_logprobs", "token_topk", "h
 __all__ += ["predicted_token_ids", "aligned_to_tokens"]
 __all__ += ["clipped_policy_loss", "clipped_ratio_loss", "cispo_loss", "sapo_loss", "tapered_weights"]
 __all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "preference_margin", "preference_loss"]
-__all__ += ["is_clipped", "rectangles", "bins", "Packed", "pack", "unpack"]
+__all__ += ["is_clipped", "rectangles", "bins"]
 __all__ += ["neutralize", "masked_mean", "reduce_loss"]
 __all__ += ["gae", "RewardShaping", "on_last_loss_token", "on_loss_tokens"]
 __all__ += ["EVERY_TOKEN", "Supports", "encode_supports", "joined_supports", "support_ends"]

@@ -8,8 +8,8 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     │ b   · │  │ e       · · │             └──────┴────┴──────┴──┘   at each trajectory
     └───────┘  └─────────────┘
 
-In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row attention gets
-the starts of the trajectories (strategies/packed_attention.py).
+In a rectangle the padding is on the right, where a causal model needs no attention mask. In a packed row
+(strategies/shared_prefix.py) attention gets the starts of the trajectories (strategies/packed_attention.py).
 """
 
 from __future__ import annotations
@@ -17,28 +17,6 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from lightrl.functional.device_copy import to_device
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Trajectories end to end in one row, and where each token came from.
-
-    Example (trajectories [5, 6, 7] and [8, 9] in a [2, 3] tensor):
-        Packed(token_ids=[[5, 6, 7, 8, 9]], position_ids=[[0, 1, 2, 0, 1]],
-               rows=[0, 0, 0, 1, 1], columns=[0, 1, 2, 0, 1], starts=[0, 3])
-    """
-
-    token_ids: Tensor  # int64 [1, total]
-    position_ids: Tensor  # int64 [1, total], from 0 in each trajectory
-    rows: Tensor  # int64 [total], the trajectory of each token
-    columns: Tensor  # int64 [total], its place in the trajectory
-    starts: Tensor  # int64 [B], of each trajectory in the row
 
 
 def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[int]]:
@@ -117,45 +95,3 @@ def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_
         return [sorted(row for rows in units for row in rows)]
     sizes = [sum(lengths[row] for row in rows) for rows in units]
     return [sorted(row for index in part for row in units[index]) for part in bins(sizes, max_tokens)]
-
-
-def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:
-    """Puts the trajectories of a right-padded tensor end to end.
-
-    Args:
-        token_ids: int64 [B, T], right-padded.
-        lengths: tokens of each trajectory, 0 to T; numbers, so that the host does not wait for the device.
-    """
-    if token_ids.dim() != 2 or len(lengths) != len(token_ids):
-        raise ValueError(
-            "token_ids must be [B, T] and lengths one number for each row, got shape "
-            f"{tuple(token_ids.shape)} and {len(lengths)} lengths."
-        )
-    width = token_ids.shape[1]
-    if lengths and not 0 <= min(lengths) <= max(lengths) <= width:
-        raise ValueError(f"lengths must be from 0 to T = {width}, got {min(lengths)} to {max(lengths)}.")
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    starts = sizes.cumsum(0) - sizes
-    rows = torch.arange(len(lengths)).repeat_interleave(sizes)
-    columns = torch.arange(len(rows)) - starts[rows]
-    starts, rows, columns = (to_device(value, token_ids.device) for value in (starts, rows, columns))
-    return Packed(token_ids[rows, columns][None], columns[None], rows, columns, starts)
-
-
-def unpack(values: Tensor, packed: Packed, shape: Sequence[int]) -> Tensor:
-    """The inverse of `pack`, for a model's outputs per token: 0 on the padding. Keeps the gradient.
-
-    Args:
-        values: [total], or [total, ...] such as hidden states.
-        packed: from `pack`.
-        shape: (B, T) of the right-padded tensor.
-
-    Returns:
-        [B, T], or [B, T, ...].
-    """
-    if values.shape[:1] != packed.rows.shape:
-        raise ValueError(
-            f"values must have one value for each of the {len(packed.rows)} packed tokens, got shape "
-            f"{tuple(values.shape)}. Drop the model's leading batch dimension of 1."
-        )
-    return values.new_zeros(*shape, *values.shape[1:]).index_put((packed.rows, packed.columns), values)

@@ -80,7 +80,8 @@ def every_token(num: int) -> Tensor:
 def support_fields(codes: Sequence[Tensor]) -> dict[str, Tensor]:
     """The three fields of the supports, from the codes of each row."""
     sizes = torch.tensor([len(item) for item in codes], dtype=torch.int64)
-    return {"supports": torch.cat(list(codes)), "support_starts": sizes.cumsum(0) - sizes, "support_sizes": sizes}
+    supports = torch.cat([torch.empty(0, dtype=torch.uint8), *codes])
+    return {"supports": supports, "support_starts": sizes.cumsum(0) - sizes, "support_sizes": sizes}
 
 
 def _token_rewards(trajectory: Trajectory) -> Sequence[float]:

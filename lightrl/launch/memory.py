@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +19,7 @@ from lightrl.strategies.costs import (
     USABLE_FRACTION,
     Machine,
     Work,
+    activation_bytes,
     experience_bytes,
     fsdp2_cost,
     key_value_bytes,
@@ -26,6 +27,8 @@ from lightrl.strategies.costs import (
     parallel_3d_cost,
     peak_bytes,
 )
+from lightrl.strategies.offload import Offloadable
+from lightrl.strategies.single import may_be_cut
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,13 +58,14 @@ class PlannedRole:
     mesh: RoleMesh | None = None
     pp: int = 1
     tp: int = 1
+    cp: int = 1
     width: int = 4  # bytes of a parameter
     waits_on_host: bool = False
     expert_parameters: int = 0  # parameters of a mixture's experts
 
     @property
     def dp(self) -> int:
-        return len(self.ranks) // (self.pp * self.tp)
+        return max(1, len(self.ranks) // (self.pp * self.tp * self.cp))
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class PlannedRun:
     keeps_gathered: bool = False  # parameters, between forward and backward
     num_replicas: int = 1
     ep: int = 1  # ranks over which each layer's experts are divided
-    offloads: bool = False  # parameters, gradients and moments wait on the host
+    offloads: Sequence[Offloadable] = ()  # what waits on the host
     engine: PlannedEngine | None = None
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
 
@@ -152,6 +156,7 @@ class RoleCost:
     activations: float
     logits: float
     sent: float  # in one update
+    offloaded: float = 0.0  # activations that wait on the host, each counted once
 
     @property
     def working(self) -> float:
@@ -165,16 +170,20 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     tokens = max(run.update_tokens, role.dp * run.longest)
     compute = 2 if run.is_mixed else role.width
     # A frozen model keeps nothing, but each of its layers takes what one that is checkpointed takes again.
-    checkpoints = run.checkpoint_activations or not is_trained
+    keeps = is_trained and "activations" not in run.offloads
+    checkpoints = run.checkpoint_activations or not keeps
     copies = run.layout == "whole" and compute != role.width and not checkpoints
-    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies)
+    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, role.cp)
     share, gathered, sent = 1.0, 0.0, 0.0
-    num_layers = config.num_hidden_layers if is_trained else 0
-    microbatch = min(run.microbatch, math.ceil(tokens / role.dp))
+    num_layers = config.num_hidden_layers if keeps else 0
+    microbatch = math.ceil(min(run.microbatch, math.ceil(tokens / role.dp)) / role.cp)
+    kept = replace(work, checkpoint_activations=run.checkpoint_activations)
+    waits = is_trained and not keeps
+    offloaded = activation_bytes(config, microbatch, config.num_hidden_layers, kept) if waits else 0.0
     activations, logits = peak_bytes(config, microbatch, num_layers, work)
     if run.layout == "FSDP2":
         shards = max(1, len(role.ranks) // run.num_replicas)
-        work = replace(work, tokens=math.ceil(tokens / len(role.ranks)) * shards)
+        work = replace(kept, tokens=math.ceil(tokens / len(role.ranks)) * shards)
         own_cost, reduced_cost = (
             fsdp2_cost(config, shards, work, Machine(), reduce_every_microbatch=each)
             for each in (run.reduce_every_microbatch, True)
@@ -197,7 +206,8 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
         logits = logits / role.tp
         sent = cost.sent_bytes
     weights, trained = role.width * role.parameters * share, role.width * role.trained * share
-    return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, sent if is_trained else 0.0)
+    sent = sent if is_trained else 0.0
+    return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, sent, offloaded)
 
 
 @dataclass(frozen=True)
@@ -229,20 +239,24 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
     for role in here:  # the weights of one that waits on the host are only here while it works
         cost = costs[role.name]
         working += [replace(cost, gathered=cost.gathered + cost.weights)] if role.waits_on_host else []
-    device: dict[str, float] = {} if run.offloads else dict(state)
+    device, host = dict(state), dict[str, float]()
+    if "parameters" in run.offloads:
+        device, host = host, device
     if working:
         most = max(working, key=lambda cost: cost.working)
         device |= {"gathered": most.gathered, "activations": most.activations, "logits": most.logits}
+        if "activations" in run.offloads:
+            host["activations"] = max(cost.offloaded for cost in working)
+        if "optimizer" in run.offloads and "moments" in device:
+            host["moments"] = device["moments"]
+            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # free when it steps
     if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
         weights, key_values = engine_memory(run, run.engine)
         device |= {"engine weights": weights, "key-values": key_values}
     tokens = run.trajectories * run.longest
-    host: dict[str, float] = {}
     if run.batches_per_update is None:
         host["experience"] = experience_bytes(run.num_scores) * tokens / min((role.dp for role in here), default=1)
         host |= {"trajectories, rank 0 alone": float(TRAJECTORY_BYTES * tokens)} if ranks.start == 0 else {}
-    if run.offloads:
-        host |= state
     return RankMemory(ranks, device, host)
 
 
@@ -375,6 +389,13 @@ def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     if run.layout == "FSDP2" and not run.reduce_every_microbatch:
         settings = "activation_checkpointing and reduce_every_microbatch of trainer.strategy to true"
         yield settings, replace(checkpointed, reduce_every_microbatch=True)
+    if run.layout != "FSDP2" or run.batches_per_update is not None:
+        return
+    if all(role.mesh is None and may_be_cut(role.config) for role in run.roles):
+        common = math.gcd(run.world, *(int(role.config.num_attention_heads) for role in run.roles))
+        for cp in (size for size in range(run.roles[0].cp + 1, common + 1) if common % size == 0):
+            shared = replace(checkpointed, roles=tuple(replace(role, cp=cp) for role in run.roles))
+            yield f"activation_checkpointing of trainer.strategy to true and its cp to {cp}", shared
 
 
 def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:

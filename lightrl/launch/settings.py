@@ -171,12 +171,12 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
         raise refused(
             "lightrl makes SGLang servers of it, with d and t. For VLLMEngine set launch.ranks, servers and tp"
         )
-    if model.cp > 1:
-        raise refused("lightrl's strategies split a model by d, p and t, not by c")
-    if model.ep * model.expert_tp > 1:
-        raise refused(
-            "lightrl's strategies split by d, p and t here, not by e. Leave e out, and set ep of FSDP2Strategy"
-        )
+    for letter, size in (("c", model.cp), ("e", model.ep * model.expert_tp)):
+        if size > 1:
+            raise refused(
+                f"lightrl's strategies split by d, p and t here, not by {letter}. Leave {letter} out, and set "
+                f"{letter}p of FSDP2Strategy"
+            )
     (servers,) = served or [Part("sglang", dp=0)]
     is_colocated = any(servers in group and model in group for group in groups)
     return Layout(

@@ -31,10 +31,9 @@ from lightrl.loops.metrics import add_parts, values_of
 from lightrl.loops.resume import Resume
 from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
-from lightrl.loops.sharing import accept, add_rewards, shard
+from lightrl.loops.sharing import accept, add_rewards, shard, share_images
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.models.chat_template import with_stop_tokens
-from lightrl.models.images import with_images
 from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -202,7 +201,7 @@ class RolloutLoop(_AutomaticOptimization):
         longest = int(experience.lengths.max()) if len(experience) else 0
         self.sizes = f", with {count_text(len(experience), 'trajectory')} of at most {count_text(longest, 'token')}"
         experience = shard(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
-        return with_images(experience, trajectories, module.image_reader, rows=experience.rows_here)
+        return share_images(experience, trajectories, module.image_reader, has_all=has_all)
 
     def _drop_unrewarded_rows(
         self,

@@ -30,7 +30,7 @@ from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
-_Summaries = list[list[Any]]  # per group: id, prompt's id and images, trajectories
+_Summaries = list[list[Any]]  # per group: id, prompt's id, trajectories
 HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
@@ -54,23 +54,20 @@ class Summary(SimpleNamespace):
 
 def summaries_of(groups: Sequence[Group]) -> _Summaries:
     """Return JSON from which `groups_of` makes what the other ranks have."""
-    names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward", "images")
+    names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
 
     def summary(item: Trajectory) -> dict[str, object]:
         metrics = {name: float(value) for name, value in item.metrics.items()}
         return {**{name: getattr(item, name) for name in names}, "metrics": metrics}
 
-    return [
-        [group.id, group.prompt.id, group.prompt.images, [summary(item) for item in group.trajectories]]
-        for group in groups
-    ]
+    return [[group.id, group.prompt.id, [summary(item) for item in group.trajectories]] for group in groups]
 
 
 def groups_of(summaries: _Summaries) -> list[Group]:
     """Make groups of summaries, which stand in for prompts and trajectories."""
     groups = []
-    for group_id, prompt_id, images, records in summaries:
-        prompt: Any = Summary(id=prompt_id, images=tuple(images))
+    for group_id, prompt_id, records in summaries:
+        prompt: Any = Summary(id=prompt_id)
         shared = {"prompt": prompt, "group_id": group_id, "rewards": None}
         items: list[Any] = [Summary(**shared, **record, call_outputs={}) for record in records]
         groups.append(Group(group_id, prompt, items))

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightrl.checks.printable import count_text
 from lightrl.dataflow import REWARD, ModelCall, runs_in_thread
 from lightrl.experience import ROLLOUT_FIELDS, Experience
+from lightrl.models.images import ImageReader, ImageTable, renumbered
 from lightrl.strategies import Ranks, ShardedExperience
 from lightrl.strategies.sharded_experience.exchange import exchange
 from lightrl.strategies.sharded_experience.placement import place_rows, rows_by_rank
@@ -68,6 +69,34 @@ def shard(
     needs = _work(placed)
     needs[0] |= reads_all  # for functions and servers, which rank 0 calls
     return placed.with_tensors(exchange(placed, placed.tokens, has, needs))
+
+
+def share_images(
+    experience: ShardedExperience,
+    trajectories: Sequence[Trajectory],
+    image_reader: ImageReader | None,
+    *,
+    has_all: Collection[int],
+) -> ShardedExperience:
+    """Read the images on the ranks `has_all`, and send each once to the ranks that work on it. Collective."""
+    ranks = experience.ranks
+    rows = [(*item.prompt.images, *item.images) for item in trajectories] if ranks.rank in has_all else []
+    table = ImageTable.of(rows, image_reader)
+    if ranks.size == 1 or image_reader is None:
+        return experience if table is None else experience.with_tensors(table._asdict())
+    kinds = {} if table is None else table._replace(pixel_values=table.pixel_values[:0])._asdict()
+    fields = ranks.broadcast_tensors(kinds)
+    if not fields:
+        return experience
+    empty, grids, image_rows = (fields[name] for name in ImageTable._fields)
+    images = ShardedExperience({"lengths": grids.prod(1)}, {}, ranks)
+    held = _nowhere(images, empty) if table is None else TokenRows.of_flat(table.pixel_values.numpy(), images.lengths)
+    shown = [renumbered(image_rows.where(rows[:, None], -1), len(grids)) for rows in _work(experience)]
+    needs = torch.stack([is_shown for is_shown, _ in shown])
+    here = exchange(images, {"pixel_values": held}, _all_rows_of(images, has_all), needs)["pixel_values"]
+    is_here, image_rows = shown[ranks.rank]
+    local = ImageTable(torch.from_numpy(here.flat(here.here)), grids[is_here], image_rows)
+    return experience.with_tensors(local._asdict())
 
 
 def add_rewards(experience: ShardedExperience, trajectories: Sequence[Trajectory]) -> ShardedExperience:

@@ -473,7 +473,7 @@ ROWS: dict[str, Rule] = {
     "actor.lora_*": used_by("actor.path"),
     "actor.target_modules": used_by("actor.path"),
     "actor.peft_type": only("lora", else_="adapters are LoRA"),
-    "actor.fsdp.offload_params": only(False, else_="set trainer.strategy.offload_to_cpu of FSDP2Strategy"),
+    "actor.fsdp.offload_params": only(False, else_="add parameters to offload_to_cpu of FSDP2Strategy"),
     "actor.optimizer": left("the optimizer is a mapping with lr"),
     "actor.optimizer.type": only("adam", "adamw", else_="the optimizer is AdamW; override configure_optimizers"),
     "actor.optimizer.lr": to("model.lr"),
@@ -487,7 +487,7 @@ ROWS: dict[str, Rule] = {
     "actor.optimizer.min_lr_ratio": min_lr,
     "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_iterations", takes_share=True),
     "actor.optimizer.gradient_clipping": to("trainer.gradient_clip_val"),
-    "actor.optimizer.offload": only(False, else_="set trainer.strategy.offload_to_cpu of FSDP2Strategy"),
+    "actor.optimizer.offload": only(False, else_="add optimizer to offload_to_cpu of FSDP2Strategy"),
     "actor.optimizer.*": left("gradients are not scaled: lightrl trains in float32 or bfloat16"),
     "actor.weight_update_mode": transport,
     # The loss

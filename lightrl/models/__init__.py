@@ -9,12 +9,13 @@ Reading order:
     moe.py            the blocks with experts, their routers; expert_parallel.py: experts divided over ranks
     routes.py         the experts that each token was sampled with, recorded and replayed
     images.py         models and prompts with images
+    hybrids.py        layers that keep states of fixed size beside key-values
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate
     chat_template.py  chats as text, what the policy generated, and which ids end a completion
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
-needed here: transformers loads it. strategies/tensor_plans.py lists the families that can be split.
+needed here: transformers loads it. strategies/tensor_plans.py reads which can be split.
 """
 
 from lightrl.models.lora import LoRA

@@ -118,7 +118,15 @@ class ChatTemplate:
             continue_final_message=continues,
             **arguments,
         )
-        return str(text)
+        return self._framed(str(text))
+
+    def _framed(self, text: str) -> str:
+        """The text with what Gemma 3 reads of an image, of which its template writes the first token."""
+        reader = self.image_reader
+        if reader is None or reader.frame is None:
+            return text
+        before, after = reader.frame
+        return text.replace(self.decode([before]), f"\n\n{self.decode([before, reader.image_token_id, after])}\n\n")
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The message with text as the template reads it: most print or drop lists of parts, some drop all else."""
@@ -137,7 +145,8 @@ class ChatTemplate:
     def plain_text(self, messages: Messages) -> str:
         """The text of these messages without a template, with an image token for each image."""
         reader = self.image_reader
-        return plain_text(messages, "" if reader is None else self.decode([reader.image_token_id]))
+        first = "" if reader is None else self.decode([(reader.frame or (reader.image_token_id,))[0]])
+        return self._framed(plain_text(messages, first))
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

@@ -1,12 +1,13 @@
 """Images: what a model that sees images needs besides token ids, from strings in a prompt to a forward.
 
-    Prompt.images ─► pixel values ─► features ─► embeddings of K tokens each
-    paths, data:     [M, 3, H, W]    [M, K, H]   of the prompt
+    Prompt.images ─► a table of pixel values ─► features ──────► embeddings of the image's tokens
+    paths, data:     [P, ...], grids [M, 3]     [K, H] of each   and their positions
 
-An image is a fixed number K of image tokens, which the token ids of its prompt or observation contain from the start.
-Only the first K · (number of images) image tokens of a row are images; one that the policy samples is like any other.
+An image is K image tokens, which the token ids of its prompt or observation contain from the start: a fixed number for
+Llava and Gemma 3; for Qwen's models one for each square of patches. Only the first image tokens of a row are images;
+one that the policy samples is text, and so is its position.
 
-Shapes: B trajectories, T tokens, M images, I most images of a row, K tokens per image, H hidden size.
+Shapes: B trajectories, T tokens, M images, P their entries in the table, I most images of a row, H hidden size.
 """
 
 from __future__ import annotations
@@ -14,36 +15,79 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lightrl.checks.printable import count_text
-from lightrl.trajectory import JsonObject, Trajectory
+from lightrl.functional import on_host, to_device
+from lightrl.models.hybrids import set_time_step_limits
+from lightrl.trajectory import JsonObject
 
-
-class HasTensors(Protocol):
-    """An Experience, sharded or not."""
-
-    def with_tensors(self, tensors: dict[str, Tensor]) -> Self: ...
-
-
-_AnyExperience = TypeVar("_AnyExperience", bound=HasTensors)
+_T = TypeVar("_T")
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
-    from typing_extensions import Self
 
-# Vision towers whose images are a fixed number of tokens, and how many tokens each adds to its patches.
+# Llava's vision towers, whose images are a fixed number of tokens, and how many tokens each adds to its patches.
 _EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-SUPPORTED = "models of type 'llava' with a vision tower of type clip_vision_model or siglip_vision_model"
+# Models whose images are grids of patches, with positions in three dimensions.
+_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+SUPPORTED = (
+    f"models of type {', '.join(_GRIDS)}, gemma3, or llava with a vision tower of type clip_vision_model or "
+    "siglip_vision_model"
+)
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # another one, EPS, would run Ghostscript
 _CACHE_BYTES = 256 * 2**20  # pixel values are kept: the samples of a group have the same image
+
+
+class ImageTable(NamedTuple):
+    """Images end to end, and those that each row shows; the fields of an Experience.
+
+    Example:
+        Of 2 × 4 and 4 × 4 patches of 96 numbers; the first row shows both, the second none:
+        ImageTable(torch.zeros(24, 96), torch.tensor([[1, 2, 4], [1, 4, 4]]), torch.tensor([[0, 1], [-1, -1]]))
+    """
+
+    pixel_values: Tensor  # float32 [P, ...]: patches [D] of a grid, or images [C, height, width]
+    image_grids: Tensor  # int64 [M, 3], whose products are the entries of an image; on the host, or read there
+    image_rows: Tensor  # int64 [B, I], the images of each row in order; -1: none; on the host, or read there
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[str]], image_reader: ImageReader | None) -> ImageTable | None:
+        """The images of rows, each once; None if there are none. Raises ValueError for a policy of text alone."""
+        index_of = {image: index for index, image in enumerate(dict.fromkeys(itertools.chain(*rows)))}
+        if not index_of:
+            return None
+        if image_reader is None:
+            raise ValueError(refusal(len(index_of)))
+        width = max(map(len, rows))
+        image_rows = [[index_of[image] for image in row] + [-1] * (width - len(row)) for row in rows]
+        return image_reader.read(list(index_of))._replace(image_rows=torch.tensor(image_rows))
+
+    def shown(self) -> ImageTable:
+        """The same rows with only the images that they show, renumbered."""
+        values, grids, rows = self.pixel_values, on_host(self.image_grids), on_host(self.image_rows)
+        is_shown, new_rows = renumbered(rows, len(grids))
+        if not is_shown.all():
+            entries = is_shown.repeat_interleave(grids.prod(1)).nonzero()[:, 0]
+            values = values[to_device(entries, values.device)]
+        return ImageTable(values, grids[is_shown], new_rows)
+
+
+def renumbered(image_rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Which of `num` images the rows show, bool [num]; and the rows [B, I], numbered among those alone."""
+    is_shown = torch.zeros(num + 1, dtype=torch.bool)  # the last stands for none, -1
+    is_shown[image_rows] = True
+    is_shown = is_shown[:-1]
+    return is_shown, torch.cat([is_shown.cumsum(0) - 1, torch.tensor([-1])])[image_rows]
 
 
 @dataclass(frozen=True)
@@ -55,80 +99,106 @@ class ImageReader:
     """
 
     image_token_id: int
-    tokens_each: int  # K
+    tokens_each: int | None  # K; None if it depends on the image's size
     processor: BaseImageProcessor  # on Pillow
-    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    frame: tuple[int, int] | None = None  # Gemma 3's tokens before and after an image's; its template writes the first
+    _cache: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ImageReader | None:
         """Makes the reader for a model of this config; None if it takes token ids only.
 
-        The image processor comes from the checkpoint; for random weights one scales images to the tower's size.
+        The image processor comes from the checkpoint; for random weights one scales images to the tower's size, or
+        keeps the size of an image that becomes a grid.
         """
-        if not sees_images(config):
+        kind = image_kind(config)
+        if kind is None:
             return None
-        vision = config.vision_config
+        vision, token_id, processor = config.vision_config, int(config.image_token_id), _load_processor(config)
+        if kind == "grid":
+            return cls(token_id, None, processor)
+        if kind == "bidirectional":
+            frame = config.boi_token_index, config.eoi_token_index
+            return cls(token_id, config.mm_tokens_per_image, processor, frame=frame)
         num_patches = (vision.image_size // vision.patch_size) ** 2
         dropped = 1 if config.vision_feature_select_strategy == "default" else 0
-        return cls(
-            image_token_id=int(config.image_token_id),
-            tokens_each=num_patches + _EXTRA_TOKENS[vision.model_type] - dropped,
-            processor=_load_processor(config),
-        )
+        return cls(token_id, num_patches + _EXTRA_TOKENS[vision.model_type] - dropped, processor)
 
-    def expanded(self, token_ids: Sequence[int], num_images: int, *, where: str) -> list[int]:
+    def counts(self, images: Sequence[str]) -> list[int]:
+        """K of each image, from its size alone: its pixels are not read."""
+        if self.tokens_each is not None:
+            return [self.tokens_each] * len(images)
+        made: Any = self.processor
+        sizes = (_opened(image, lambda opened: opened.size) for image in images)
+        return [made.get_number_of_image_patches(high, wide, {}) // made.merge_size**2 for wide, high in sizes]
+
+    def expanded(self, token_ids: Sequence[int], images: Sequence[str], *, where: str) -> list[int]:
         """Token ids with K image tokens for each image, from one for each, or K already."""
-        num_tokens = list(token_ids).count(self.image_token_id)
-        if num_tokens == num_images * self.tokens_each:
-            return list(token_ids)
-        if num_tokens != num_images:
+        token_ids, counts = list(token_ids), self.counts(images)
+        num_tokens = token_ids.count(self.image_token_id)
+        if num_tokens not in (len(images), sum(counts)):
             raise ValueError(
-                f"{where} needs one image token (id {self.image_token_id}) for each of its {num_images} images, got "
+                f"{where} needs one image token (id {self.image_token_id}) for each of its {len(images)} images, got "
                 f"{num_tokens}. Give its messages an image part for each, and use a chat template that renders them."
             )
-        repeats = (self.tokens_each if token == self.image_token_id else 1 for token in token_ids)
-        return [token for token, times in zip(token_ids, repeats, strict=True) for _ in range(times)]
+        runs = (is_image for is_image, _ in itertools.groupby(token_ids, lambda token: token == self.image_token_id))
+        if self.tokens_each is None and sum(runs) != len(images):
+            raise ValueError(
+                f"{where} has two images with nothing between them, which positions in a grid need. Put text between "
+                "them, or use a chat template that writes tokens around an image."
+            )
+        if num_tokens == sum(counts):
+            return token_ids
+        left = iter(counts)
+        return [token for token in token_ids for _ in range(next(left) if token == self.image_token_id else 1)]
 
-    def collapsed(self, token_ids: Sequence[int], num_images: int) -> list[int]:
+    def collapsed(self, token_ids: Sequence[int], images: Sequence[str]) -> list[int]:
         """The inverse of `expanded`: one image token for each image, as SGLang expects."""
-        left, short_ids, skip = num_images, [], 0
-        for token in token_ids:
-            if skip:
-                skip -= 1
-                continue
+        left, tokens, short_ids = iter(self.counts(images)), iter(token_ids), []
+        for token in tokens:
             short_ids.append(token)
-            if token == self.image_token_id and left:
-                left -= 1
-                skip = self.tokens_each - 1
+            if token == self.image_token_id:
+                list(itertools.islice(tokens, next(left, 1) - 1))  # skips the image's other tokens
         return short_ids
 
     def check(self, images: Sequence[str], token_ids: Sequence[int]) -> None:
         """Raises ValueError if the token ids have too few image tokens for these images."""
-        num_tokens = list(token_ids).count(self.image_token_id)
-        if num_tokens < len(images) * self.tokens_each:
+        num_tokens, counts = list(token_ids).count(self.image_token_id), self.counts(images)
+        if num_tokens < sum(counts):
             raise ValueError(
-                f"The prompt needs {self.tokens_each} image tokens for each of its {len(images)} images, got "
-                f"{num_tokens}. Render it with the data module, or repeat the image token."
+                f"The prompt needs {' + '.join(map(str, counts))} image tokens for its "
+                f"{count_text(len(images), 'image')}, got {num_tokens}. Render it with the data module, or repeat the "
+                "image token."
             )
 
-    def pixel_values(self, images: Sequence[str]) -> Tensor:
-        """[M, 3, H, W] float32; recent images are cached."""
-        rows = []
+    def read(self, images: Sequence[str]) -> ImageTable:
+        """A table with one row, which shows these images; recent ones are cached."""
+        pairs = []
         for image in images:
-            pixels = self._cache.get(image)
-            if pixels is None:
-                pixels = self.processor(images=[read_image(image)], return_tensors="pt")["pixel_values"][0].float()
-                if (len(self._cache) + 1) * pixels.numel() * pixels.element_size() > _CACHE_BYTES:
+            pair = self._cache.get(image)
+            if pair is None:
+                made = self.processor(images=[read_image(image)], return_tensors="pt")
+                pair = made["pixel_values"].float(), made.get("image_grid_thw", torch.ones(1, 3, dtype=torch.int64))
+                if (len(self._cache) + 1) * pair[0].nbytes > _CACHE_BYTES:
                     self._cache.clear()
-                self._cache[image] = pixels
-            rows.append(pixels)
-        return torch.stack(rows)
+                self._cache[image] = pair
+            pairs.append(pair)
+        values, grids = map(torch.cat, zip(*pairs, strict=True))
+        return ImageTable(values, grids, torch.arange(len(pairs))[None])
 
 
-def sees_images(config: PretrainedConfig) -> bool:
-    """Whether models of this config can get images from us."""
+def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:
+    """How models of this config see images; None if they cannot get any from us.
+
+    plain: an image's tokens have the positions and the mask of text. grid: they have positions in three dimensions.
+    bidirectional: they see each other in both directions.
+    """
+    if config.model_type in _GRIDS:
+        return "grid"
+    if config.model_type == "gemma3":
+        return "bidirectional"
     tower = getattr(getattr(config, "vision_config", None), "model_type", None)
-    return config.model_type == "llava" and tower in _EXTRA_TOKENS
+    return "plain" if config.model_type == "llava" and tower in _EXTRA_TOKENS else None
 
 
 def auto_model(config: PretrainedConfig) -> Any:
@@ -143,6 +213,7 @@ def new_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A language model with random weights; `options` are those of `from_config`."""
     model: PreTrainedModel = auto_model(config).from_config(config, **options)
     give_pad_id(model)
+    set_time_step_limits(model)
     return model
 
 
@@ -158,12 +229,17 @@ def give_pad_id(model: PreTrainedModel) -> None:
 
 def read_image(image: str) -> Image:
     """The image of a path or a `data:` URL, in RGB; raises ValueError above Pillow's limit of 179 million pixels."""
+    return _opened(image, lambda opened: opened.convert("RGB"))
+
+
+def _opened(image: str, read: Callable[[Image], _T]) -> _T:
+    """What `read` gives of an opened image, whose pixels are not yet read."""
     from PIL import Image
 
     try:
         source = io.BytesIO(_bytes_of(image)) if image.startswith("data:") else Path(image).expanduser()
         with Image.open(source, formats=_FORMATS) as opened:
-            return opened.convert("RGB")
+            return read(opened)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
             f"Image {image[:80]!r} cannot be read ({error}). It must be the path of an image or a data: URL with "
@@ -184,36 +260,6 @@ def data_url(image: str | bytes | Image) -> str:
     return "data:image/png;base64," + base64.b64encode(image).decode()
 
 
-def with_images(
-    experience: _AnyExperience,
-    trajectories: Sequence[Trajectory],
-    image_reader: ImageReader | None,
-    *,
-    rows: Collection[int] | None = None,
-) -> _AnyExperience:
-    """The experience with its trajectories' images, each once.
-
-    Args:
-        experience: of these trajectories, row by row.
-        image_reader: of the policy.
-        rows: those whose images are computed on here; None for all.
-    """
-    images = [(*trajectory.prompt.images, *trajectory.images) for trajectory in trajectories]
-    distinct = dict.fromkeys(image for row in images for image in row)
-    if not distinct:
-        return experience
-    if image_reader is None:
-        raise ValueError(refusal(len(distinct)))
-    if rows is not None:
-        here = set(rows)
-        images = [names if row in here else () for row, names in enumerate(images)]
-    index_of = {image: index for index, image in enumerate(dict.fromkeys(image for row in images for image in row))}
-    width = max(len(row) for row in images)
-    image_rows = [[index_of[image] for image in row] + [-1] * (width - len(row)) for row in images]
-    pixel_values = image_reader.pixel_values(list(index_of)) if index_of else torch.zeros(0, 3, 1, 1)
-    return experience.with_tensors({"pixel_values": pixel_values, "image_rows": torch.tensor(image_rows)})
-
-
 def refusal(num_images: int) -> str:
     """The message about images for a model that takes token ids only."""
     return (
@@ -222,36 +268,86 @@ def refusal(num_images: int) -> str:
     )
 
 
-def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Tensor, image_rows: Tensor) -> Tensor:
-    """The input of the layers, [B, T, H]: token embeddings, with the images' features at their image tokens.
+def image_inputs(
+    model: PreTrainedModel, token_ids: Tensor, images: ImageTable, *, places: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Any]:
+    """The model's arguments for rows with images: token embeddings, with the images' features at their image tokens.
 
-    Each image goes through the vision tower once, however many rows show it.
+    Each image goes through the vision tower once, however many rows show it. A sharded model gathers the tower on all
+    ranks, so a rank without images runs it on a blank image, whose features enter times 0.
 
     Args:
         model: sees images.
         token_ids: [B, T], with all image tokens of the prompts.
-        pixel_values: [M, 3, H, W].
-        image_rows: int64 [B, I], the images of each row in order; -1 is none.
+        images: of these rows.
+        places: rows and columns [N] of tokens, which the arguments then have end to end in one row; None for all.
+
+    Returns:
+        `inputs_embeds` [B, T, H], or [1, N, H] with `places`; `position_ids` [3, B, T] or [3, 1, N] for grids;
+        `token_type_ids` [B, T] for Gemma 3; `image_layers`, which `_take_layers` reads, for Qwen3-VL.
+
+    Raises:
+        ValueError: if the model takes no images, or a row has not as many image tokens as its images need.
     """
+
+    def placed(values: Tensor) -> Tensor:
+        """Takes [B, T, ...] to [1, N, ...] if there are places."""
+        return values if places is None else values[places][None]
+
+    config, kind = model.config, image_kind(model.config)
+    if kind is None or not hasattr(model.base_model, "get_image_features"):
+        raise ValueError(f"{type(model).__name__} cannot read the images of the prompts. Use one of {SUPPORTED}.")
     embeddings = model.get_input_embeddings()(token_ids)
-    shown = image_rows[image_rows >= 0]
-    if not len(shown):
-        return cast(Tensor, embeddings)
-    used, inverse = torch.unique(shown, return_inverse=True)
-    pixels = pixel_values[used].to(embeddings.dtype)
-    features = torch.stack(
-        tuple(model.base_model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output)
-    )
-    num_tokens = (image_rows >= 0).sum(1, keepdim=True) * features.shape[1]
-    is_image = token_ids == model.config.image_token_id
-    is_prompt_image = is_image & (is_image.cumsum(1) <= num_tokens)
-    if not torch.equal(is_prompt_image.sum(1, keepdim=True), num_tokens):
+    images, device = images.shown(), embeddings.device
+    is_blank = not len(images.image_grids)
+    if is_blank and not isinstance(model, FSDPModule):
+        return {"inputs_embeds": placed(embeddings)}
+    if is_blank:
+        size = config.vision_config.spatial_merge_size if kind == "grid" else 1
+        values = images.pixel_values.new_zeros(size**2, *images.pixel_values.shape[1:])
+        images = ImageTable(values, torch.tensor([[1, size, size]]), images.image_rows)
+    grids = {"image_grid_thw": to_device(images.image_grids, device)} if kind == "grid" else {}
+    read = model.base_model.get_image_features(images.pixel_values.to(embeddings), return_dict=True, **grids)
+    # The features of each image: those of its tokens, and of some models further ones that layers add to these.
+    parts = [list(read.pooler_output), *map(list, getattr(read, "deepstack_features", None) or ())]
+    if is_blank:
+        return {"inputs_embeds": placed(embeddings + 0 * sum(part[0].sum() for part in parts))}
+    shown = images.image_rows[images.image_rows >= 0].tolist()
+    features, *layers = (torch.cat([part[index] for index in shown]).to(embeddings.dtype) for part in parts)
+    num_tokens = torch.tensor([*map(len, parts[0]), 0])[images.image_rows].sum(1, keepdim=True)
+    host_ids = on_host(token_ids)
+    is_image = host_ids == config.image_token_id
+    is_image &= is_image.cumsum(1) <= num_tokens
+    if not torch.equal(is_image.sum(1, keepdim=True), num_tokens):
         raise ValueError(
-            f"The rows need {num_tokens[:, 0].tolist()} image tokens for their images, got "
-            f"{is_prompt_image.sum(1).tolist()}. Render the prompts with the data module."
+            f"The rows need {num_tokens[:, 0].tolist()} image tokens for their images, got {is_image.sum(1).tolist()}. "
+            "Render the prompts with the data module."
         )
-    filled: Tensor = embeddings.masked_scatter(is_prompt_image[..., None], features[inverse].to(embeddings.dtype))
-    return filled
+    mask = to_device(is_image, device)
+    inputs: dict[str, Any] = {"inputs_embeds": placed(embeddings.masked_scatter(mask[..., None], features))}
+    if kind == "grid":
+        kinds = {"mm_token_type_ids": is_image.int(), "image_grid_thw": images.image_grids[shown]}
+        position_ids, _ = model.base_model.get_rope_index(host_ids, **kinds)
+        inputs["position_ids"] = placed(to_device(position_ids, device).movedim(0, -1)).movedim(-1, 0)
+    elif kind == "bidirectional":
+        inputs["token_type_ids"] = mask.long()
+    if layers:
+        if places is not None:  # a prompt that rows share is there once
+            numbers, at = is_image.flatten().cumsum(0).view_as(is_image) - 1, tuple(map(on_host, places))
+            picked = to_device(numbers[at][is_image[at]], device)
+            layers = [layer[picked] for layer in layers]
+        inputs["image_layers"] = {"visual_pos_masks": placed(mask), "deepstack_visual_embeds": layers}
+        text_model: Any = model.base_model.language_model
+        if not hasattr(text_model, "takes_image_layers"):
+            text_model.register_forward_pre_hook(_take_layers, with_kwargs=True)
+            text_model.takes_image_layers = True
+    return inputs
+
+
+def _take_layers(module: torch.nn.Module, arguments: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Passes features to the layers of a text model; the model around it passes only those that it computes itself."""
+    of_images = settings.pop("image_layers", {})
+    return arguments, settings | of_images
 
 
 def take_images(
@@ -321,16 +417,20 @@ def save_processor(config: PretrainedConfig, folder: Path) -> None:
 
 
 def _load_processor(config: PretrainedConfig) -> BaseImageProcessor:
-    from transformers import AutoImageProcessor, CLIPImageProcessorPil
+    from transformers import AutoImageProcessor, CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
-    source = config.name_or_path
+    source, vision = config.name_or_path, config.vision_config
     is_bare = Path(source).is_dir() and not any(
         (Path(source) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
     )
     if source and not is_bare:
         return AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
-    size = config.vision_config.image_size
-    return CLIPImageProcessorPil(size={"height": size, "width": size}, do_center_crop=False)
+    if image_kind(config) == "grid":
+        patch, merge, depth = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+        size = {"shortest_edge": (patch * merge) ** 2, "longest_edge": 1280 * (patch * merge) ** 2}
+        return Qwen2VLImageProcessorPil(patch_size=patch, merge_size=merge, temporal_patch_size=depth, size=size)
+    size = {"height": vision.image_size, "width": vision.image_size}
+    return CLIPImageProcessorPil(size=size, do_center_crop=False)
 
 
 def _bytes_of(url: str) -> bytes:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.models.images import sees_images
+from lightrl.models.images import image_kind
 from lightrl.models.model_spec import check_files
 from lightrl.models.moe import moe_blocks, router_of
 
@@ -54,7 +54,8 @@ class LoRA:
         rank: of the adapters, the inner dimension of B A.
         alpha: the adapters are scaled by `alpha / rank`.
         target_modules: names of the linear layers that get adapters; `all-linear` is all but the output head, the
-            routers and experts of a mixture, and an image tower that gets no images.
+            routers and experts of a mixture, layers whose weights Mamba's kernels read, and the image tower of any
+            model but a Llava.
         target_parameters: names of further parameters that get adapters, such as the experts' fused ones,
             `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`: a pair A, B for each expert.
         adapter: a folder in peft's form with adapters to start from, whose rank, alpha and layers replace those given
@@ -168,7 +169,13 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
             if child is block.experts or child is router_of(block):
                 path = f"{block_name}.{child_name}"
                 names += [name for name in linear if name == path or name.startswith(f"{path}.")]
-    if hasattr(model.config, "vision_config") and not sees_images(model.config):
+    for name, module in model.named_modules():
+        # Kernels of Mamba layers read these weights, so that an adapter beside them would do nothing.
+        if hasattr(module, "time_step_limit"):
+            names.append(f"{name}.out_proj")
+        if hasattr(module, "dt_proj"):
+            names.append(f"{name}.dt_proj")
+    if hasattr(model.config, "vision_config") and image_kind(model.config) != "plain":
         names += [name for name in linear if ".language_model." not in name and not name.startswith(_OUTPUT)]
     return names
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from lightrl.checks.files import is_disk_full, publish, restore, sync_files, write_problem, write_sums
 from lightrl.concurrency.owner import own_mark, own_prefix, remove_left_behind
 from lightrl.models.conversion import without_bars
-from lightrl.models.images import save_processor, sees_images
+from lightrl.models.images import save_processor
 from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models.model_spec import ModelSpec, names_function, scalar_head
 from lightrl.models.role import Role
@@ -89,7 +89,7 @@ class ModelDescription:
         """The description of a critic's head on this policy's body; None if the family has no scalar head."""
         from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KINDS
 
-        if sees_images(policy.config) or type(policy.config) not in KINDS:
+        if type(policy.config) not in KINDS:
             return None
         kind = KINDS[type(policy.config)]
         config = copy.deepcopy(policy.config)

@@ -20,7 +20,8 @@ import torch
 
 from lightrl.checks.files import check_sums
 from lightrl.checks.user_code import user_code
-from lightrl.models.images import auto_model, give_pad_id, new_model, sees_images
+from lightrl.models.hybrids import set_time_step_limits
+from lightrl.models.images import auto_model, give_pad_id, image_kind, new_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -246,6 +247,7 @@ class ModelSpec:
             )
         check_loaded(self._named, model, loading_info["missing_keys"], loading_info["unexpected_keys"])
         give_pad_id(model)
+        set_time_step_limits(model)
         return model.eval()
 
     @property
@@ -270,10 +272,10 @@ class ModelSpec:
         """Loads the model with a linear head `score` of one output; zeros if the checkpoint has none."""
         from transformers import AutoModelForSequenceClassification
 
-        if sees_images(self.load_config()):
+        if image_kind(self.load_config()) == "plain":
             raise ValueError(
-                "A model that sees images cannot have a scalar head. Use critic='shared', which is a head on the "
-                "policy's body, or another reward."
+                "A Llava cannot have a scalar head. Use critic='shared', which is a head on the policy's body, or "
+                "another reward."
             )
         options = {**self.build_options, **self.options}
         with torch.random.fork_rng(devices=[]):

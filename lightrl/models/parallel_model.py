@@ -48,7 +48,7 @@ def teacher_candidates(experience: Experience) -> Candidates:
 
 
 class ParallelModel(Protocol):
-    """One model under one strategy, for any number of processes: forward, forward_backward, full parameters."""
+    """One model under one strategy, on any number of processes: forward, measure, forward_backward, full parameters."""
 
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterable[Outputs]:
         """Yield logprobs and entropy of each microbatch, and its top-k tokens with their logprobs; without gradient.
@@ -62,6 +62,10 @@ class ParallelModel(Protocol):
 
         If the microbatch has `teacher_topk_ids`, the outputs have `teacher_topk`.
         """
+        ...
+
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
+        """As `forward` of one microbatch, with gradient: for a loss whose backward the caller runs, on every rank."""
         ...
 
     def full_parameters(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
 from lightrl.strategies.sharded_experience.experience import TOKEN_DTYPES
-from lightrl.strategies.tensor_plans import FAMILIES, Family, check_sizes, head_size, layer_parameters, split_layers
+from lightrl.strategies.tensor_plans import check_sizes, head_size, layer_parameters, split_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,6 +50,7 @@ class Work:
     parameter_bytes: int = 4  # also of its gradient, of Adam's moments, and of a hidden state between layers
     compute_bytes: int = 2  # a number in a layer's products, and in a parameter that FSDP2 gathers
     copies_weights: bool = False  # autocast does, for the backward too; FSDP2 gathers them as they are computed with
+    cp: int = 1  # ranks that share the tokens of a microbatch
 
 
 @dataclass(frozen=True)
@@ -99,22 +100,25 @@ def experience_bytes(num_scores: int) -> int:
 
 def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     """Bytes that autograd keeps of one token in one decoder layer of Hugging Face's code with flash attention."""
-    family = FAMILIES.get(config.model_type, Family())
+    is_gemma = config.model_type.startswith("gemma")  # its norms multiply by their weights in float32
+    num_norms = 4 if is_gemma and config.model_type != "gemma" else 2
     parameter, compute = work.parameter_bytes, work.compute_bytes
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     query, key = heads * head_size(config), kv_heads * head_size(config)
     # A norm keeps its input in float32 (which is the input itself, if that is float32 already), 1 / rms in float32, and
     # the normalized input, for the gradient of its weight.
-    normalized = _FLOAT if family.float_norms else parameter
-    saved = len(family.norms) * ((_FLOAT + normalized) * hidden + _FLOAT)
-    if family.head_norm_axis is not None:  # queries and keys are normalized
-        normalized = _FLOAT if family.float_norms else compute
+    normalized = _FLOAT if is_gemma else parameter
+    saved = num_norms * ((_FLOAT + normalized) * hidden + _FLOAT)
+    if "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {}):  # queries and keys are normalized
+        normalized = _FLOAT if is_gemma else compute
         saved += (_FLOAT + normalized) * (query + key) + _FLOAT * (heads + kv_heads)
     # The input of q, k and v, and that of gate and up; autocast copies it for each of the five.
     saved += compute * hidden * (2 if compute == parameter else 5)
     # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
     # is the output projection's input.
     saved += compute * (2 * query + 2 * key) + _FLOAT * heads
+    if work.cp > 1:  # the output before its exchange too; keys and values as often as their heads are repeated
+        saved += compute * (query + 2 * head_size(config) * (math.lcm(kv_heads, work.cp) - kv_heads))
     # MLP: gate, its activation, up, and their product, the down projection's input.
     return int(saved + compute * 4 * config.intermediate_size)
 
@@ -165,14 +169,17 @@ def fsdp2_cost(
     It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`.
     """
     total = num_parameters(config)
-    num = _num_microbatches(work, gpus)
+    num = _num_microbatches(work, gpus / work.cp)
     ends = total - config.num_hidden_layers * layer_parameters(config)
     others = (gpus - 1) / gpus
     gathers = work.compute_bytes * 2 * total * num * others  # two gathers of each microbatch
     sent = gathers + work.parameter_bytes * total * others * (num if reduce_every_microbatch else 1)
     communication = sent / _bandwidth(gpus, machine)
     compute = _compute_s(config, gpus, work, machine)
-    tokens = min(work.microbatch_tokens, math.ceil(work.tokens / gpus))
+    tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens * work.cp / gpus)) / work.cp)
+    heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, work.cp)
+    times = config.num_hidden_layers * num * (3 if work.checkpoint_activations else 2) * (work.cp - 1) / work.cp
+    exchanged = times * 2 * heads * head_size(config) * work.compute_bytes * tokens
     layers, logits = peak_bytes(config, tokens, config.num_hidden_layers, work)
     waiting = work.parameter_bytes * total if num > 1 and not reduce_every_microbatch else 0  # whole gradients
     return Cost(
@@ -186,7 +193,7 @@ def fsdp2_cost(
         gathered_bytes=work.compute_bytes * 2 * layer_parameters(config) + work.parameter_bytes * ends + waiting,
         activation_bytes=layers,
         logit_bytes=logits,
-        sent_bytes=sent,
+        sent_bytes=sent + exchanged,
         bubble_fraction=0.0,
         compute_s=compute,
         communication_s=max(0.0, communication - compute),
@@ -248,7 +255,7 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
     )
 
 
-def _num_microbatches(work: Work, dp: int) -> int:
+def _num_microbatches(work: Work, dp: float) -> int:
     return max(1, math.ceil(work.tokens / dp / work.microbatch_tokens))
 
 

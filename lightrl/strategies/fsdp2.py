@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,7 +38,8 @@ from lightrl.models.routes import Routes, recompute_contexts
 from lightrl.strategies.atomic_write import BackgroundWrites, logged_behind_failure
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
-from lightrl.strategies.fsdp2_model import FSDP2Model
+from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
+from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, move_state, offload_activations
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks import START_TIMEOUT, ProcessRanks, Ranks, allow_long_waits, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
@@ -47,11 +48,11 @@ from lightrl.strategies.role_mesh import (
     check_meshes,
     empty_out,
     make_place,
+    planned_roles,
     role_meshes,
-    roles_of,
 )
 from lightrl.strategies.shared_folder import check_all_see
-from lightrl.strategies.single import LogprobSettings, compiles, decoder_layers
+from lightrl.strategies.single import LogprobSettings, compiles, decoder_layers, may_be_cut
 from lightrl.strategies.tensor_parallel import local
 
 if TYPE_CHECKING:
@@ -75,15 +76,19 @@ class FSDP2Strategy(ModelParallelStrategy):
             one per node, parameters are gathered within a node and only gradients cross nodes.
         ep: number of ranks that divide the experts of each layer of a mixture. A rank gathers only its own experts, and
             tokens travel to theirs. Must divide the number of experts and the ranks of a replica; needs torch >= 2.11,
-            and excludes compile_layers, offload_to_cpu, 16-mixed and meshes of roles.
+            and excludes compile_layers, parameters in offload_to_cpu, 16-mixed and meshes of roles.
+        cp: number of ranks that share the tokens of each microbatch, for long trajectories; attention exchanges heads.
+            Must divide ranks and attention heads; needs models that can be packed, and excludes meshes of roles.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
             is faster, but keeps the whole model in memory between forward and backward.
         activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
-        offload_to_cpu: keep shards, gradients and optimizer state in CPU memory.
+        offload_to_cpu: what is kept in CPU memory: `parameters` (shards, gradients and optimizer state, and updates run
+            there), `optimizer` (its state between updates), `activations` (each layer's, until its backward; few with
+            activation_checkpointing). A GPU waits for the copies of activations and optimizer state.
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory,
             because no rank keeps whole gradients, and more communication.
         compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts, since
-            compiled layers cannot replay an engine's routes.
+            compiled layers cannot replay an engine's routes, and without states (models/hybrids.py).
         hang_timeout_s: end the run if a rank waits this long for another; the error names the other. Before training,
             while models are read, it is 25 minutes unless this is longer.
         save_async: train on while a checkpoint is written, from a copy in CPU memory. The next save, or the end of the
@@ -95,20 +100,24 @@ class FSDP2Strategy(ModelParallelStrategy):
         *,
         num_replicas: int = 1,
         ep: int = 1,
+        cp: int = 1,
         reshard_after_forward: bool = True,
         activation_checkpointing: bool = False,
-        offload_to_cpu: bool = False,
+        offload_to_cpu: Sequence[Offloadable] = (),
         reduce_every_microbatch: bool = False,
         compile_layers: bool | None = None,
         hang_timeout_s: float = 600.0,
         save_async: bool = False,
     ) -> None:
         super().__init__(tensor_parallel_size=1)
-        check_bounds(1, num_replicas=num_replicas, ep=ep)
+        check_bounds(1, num_replicas=num_replicas, ep=ep, cp=cp)
         if hang_timeout_s <= 0:
             raise ValueError(f"hang_timeout_s must be > 0, got {hang_timeout_s}.")
+        if isinstance(offload_to_cpu, bool | str) or set(offload_to_cpu) - set(OFFLOADABLE):
+            raise ValueError(f"offload_to_cpu must be a list of {', '.join(OFFLOADABLE)}, got {offload_to_cpu!r}.")
         self.num_replicas = num_replicas
         self.ep = ep
+        self.cp = cp
         self.reshard_after_forward = reshard_after_forward
         self.activation_checkpointing = activation_checkpointing
         self.offload_to_cpu = offload_to_cpu
@@ -121,22 +130,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.ranks = Ranks()
         self._mesh: DeviceMesh | None = None
         self._expert_mesh: DeviceMesh | None = None  # with ep
+        self._context_group: dist.ProcessGroup | None = None  # with cp
         self._places: dict[tuple[str, RoleMesh], Place] = {}  # roles with a mesh of their own
 
     @property
-    def dp_size(self) -> int:
-        """The number of ranks with different trajectories; known before any process starts."""
-        return self.num_processes * self.num_nodes
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
         """Raises ValueError for sizes that do not fit, with the nearest that do, before a device is touched."""
         world = self.num_processes * self.num_nodes
-        if world % self.num_replicas:
-            raise ValueError(
-                f"num_replicas={self.num_replicas} must divide the {world} processes (devices={self.num_processes} × "
-                f"num_nodes={self.num_nodes}). Set it to "
-                f"{' or '.join(map(str, nearest_divisors(world, self.num_replicas)))}."
-            )
+        processes = f"processes (devices={self.num_processes} × num_nodes={self.num_nodes})"
+        _check_divides("num_replicas", self.num_replicas, {processes: world})
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
         for role, mesh in role_meshes(module).items():
@@ -147,11 +152,13 @@ class FSDP2Strategy(ModelParallelStrategy):
                 )
         if self.ep > 1:
             self._check_ep(module, world)
+        if self.cp > 1:
+            self._check_cp(module, world)
 
     def _check_ep(self, module: L.LightningModule | None, world: int) -> None:
         settings = {
             "compile_layers=true": self.compile_layers,
-            "offload_to_cpu=true": self.offload_to_cpu,
+            "parameters in offload_to_cpu": "parameters" in self.offload_to_cpu,
             "trainer.precision='16-mixed'": self.precision_plugin.precision == "16-mixed",
             "the mesh of a role": role_meshes(module),
         }
@@ -159,17 +166,27 @@ class FSDP2Strategy(ModelParallelStrategy):
             raise ValueError(f"ep={self.ep} does not support {' or '.join(refused)} yet. Remove it, or set ep to 1.")
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise ValueError(f"ep={self.ep} needs torch >= 2.11, got {torch.__version__}. Install it, or set ep to 1.")
-        planned = getattr(module, "planned_roles", functools.partial(roles_of, module))()
-        specs = {name: role.spec for name, role in planned.items() if role.spec.url is None}
+        specs = {name: role.spec for name, role in planned_roles(module).items() if role.spec.url is None}
         experts = {f"experts of the {name}": num_split_experts(spec.load_config()) for name, spec in specs.items()}
-        numbers = {"ranks of a replica": world // self.num_replicas, **experts}
-        common = math.gcd(*numbers.values())
-        for what, number in numbers.items():
-            if number % self.ep:
-                sizes = " or ".join(map(str, nearest_divisors(common, self.ep)))
-                raise ValueError(f"ep={self.ep} must divide the {number} {what}. Set it to {sizes}.")
+        _check_divides("ep", self.ep, {"ranks of a replica": world // self.num_replicas, **experts})
         if experts and not any(experts.values()):
             raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")
+
+    def _check_cp(self, module: L.LightningModule | None, world: int) -> None:
+        roles = planned_roles(module)
+        if role_meshes(module) or (module is not None and not roles):
+            kind = type(module).__name__
+            raise ValueError(
+                f"cp={self.cp} needs a module with roles (GRPO, SFT, …), none with a mesh of its own, got {kind}. "
+                "Remove the meshes, or set cp to 1."
+            )
+        numbers = {"ranks": world}
+        for name, spec in ((name, role.spec) for name, role in roles.items() if role.spec.url is None):
+            config = spec.load_config()
+            if spec.attn_implementation not in (None, "sdpa") or not may_be_cut(config):
+                raise cp_refused(self.cp, config.model_type)
+            numbers[f"attention heads of the {name}"] = config.get_text_config().num_attention_heads
+        _check_divides("cp", self.cp, numbers)
 
     def setup_environment(self) -> None:
         """Starts the processes' communication, after all checks that need none."""
@@ -203,6 +220,10 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replica", "shard"))
         if self.ep > 1:
             self._expert_mesh = expert_mesh(self.root_device.type, num_replicas=self.num_replicas, ep=self.ep)
+        if self.cp > 1:
+            sizes = self.world_size // self.cp, self.cp
+            mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("dp", "cp"))
+            dp_mesh, self._context_group = mesh["dp"], mesh["cp"].get_group()
         return dp_mesh.get_group()
 
     def barrier(self, name: str | None = None) -> None:
@@ -277,7 +298,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         shard = functools.partial(
             fully_shard,
             mesh=self._mesh if place is None else place.mesh,
-            offload_policy=CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy() if self._offloads_parameters else OffloadPolicy(),
         )
         layers = decoder_layers(model)
         if hasattr(model, "config"):
@@ -301,6 +322,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             if self.activation_checkpointing and trains:
                 checkpointed = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
                 layer.forward = functools.partial(checkpointed, context_fn=recompute_contexts)
+            if "activations" in self.offload_to_cpu and trains:
+                offload_activations(layer)
             policy = mixed if is_mixed else MixedPrecisionPolicy()
             for block in moe_blocks(layer).values():
                 if is_mixed:  # routers are gathered in float32
@@ -318,15 +341,15 @@ class FSDP2Strategy(ModelParallelStrategy):
         shard(model, reshard_after_forward=False)
         role = take_role(model)
         if role is not None:
-            home = torch.device("cpu") if self._offloads else self.root_device
+            home = HOST if self._offloads_parameters else self.root_device
             fill_model(model, role, home, ranks)
 
     @property
-    def _offloads(self) -> bool:
-        return self.offload_to_cpu and self.root_device.type != "cpu"
+    def _offloads_parameters(self) -> bool:
+        return "parameters" in self.offload_to_cpu and self.root_device.type != "cpu"
 
     def model_to_device(self) -> None:
-        if not self._offloads:
+        if not self._offloads_parameters:
             super().model_to_device()
             return
         assert self.lightning_module is not None
@@ -360,9 +383,25 @@ class FSDP2Strategy(ModelParallelStrategy):
             ranks=ranks,
             value_head=value_head,
             reduce_every_microbatch=self.reduce_every_microbatch,
-            is_offloaded=self._offloads,
+            is_offloaded=self._offloads_parameters,
             replays_routes=role == "policy",
+            context_group=self._context_group,
         )
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Has an offloaded optimizer state on the device from the end of the backward to that of the update."""
+        if "optimizer" not in self.offload_to_cpu or self._offloads_parameters:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+        def closure_and_state() -> Any:
+            result = closure()
+            move_state(optimizer, self.root_device)
+            return result
+
+        try:
+            return super().optimizer_step(optimizer, closure_and_state, *args, **kwargs)
+        finally:
+            move_state(optimizer, HOST)
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips this rank's parts by the norm of the whole gradient, over all meshes of its parameters; collective."""
@@ -407,7 +446,17 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Loads weights and optimizers in place and returns the rest, as `load_folder`."""
         self._writes.wait()
         assert self.model is not None
-        return load_folder(Path(self.broadcast(str(checkpoint_path))), self.model, self.optimizers)
+        rest = load_folder(Path(self.broadcast(str(checkpoint_path))), self.model, self.optimizers)
+        for optimizer in self.optimizers if "optimizer" in self.offload_to_cpu else ():
+            move_state(optimizer, HOST)
+        return rest
+
+
+def _check_divides(name: str, size: int, numbers: dict[str, int]) -> None:
+    for what, number in numbers.items():
+        if number % size:
+            sizes = " or ".join(map(str, nearest_divisors(math.gcd(*numbers.values()), size)))
+            raise ValueError(f"{name}={size} must divide the {number} {what}. Set it to {sizes}.")
 
 
 @functools.cache

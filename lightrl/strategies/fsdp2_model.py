@@ -1,13 +1,14 @@
-"""FSDP2Model: one sharded model as a ParallelModel; and `run_inside`, for other code that reads its parameters."""
+"""FSDP2Model: one sharded model as a ParallelModel."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -16,19 +17,17 @@ from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.images import image_kind
 from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.sharded_experience.microbatches import lengths_of
 from lightrl.strategies.shared_prefix import CALL_OVERHEAD_TOKENS
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies.single import LogprobSettings, SingleModel, may_be_cut
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class FSDP2Model(SingleModel):
@@ -45,6 +44,7 @@ class FSDP2Model(SingleModel):
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
         is_offloaded: whether the strategy keeps all shards in CPU memory.
         replays_routes: as of SingleModel.
+        context_group: ranks that share packed rows and pass the same microbatches.
     """
 
     def __init__(
@@ -57,22 +57,28 @@ class FSDP2Model(SingleModel):
         reduce_every_microbatch: bool = False,
         is_offloaded: bool = False,
         replays_routes: bool = True,
+        context_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.ranks = ranks
+        self.context_group = context_group
         self.reduce_every_microbatch = reduce_every_microbatch
         self.is_offloaded = is_offloaded
         self._root = model
         self._num_calls = 0  # for the current microbatch
         self._gather: PlannedGather | None = None
-        add_run_inside(model)
+        # Makes the root's parameters whole for `function`, which returns tensors, possibly in tuples or dicts: FSDP
+        # searches those for the start of the backward.
+        self._root.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
+        register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a few tokens are not worth a compilation
             # The strategy has compiled the layers before it sharded them.
             made: dict[str, Any] = {"value_head": value_head, "compile_layers": False, "replays_routes": replays_routes}
             self._root.run_inside(functools.partial(super().__init__, **made), model, settings)
-            device_type = self._root.run_inside(lambda: model.device.type)  # inside, it is where it computes
         reshard(self._root)
         self.layouts = {}  # the number of its calls depends on the rows
-        self.form = "packed" if self.can_pack and device_type != "cpu" else "rectangles"
+        if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
+            raise cp_refused(context_group.size(), model.config.model_type)
+        self.form = "packed" if self.can_pack else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
@@ -93,6 +99,14 @@ class FSDP2Model(SingleModel):
                     module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
             backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
             self.ranks.step()
+
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
+        (self._num_calls,) = self._calls([microbatch])
+        outputs = self._outputs(microbatch, topk)
+        self.ranks.step()
+        if not torch.is_grad_enabled():
+            reshard(self._root)
+        return outputs
 
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
@@ -120,17 +134,13 @@ class FSDP2Model(SingleModel):
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """How often to call the model for each microbatch: as often as the rank that needs most."""
-        if self.form == "packed":
+        is_whole = image_kind(self.model.config) == "bidirectional" and microbatches[0].pixel_values is not None
+        if self.form == "packed" and not is_whole:
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        if experience.pixel_values is not None:  # a rank without images would not gather their tower
-            raise ValueError(
-                "Prompts with images can only be trained in one process so far. Set trainer.strategy to auto and "
-                "trainer.devices to 1."
-            )
         # Tensors, not Outputs: FSDP searches known containers for the start of the backward.
         return Outputs(*self._root.run_inside(self._tensors, experience, candidates))
 
@@ -148,32 +158,18 @@ class FSDP2Model(SingleModel):
             yield nothing, experience.token_ids[:1, :1]
 
 
+def cp_refused(cp: int, model_type: str) -> ValueError:
+    """The error for a model whose rows cp cannot cut."""
+    return ValueError(
+        f"cp={cp} cuts packed rows, which a model of type {model_type!r} does not allow: its tokens meet in more than "
+        "causal SDPA attention (a state, sparse attention, sinks), or it changes logits. Set cp to 1."
+    )
+
+
 def whole(value: Tensor) -> Tensor:
     """The whole tensor of a shard, without gradient; collective. Other tensors as they are."""
     plain: Tensor = value.detach()
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
-
-
-def run_inside(model: PreTrainedModel, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls the function while the parameters of the model's root are whole; collective if they are sharded.
-
-    `function` returns tensors, possibly in tuples or dicts: FSDP searches those for the start of the backward.
-    """
-    if not isinstance(model, FSDPModule):
-        return function(*args, **kwargs)
-    root: Any = model
-    add_run_inside(root)
-    result: _T = root.run_inside(function, *args, **kwargs)
-    if not torch.is_grad_enabled():
-        reshard(root)
-    return result
-
-
-def add_run_inside(model: PreTrainedModel) -> None:
-    """Gives a sharded model the method `run_inside(function, …)`, which makes its root's parameters whole."""
-    if not hasattr(model, "run_inside"):
-        model.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
-        register_fsdp_forward_method(model, "run_inside")
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -21,10 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightrl.functional import rectangles, to_device
+from lightrl.strategies.context_parallel import exchange
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -56,6 +58,7 @@ class PackedRows:
         device: of the row.
         kernels: by dtype; others take the first that works.
         prompts: for each trajectory the index of the earlier one that it follows, or -1; None if none follows another.
+        group: ranks that have a part of the row each.
     """
 
     def __init__(
@@ -64,11 +67,12 @@ class PackedRows:
         device: torch.device,
         kernels: Mapping[torch.dtype, str] | None = None,
         prompts: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         prompt_lengths = [0 if prompt < 0 else lengths[prompt] for prompt in prompts or [-1] * len(lengths)]
         spans = [(length, shared) for length, shared in zip(lengths, prompt_lengths, strict=True) if length > 0]
         self.lengths = [length for length, _ in spans]
-        self.device, self.kernels = device, dict(kernels or {})
+        self.device, self.kernels, self.group = device, dict(kernels or {}), group
         self.longest = max(self.lengths, default=0)
         self.longest_keys = max((length + shared for length, shared in spans), default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
@@ -80,6 +84,12 @@ class PackedRows:
             self.key_starts = to_device(self._key_starts.int(), device)  # int32 [N + 1]; the last is K
             self.keys = to_device(_key_tokens(lengths, prompts), device)
         self._block_masks: dict[int | None, BlockMask] = {}  # window → mask
+
+    @functools.cached_property
+    def documents(self) -> Tensor:
+        """int32 [T], on the device: the trajectory of each token."""
+        numbers = torch.arange(len(self.lengths), dtype=torch.int32)
+        return to_device(numbers.repeat_interleave(torch.tensor(self.lengths)), self.device)
 
     @functools.cached_property
     def rectangles(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
@@ -183,11 +193,16 @@ def make_packable(model: PreTrainedModel) -> bool:
     return now == NAME or is_flash(model)
 
 
-def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
-    """The arguments of the model's forward for the attention, in addition to `position_ids`."""
+def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
+    """The arguments of the model's forward, in addition to `position_ids`, that tell layers where trajectories start.
+
+    Args:
+        with_states: whether layers keep states (models/hybrids.py): convolutions and recurrences then get the starts.
+    """
+    of_states = {"cu_seq_lens_q": rows.starts, "seq_idx": rows.documents[None]} if with_states else {}
     if is_flash(model):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
-        return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest}
+        return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest, **of_states}
     if not rows.kernels:  # found before the layers are compiled: a trial may compile by itself, and sizes are symbols
         config, device = model.config.get_text_config(), rows.device
         size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
@@ -197,7 +212,7 @@ def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
         dtypes = {_compute_dtype(device.type, model.dtype), torch.bfloat16}
         shares = rows.keys is not None
         rows.kernels = {dtype: kernel_for(device, dtype, size, value_size, shares) for dtype in dtypes}
-    return {"packed_rows": rows, "attention_mask": no_mask(rows.device)}
+    return {"packed_rows": rows, "attention_mask": no_mask(rows.device), **of_states}
 
 
 def _compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
@@ -248,6 +263,8 @@ def _attend(
     device = query.device.type
     dtype = _compute_dtype(device, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if rows.group is not None:
+        query, key, value = exchange(query, rows.group), exchange(key, rows.group), exchange(value, rows.group)
     if window is not None and window >= rows.longest_keys:
         window = None
     if rows.keys is not None:
@@ -255,7 +272,8 @@ def _attend(
     sizes = query.shape[-1], value.shape[-1]
     kernel = rows.kernels.get(dtype) or kernel_for(query.device, dtype, *sizes, rows.keys is not None)
     with torch.autocast(device, enabled=False):
-        return KERNELS[kernel](query, key, value, rows, scale, window)
+        output = KERNELS[kernel](query, key, value, rows, scale, window)
+    return output if rows.group is None else exchange(output, rows.group)
 
 
 @functools.cache

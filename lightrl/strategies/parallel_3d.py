@@ -1,4 +1,4 @@
-"""Parallel3DStrategy: pipeline × data × tensor parallelism for the families of tensor_plans.py.
+"""Parallel3DStrategy: pipeline × data × tensor parallelism by transformers' plans for a family.
 
 World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which communicate most, are neighbors. The ranks of
 one dp index hold one copy of the model and process the same rows. The last stage computes the loss that is minimized;
@@ -11,7 +11,7 @@ windows or a Hugging Face attention interface. For longer sequences use tp, whic
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -21,19 +21,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
-from lightrl.functional import aligned_to_tokens
+from lightrl.functional import aligned_to_tokens, predicting_positions
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh, teacher_candidates
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.lora import Part
+from lightrl.models.lora import Part, exported_parameters
 from lightrl.strategies.branches import branch_rows
+from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.packed_attention import make_packable
+from lightrl.strategies.pipeline import Held
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
-from lightrl.strategies.role_mesh import Place, check_meshes, make_place, roles_of
+from lightrl.strategies.role_mesh import Place, check_meshes, make_place, planned_roles
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
-from lightrl.strategies.tensor_plans import check_schedule, check_sizes, check_world
+from lightrl.strategies.tensor_plans import check_adapters, check_model, check_schedule, check_sizes, check_world
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -46,10 +48,10 @@ AXES = ("pp", "dp", "tp")
 
 
 class Parallel3DStrategy(FSDP2Strategy):
-    """Pipeline, data and tensor parallelism for an RLModule: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
+    """Pipeline, data and tensor parallelism: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
-    For Llama, Qwen2, Qwen3, Mistral and Gemma 1 to 3 (text). Every role is split the same way, trained or not, unless
-    its `Role.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
+    For dense families that transformers has plans for, see docs/models.md. Every role is split the same way, trained or
+    not, unless its `Role.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
 
     Args:
         pp: ranks of the pipeline; each holds an equal share of the layers, counting embedding and head as layers.
@@ -104,21 +106,21 @@ class Parallel3DStrategy(FSDP2Strategy):
             )
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
-        for name, role in roles_of(module).items():
+        planned = planned_roles(module)
+        for name, role in planned.items():
             if role.spec.url is not None:
                 continue
-            if role.lora is not None:
-                raise ValueError(
-                    f"The {name} has lora={role.lora}, but Parallel3DStrategy can only split plain layers. Use "
-                    "FSDP2Strategy, which trains adapters, or remove lora."
-                )
             pp, tp = (self.pp, self.tp) if role.mesh is None else (role.mesh.pp, role.mesh.tp)
             if pp > 1 and self.precision_plugin.precision == "bf16-true":
                 raise ValueError(
                     f"precision='bf16-true' does not support a pipeline yet, got pp={pp} for the {name}: its stages do "
                     "not agree on what they send in bfloat16. Set trainer.precision to bf16-mixed."
                 )
-            check_sizes(role.spec.load_config(), pp, tp, *self._schedule_at(pp))
+            config = role.spec.load_config()
+            check_sizes(config, pp, tp, *self._schedule_at(pp))
+            check_model(config, tp)
+            if role.lora is not None:
+                check_adapters(name, empty_model(role), tp)
 
     def _make_mesh(self) -> dist.ProcessGroup:
         sizes = (self.pp, self.dp_size, self.tp)
@@ -130,10 +132,6 @@ class Parallel3DStrategy(FSDP2Strategy):
     def device_mesh(self) -> DeviceMesh:
         """Builds the mesh with the axes pp, dp, tp."""
         return super().device_mesh if self._mesh is None else self._mesh
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
     @property
     def _value_head(self) -> torch.nn.Linear | None:
@@ -217,27 +215,72 @@ class Parallel3DModel:
         self._gather: PlannedGather | None = None
         self.settings = settings
         wants_packed = split.pipeline.device.type != "cpu" if is_packed is None else is_packed
-        self.is_packed = wants_packed and make_packable(split.model)
+        caps_attention = getattr(split.model.config, "attn_logit_softcapping", None) is not None
+        self.is_packed = wants_packed and not caps_attention and make_packable(split.model)
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Outputs of each microbatch on every rank, without gradient."""
         parts = [branch_rows(microbatch) for microbatch in microbatches]
         feeds = self._feeds([rows for rows, _ in parts], [topk] * len(parts))
+        results = self._results(feeds, None)
+        self.split.reshard()
+        return [
+            join(self._outputs(result, feed, rows))
+            for result, feed, (rows, join) in zip(results, feeds, parts, strict=True)
+        ]
+
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
+        """Runs the pipeline's backwards in the backward of the loss, which every rank of the pipeline must run.
+
+        The rows are cut so that stages work at the same time.
+        """
+        num = 2 * self.split.pipeline.num_stages if self.split.pipeline.num_ranks > 1 else 1
+        size = -(-len(microbatch) // num)
+        starts = range(0, len(microbatch), size)
+        parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
+        feeds, held = self._feeds(parts, [topk] * len(parts)), Held() if torch.is_grad_enabled() else None
+        # Before the forwards, which put gathered parameters without their gradients in the modules.
+        parameters: list[Tensor] = [value for stage in self.split.stages.values() for value in stage.parameters()]
+        result = torch.cat(self._results(feeds, held))
+        if held is None:
+            self.split.reshard()
+        else:
+            run_backward = functools.partial(self._backward, feeds, held, parameters)
+            start = torch.zeros((), requires_grad=True)
+            result = _Results.apply(run_backward, start, result)  # type: ignore[no-untyped-call]
+        whole = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))  # those of all parts in order
+        return self._outputs(result, whole, microbatch)
+
+    def _backward(self, feeds: list[Feed], held: Held, parameters: list[Tensor], gradient: Tensor) -> None:
+        """Adds to the gradients of the parameters what follows from that of `_results`."""
+        gradients = torch.split(gradient, [len(feed.rows) for feed in feeds])
+        earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        for parameter, _ in earlier:  # they are complete, and would be summed over ranks again
+            parameter.grad = None
+
+        def run(stage: int, index: int, output: Tensor, gradient: Tensor | None, is_last: bool) -> None:
+            self.split.set_last_backward(stage, is_last)
+            with torch.autocast(self.split.pipeline.device.type, enabled=False):
+                torch.autograd.backward(output, gradients[index] if gradient is None else gradient)
+
+        self.split.pipeline.run(len(feeds), None, run, lambda index: self._activation(feeds[index]), held=held)
+        self.split.finish_gradients()
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _results(self, feeds: list[Feed], held: Held | None) -> list[Tensor]:
+        """The last stage's results of each feed, [N, width], on every rank of the pipeline, without gradient."""
         results: dict[int, Tensor] = {}
 
         def forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
             output: Tensor = self.split.stages[stage](hidden, feeds[index], self.settings)
             if self.split.stages[stage].is_last:
-                results[index] = output
+                results[index] = output.detach()
             return output
 
-        self.split.pipeline.run(len(feeds), forward, None, lambda index: self._activation(feeds[index]))
-        self.split.reshard()
-        return [
-            join(self._outputs(self._from_last(results.get(index), feed), feed, rows))
-            for index, (feed, (rows, join)) in enumerate(zip(feeds, parts, strict=True))
-        ]
+        self.split.pipeline.run(len(feeds), forward, None, lambda index: self._activation(feeds[index]), held=held)
+        return [self._from_last(results.get(index), feed) for index, feed in enumerate(feeds)]
 
     @torch.enable_grad()
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
@@ -281,17 +324,15 @@ class Parallel3DModel:
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
-        assert part == "merged", "check_sizes refuses adapters"
         self.split.reshard()
         held = self.split.held_parameters()
         if self._gather is None:
-            whole_of = {name: (shape, dtype) for name, shape, dtype, _ in self.split.parameters}
+            whole_of = {name: (value.shape, value.dtype) for name, value in self.split.whole.named_parameters()}
             self._gather = PlannedGather(whole_of, held, group=self.group)
-        sources = {name: [name] for name, *_ in self.split.parameters}
         return self._gather.buckets(
             held,
-            sources,
-            combine=functools.partial(exported_tensors, self.split.model, names),
+            exported_parameters(self.split.whole, part),
+            combine=functools.partial(exported_tensors, self.split.whole, names),
             bucket_bytes=bucket_bytes,
             is_spread=is_spread,
         )
@@ -301,7 +342,8 @@ class Parallel3DModel:
             stage.to(device)
 
     def _feeds(self, microbatches: Sequence[Experience], candidates: Sequence[Candidates]) -> list[Feed]:
-        size, has_logprobs = self.split.mesh["tp"].size(), self.split.has_logprobs
+        size = self.split.mesh["tp"].size()
+        has_logprobs = self.split.whole.get_output_embeddings() is not None
         return [
             Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, is_packed=self.is_packed)
             for part, num in zip(microbatches, candidates, strict=True)
@@ -310,7 +352,7 @@ class Parallel3DModel:
     def _activation(self, feed: Feed) -> tuple[torch.Size, torch.dtype]:
         rows, width = feed.token_ids.shape
         shape = (rows, width // self.split.mesh["tp"].size(), self.split.model.config.hidden_size)
-        return torch.Size(shape), self.split.parameters[0][2]
+        return torch.Size(shape), next(self.split.whole.parameters()).dtype
 
     def _from_last(self, result: Tensor | None, feed: Feed) -> Tensor:
         """The last stage's result, [N, width], on every rank of the pipeline."""
@@ -332,3 +374,18 @@ class Parallel3DModel:
         has_ids = isinstance(feed.candidates, int)
         ids = aligned_to_tokens(result[:, 3 + num :].long(), *feed.positions, shape) if has_ids else None
         return replace(outputs, teacher_topk=topk, teacher_topk_ids=ids)
+
+
+class _Results(torch.autograd.Function):
+    """Results of a pipeline with a gradient, which `run_backward` hands to the stages."""
+
+    @staticmethod
+    def forward(ctx: Any, run_backward: Callable[[Tensor], None], _: Tensor, results: Tensor) -> Tensor:
+        ctx.run_backward = run_backward
+        return results.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.run_backward(gradient)
+        return None, None, None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ class Action:
 
 # The action of each rank.
 Slot = list[Action | None]
+
+# Stage and microbatch → input and output, with their graph.
+Held = dict[tuple[int, int], tuple[Tensor | None, Tensor]]
 
 
 def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
@@ -153,9 +156,11 @@ class Pipeline:
     def run(
         self,
         num_microbatches: int,
-        forward: Callable[[int, int, Tensor | None], Tensor],
+        forward: Callable[[int, int, Tensor | None], Tensor] | None,
         backward: Callable[[int, int, Tensor, Tensor | None, bool], None] | None,
         activation: Callable[[int], tuple[torch.Size, torch.dtype]],
+        *,
+        held: Held | None = None,
     ) -> None:
         """Runs all microbatches through all stages, in the plan's order.
 
@@ -166,21 +171,26 @@ class Pipeline:
             backward: (stage, microbatch, output, its gradient or None for the last stage, whether it is the stage's
                 last one); None for a pass without gradients.
             activation: microbatch → shape and dtype of what stages send each other.
+            held: filled by a call without `backward`, for a later one without `forward`, which runs the backwards.
         """
-        slots = plan(self.num_ranks, self.stages_per_rank, num_microbatches, has_backward=backward is not None)
+        is_both = forward is not None and backward is not None
+        slots = plan(self.num_ranks, self.stages_per_rank, num_microbatches, has_backward=is_both)
+        if forward is None:  # the plan of the forwards, mirrored
+            slots = [[action and replace(action, is_backward=True) for action in slot] for slot in reversed(slots)]
+        has_gradients = backward is not None or held is not None
+        held = {} if held is None else held
         received: dict[Action, tuple[Tensor, _Transfers]] = {}
-        held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         sending: deque[_Transfers] = deque()
         num_backwards = dict.fromkeys(range(self.num_stages), 0)
         for slot in slots:
             action = slot[self.rank]
             result: Tensor | None = None
-            if action is not None and not action.is_backward:
+            if action is not None and not action.is_backward and forward is not None:
                 hidden = self._take(received, action)
-                if hidden is not None and backward is not None:
+                if hidden is not None and has_gradients:
                     hidden.requires_grad_()
                 output = forward(action.stage, action.microbatch, hidden)
-                if backward is not None:
+                if has_gradients:
                     held[action.stage, action.microbatch] = hidden, output
                 result = output.detach()
             elif action is not None and backward is not None:

@@ -49,6 +49,12 @@ def roles_of(module: object) -> dict[str, Role]:
     return module.models() if isinstance(module, HasRoles) else {}
 
 
+def planned_roles(module: object) -> dict[str, Role]:
+    """The roles of an RLModule or of one that trains on data; none for another module."""
+    planned: dict[str, Role] = module.planned_roles() if hasattr(module, "planned_roles") else roles_of(module)
+    return planned
+
+
 def role_meshes(module: object) -> dict[str, RoleMesh]:
     """The meshes of the roles that have their own."""
     return {name: role.mesh for name, role in roles_of(module).items() if role.mesh is not None}
@@ -94,6 +100,9 @@ class OtherRanksModel:
         raise AssertionError("This rank does not hold the model.")
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
+        raise AssertionError("This rank does not hold the model.")
+
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
         raise AssertionError("This rank does not hold the model.")
 
     def full_parameters(

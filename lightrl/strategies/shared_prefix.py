@@ -132,15 +132,21 @@ class PackedTokens(NamedTuple):
     rows: Tensor  # int64 [P], the trajectory of each token
     columns: Tensor  # int64 [P], its position there
     lengths: list[int]  # tokens of each part of the row: a prompt, a completion, or a trajectory
-    prompts: list[int]  # for each part the index of its prompt's part, or -1
+    prompts: list[int]  # the part of the prompt that each part follows, or -1
     flat_indices: Tensor  # int64 [B, T], the index of the state at each position of a trajectory; -1 where no state is
+
+
+def each_alone(experience: Experience) -> list[Row]:
+    """Each trajectory as a prompt that no other shares."""
+    lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # a last token predicts nothing
+    return [Row(length, [row], [0]) for row, length in enumerate(lengths)]
 
 
 def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
     """Each prompt followed by its completions; a prompt with one completion is one part with it.
 
     Args:
-        prompts: from `find_shared_prompts`.
+        prompts: from `find_shared_prompts`, or `each_alone`.
         shape: (B, T) of the trajectories.
     """
     parts: list[tuple[int, int, int, int]] = []  # trajectory, first position, tokens, the prompt's part

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightrl.experience import Experience, row_codes
@@ -44,20 +46,15 @@ from lightrl.models import (
     teacher_candidates,
 )
 from lightrl.models.conversion import Names, exported_tensors
-from lightrl.models.images import input_embeddings
+from lightrl.models.hybrids import keeps_states
+from lightrl.models.images import ImageTable, image_inputs, image_kind, new_model
 from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
+from lightrl.strategies.context_parallel import Total
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
-from lightrl.strategies.packed_attention import (
-    TOLERANCE,
-    NotPackable,
-    PackedRows,
-    arguments,
-    is_flash,
-    make_packable,
-)
+from lightrl.strategies.packed_attention import TOLERANCE, PackedRows, arguments, is_flash, make_packable
 from lightrl.strategies.precision import set_expert_precision
 from lightrl.strategies.shared_prefix import (
     CALL_OVERHEAD_TOKENS,
@@ -67,6 +64,7 @@ from lightrl.strategies.shared_prefix import (
     Plan,
     Row,
     cost,
+    each_alone,
     find_shared_prompts,
     new_cache,
     packed,
@@ -76,7 +74,9 @@ from lightrl.strategies.shared_prefix import (
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 # A run on a few tokens shows what a model supports: a plain head, shared prefixes, packed rows. Families differ, and a
 # wrong guess would silently train on wrong logprobs, so nothing is assumed by name.
@@ -116,7 +116,7 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
     """Layouts of shared_prefix.py whose forwards give the same as one over whole rows; only with full attention."""
     from transformers.cache_utils import DynamicLayer
 
-    if not _takes(model, "past_key_values") or _rope_depends_on_length(model):
+    if not _takes(model, "past_key_values") or rope_depends_on_length(model):
         return {}
     if not all(type(layer) is DynamicLayer for layer in new_cache(model).layers):
         return {}
@@ -145,21 +145,42 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     """
     if getattr(model.config.get_text_config(), "index_topk", None):
         return False  # sparse selection among a row's keys; these few tokens are below its size
-    if not _takes(model, "position_ids") or _rope_depends_on_length(model) or not make_packable(model):
+    if not _takes(model, "position_ids") or rope_depends_on_length(model) or not make_packable(model):
         return False
-    lengths, prompts, positions, last = [3, 3], [-1, -1], [0, 1, 2, 0, 1, 2], [3, 4, 5]
-    if shares_prompt:
-        if is_flash(model):  # transformers' own cannot repeat keys
-            return False
-        lengths, prompts, positions, last = [3, 1, 2], [-1, 0, 0], [0, 1, 2, 3, 3, 4], [0, 1, 2, 4, 5]
-    token_ids, position_ids = _some_tokens(model, 6), torch.tensor([positions], device=model.device)
-    starts = arguments(model, PackedRows(lengths, model.device, {model.dtype: "sdpa"}, prompts))
+    with_states = keeps_states(model.config)
+    if shares_prompt and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
+        return False
+    # Longer than convolutions; the second crosses the borders of a scan's chunks, the third starts beyond them.
+    lengths = [6, 262, 6] if with_states else [3, 1, 2]
+    prompts = [-1, 0, 0] if shares_prompt else [-1, -1, -1]
+    parts = torch.split(token_ids := _some_tokens(model, sum(lengths)), lengths, dim=1)
+    trajectories = [
+        part if prompt < 0 else torch.cat([parts[prompt], part], dim=1)
+        for part, prompt in zip(parts, prompts, strict=True)
+    ]
+    positions = [torch.arange(trajectory.shape[1], device=model.device) for trajectory in trajectories]
+    position_ids = torch.cat([row[-num:] for row, num in zip(positions, lengths, strict=True)])[None]
+    rows = PackedRows(lengths, model.device, {model.dtype: "sdpa"}, prompts)
+    starts = arguments(model, rows, with_states=with_states)
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
-    except (NotPackable, TypeError):  # TypeError: the model takes no further arguments
+    except (TypeError, ValueError) as error:
+        # Arguments that it does not take; NotPackable; or transformers' own error for a recurrence without kernels.
+        log.info("%s: %s", "Packed rows repeat prompts" if shares_prompt else "Trajectories are padded", error)
         return False
-    num = lengths[-1]
-    return _is_close(output.last_hidden_state[:, -num:], _hidden(model, token_ids[:, last])[:, -num:])
+    expected = [_hidden(model, row)[:, -num:] for row, num in zip(trajectories, lengths, strict=True)]
+    return _is_close(output.last_hidden_state, torch.cat(expected, dim=1))
+
+
+def may_be_cut(config: PretrainedConfig) -> bool:
+    """Whether attention alone mixes tokens, by a model without memory; `can_pack` then tries a real one."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
+        return False  # a state of its own, such as that of a convolution, or the index of sparse attention
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = new_model(config)
+    return not rope_depends_on_length(model) and make_packable(model)
 
 
 def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:
@@ -176,7 +197,7 @@ def _takes(model: PreTrainedModel, argument: str) -> bool:
     return argument in set(inspect.signature(model.base_model.forward).parameters)
 
 
-def _rope_depends_on_length(model: PreTrainedModel) -> bool:
+def rope_depends_on_length(model: PreTrainedModel) -> bool:
     parameters: dict[str, Any] = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return any(kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE for kind in kinds)
@@ -222,13 +243,16 @@ class SingleModel:
         settings: what the engine does to the logits.
         value_head: a critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
         form: how padding is removed; None picks, for each microbatch, the cheapest that is exact for this model.
-        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts. The
-            first layer's code serves all layers of like shapes, and microbatches of any lengths.
+        compile_layers: `torch.compile` each decoder layer; None does on NVIDIA GPUs for models without experts and
+            states (models/hybrids.py). The first layer's code serves all layers of like shapes, and microbatches of
+            any lengths.
         replays_routes: route tokens by the experience's routes, if it has any; False for models other than the policy.
 
     Raises:
         ValueError: if `form` is not exact for the model, or the model cannot have a head on its body.
     """
+
+    context_group: dist.ProcessGroup | None = None  # ranks that share packed rows
 
     def __init__(
         self,
@@ -254,9 +278,11 @@ class SingleModel:
                 f"A critic cannot share the body of {type(model).__name__}, whose output head is more than a matrix "
                 "product. Set critic to a checkpoint."
             )
-        self._max_row = context_tokens(model.config) if _rope_depends_on_length(model) else None
+        self._max_row = context_tokens(model.config) if rope_depends_on_length(model) else None
         self.layouts = exact_layouts(model) if self.head_is_plain else {}
-        self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
+        self.keeps_states = keeps_states(model.config)
+        packs = form == "packed" or self.context_group is not None or model.device.type != "cpu"
+        self.can_pack = self.head_is_plain and packs and can_pack(model)
         self.shares_packed_prompts = self.can_pack and can_pack(model, shares_prompt=True)
         exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
         if form not in (None, *exact):
@@ -287,6 +313,9 @@ class SingleModel:
                     self._trained_parameters(),
                 )
 
+    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
+        return self._outputs(microbatch, topk)
+
     def _trained_parameters(self) -> list[Tensor]:
         """Each once; a critic's own head is in its model, one on the policy's body is not."""
         heads = () if self.value_head is None else self.value_head.parameters()
@@ -304,7 +333,10 @@ class SingleModel:
         return bucketed((pair for tensors in exported for pair in tensors.items()), bucket_bytes)
 
     def move_to(self, device: torch.device) -> None:
-        self.model.to(device)
+        source = self.model.device
+        self.model.to(device, non_blocking=True)  # torch takes pinned memory for copies to the host
+        if source.type not in ("cpu", device.type):
+            torch.get_device_module(source).synchronize(source)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
         rows, join = branch_rows(experience)
@@ -329,7 +361,10 @@ class SingleModel:
                 # A token's value is that of the state before it was sampled.
                 results["values"] = self.value_head(hidden)[:, 0].float()
         shape = experience.token_ids.shape
-        return Outputs(**{name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()})
+        results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
+        if self.context_group is not None and self._choose(experience)[0] == "packed":  # else each rank has all of it
+            results = {name: Total.apply(value, self.context_group) for name, value in results.items()}  # type: ignore[no-untyped-call]
+        return Outputs(**results)
 
     def _read_hidden(
         self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor, candidates: Candidates
@@ -370,12 +405,15 @@ class SingleModel:
                 rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
                 yield picked[rows], columns, hidden[rows, columns]
 
-    def _layer_input(self, experience: Experience, rows: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
-        """The model's arguments for token ids [b, T] of these rows [b]; with images, embeddings [b, T, H]."""
-        if experience.pixel_values is None or experience.image_rows is None:
-            return {"input_ids": token_ids}
-        images = experience.image_rows[rows]
-        return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, images)}
+    def _layer_input(
+        self, experience: Experience, rows: Tensor, token_ids: Tensor, places: tuple[Tensor, Tensor] | None = None
+    ) -> dict[str, Any]:
+        """The model's arguments for token ids [b, T] of these rows [b], or for those at `places`, end to end."""
+        if experience.pixel_values is None:
+            return {"input_ids": token_ids if places is None else token_ids[places][None]}
+        images = ImageTable(*(experience[name] for name in ImageTable._fields))
+        images = images._replace(image_rows=on_host(images.image_rows)[on_host(rows)])
+        return image_inputs(self.model, token_ids, images, places=places)
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
         """Route a forward over the tokens at these rows and columns of the experience as the engine did."""
@@ -387,10 +425,14 @@ class SingleModel:
 
     def _choose(self, experience: Experience) -> tuple[str, Plan]:
         """The cheapest exact form for this microbatch, and its plan if prompts can be shared."""
+        kind = None if experience.pixel_values is None else image_kind(self.model.config)
+        if kind == "bidirectional":
+            return "rectangles", []
         if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
             return "packed", []
-        replays = self.routes is not None and experience.routes is not None  # not with shared prompts
-        if self.form in ("packed", "rectangles") or not self.layouts or replays:
+        replays = self.routes is not None and experience.routes is not None
+        # Replayed routes belong to a trajectory, and a cached prompt has no positions of a grid.
+        if self.form in ("packed", "rectangles") or not self.layouts or replays or kind == "grid":
             return self.form or "rectangles", []
         prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
         if self.form is not None:
@@ -406,30 +448,37 @@ class SingleModel:
             yield picked, experience.token_ids[picked, : max(lengths[row] for row in members)]
 
     def _packed_hidden(self, experience: Experience) -> _Part:
-        """Run all trajectories end to end in one row; attention gets their starts."""
-        device = experience.token_ids.device
+        """Run all trajectories end to end in one row, or this rank's part of it; attention gets their starts."""
+        device, group = experience.token_ids.device, self.context_group
+        index, num = (0, 1) if group is None else (group.rank(), group.size())
         layout = self._packed_tokens(experience)
-        tokens = to_device(layout.rows, device), to_device(layout.columns, device)
-        starts = arguments(self.model, PackedRows(layout.lengths, device, prompts=layout.prompts))
-        all_rows = torch.arange(len(experience), device=device)
-        inputs = self._layer_input(experience, all_rows, experience.token_ids)
-        inputs = {name: value[tokens][None] for name, value in inputs.items()} | starts
+        size = -(-len(layout.rows) // num)  # tokens of each rank's part; the first token of all fills up the last part
+        padding = num * size - len(layout.rows)
+        first = index * size
+        filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
+        tokens = to_device(filled[0, first : first + size], device), to_device(filled[1, first : first + size], device)
+        packed_rows = PackedRows([*layout.lengths, padding], device, prompts=[*layout.prompts, -1], group=group)
+        starts = arguments(self.model, packed_rows, with_states=self.keeps_states)
+        inputs = self._layer_input(experience, torch.arange(len(experience)), experience.token_ids, tokens)
+        inputs = {"position_ids": tokens[1][None], **inputs, **starts}
         with self._replaying(experience, *tokens):
-            output = self.model.base_model(**inputs, position_ids=tokens[1][None], use_cache=False)
+            output = self.model.base_model(**inputs, use_cache=False)
         rows, columns = predicting_positions(on_host(experience.loss_mask))
-        picked = to_device(layout.flat_indices[rows, columns], device)
-        return to_device(rows, device), to_device(columns, device), output.last_hidden_state[0][picked]
+        places = layout.flat_indices[rows, columns] - first
+        is_here = (places >= 0) & (places < size)
+        rows, columns, places = (to_device(values[is_here], device) for values in (rows, columns, places))
+        return rows, columns, output.last_hidden_state[0][places]
 
     def _packed_tokens(self, experience: Experience) -> PackedTokens:
         """The layout of the packed row, with each prompt once where that saves enough."""
-        replays = self.routes is not None and experience.routes is not None  # by trajectory, not by prompt
+        # routes belong to a trajectory, not to a prompt
+        replays = self.routes is not None and experience.routes is not None
         if self.shares_packed_prompts and not replays:
             prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
             layout = packed(prompts, experience.token_ids.shape)
             if len(layout.rows) <= _LARGEST_SHARED_FRACTION * int((on_host(experience.lengths) - 1).sum()):
                 return layout
-        lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # a last token predicts nothing
-        return packed([Row(length, [row], [0]) for row, length in enumerate(lengths)], experience.token_ids.shape)
+        return packed(each_alone(experience), experience.token_ids.shape)
 
     def _read_logits(self, experience: Experience, candidates: Candidates) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Rows [N], columns [N] and fields of Outputs, from the model's logits: for heads that are not plain."""
@@ -459,8 +508,11 @@ class SingleModel:
 
 
 def compiles(model: torch.nn.Module, device: torch.device, compile_layers: bool | None) -> bool:
-    """Whether to compile the decoder layers: as set; None compiles those without experts on NVIDIA GPUs."""
-    return can_compile(device.type) and not moe_blocks(model) if compile_layers is None else compile_layers
+    """Whether to compile the decoder layers: as set; None compiles those without experts and states on NVIDIA GPUs."""
+    if compile_layers is not None:
+        return compile_layers
+    config = getattr(model, "config", None)
+    return can_compile(device.type) and not moe_blocks(model) and (config is None or not keeps_states(config))
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

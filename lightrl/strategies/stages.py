@@ -9,8 +9,9 @@ tokens of a teacher at each; H hidden size. Stages send each other [R, W / tp, H
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -29,32 +30,35 @@ from lightrl.functional import (
     hidden_logprobs,
     hidden_topk,
     on_host,
-    pack,
     predicted_token_ids,
     predicting_positions,
+    to_device,
 )
-from lightrl.models import Candidates, ModelSpec, scalar_head
+from lightrl.models import Candidates, Role, scalar_head
 from lightrl.models.conversion import checkpoint_files, load_parts
+from lightrl.models.lora import adapter_reader, base_name, is_adapter
 from lightrl.models.model_spec import check_files
 from lightrl.strategies.empty_model import give_memory, take_role
 from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.packed_attention import PackedRows, no_mask
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.role_mesh import empty_out
+from lightrl.strategies.shared_prefix import each_alone, packed
 from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked, supports_at
 from lightrl.strategies.tensor_parallel import (
-    embed,
     local,
+    part_of_sequence,
+    share_parameters,
     split_parameters,
     vocab_parallel_logprobs,
     vocab_parallel_topk,
     whole_sequence,
 )
-from lightrl.strategies.tensor_plans import Family, check_sizes, family_of, layer_kinds, logit_cap, split_layers
+from lightrl.strategies.tensor_plans import Logits, check_model, check_sizes, split_layers, tensor_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Feed:
     """One microbatch as input of the stages, without the padding of other microbatches; the same on all its ranks."""
 
     token_ids: Tensor  # int64 [R, W]
-    position_ids: Tensor  # int64 [R, W] or [1, W]; restart in a packed row
+    position_ids: Tensor | None  # int64 [1, W], of a packed row, where they restart
     packed_rows: PackedRows | None  # the packed row's, for its attention
     rows: Tensor  # [N], the predicting positions in [R, W]
     columns: Tensor
@@ -79,21 +83,19 @@ class Feed:
         """The feed of a microbatch; W is a multiple of `multiple`."""
         rows, columns = positions = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
-        packed_rows = None
+        packed_rows = position_ids = None
         if is_packed:
-            lengths = on_host(experience.lengths).tolist()
-            packed = pack(experience.token_ids, lengths)
-            rows, columns = torch.zeros_like(rows), packed.starts[rows] + columns
-            extra = -len(packed.rows) % multiple
-            packed_rows = PackedRows([*lengths, extra], device)
-            token_ids = nn.functional.pad(packed.token_ids, (0, extra))
-            position_ids = torch.cat([packed.position_ids, torch.arange(extra, device=device)[None]], 1)
+            layout = packed(each_alone(experience), experience.token_ids.shape)
+            extra = -len(layout.rows) % multiple
+            packed_rows = PackedRows([*layout.lengths, extra], device)
+            tokens = to_device(nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, extra)), device)
+            token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
+            rows, columns = torch.zeros_like(rows), to_device(layout.flat_indices, device)[rows, columns]
         else:  # no token sees the padding at the end of its row; a row's last token predicts nothing
             width = max(1, int(on_host(experience.lengths).max()) - 1)
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
             token_ids = nn.functional.pad(token_ids, (0, width - token_ids.shape[1]))
-            position_ids = torch.arange(width, device=device)[None]
         masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
         return cls(
             token_ids=token_ids,
@@ -120,15 +122,17 @@ class Feed:
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a model; shares its modules with the model, which keeps their names.
+    """Consecutive layers of a model: the model's body with identities for the parts of other stages.
+
+    Shares its modules with the model, which keeps their names.
 
     Args:
         model: the Hugging Face model, already without the parts of other ranks.
-        layers: which of its layers.
-        is_first: takes token ids instead of hidden states.
+        layers: which of its layers; with the first it takes token ids instead of hidden states.
         is_last: returns, instead of hidden states, logprob, entropy and value of each predicted token, [N, 3], 0 if the
             model has no head for it; then the logprobs of the K further tokens, and the ids of the top-k.
         tp: mesh of the tp axis.
+        logits: what the model does to the head's outputs.
         value_head: the critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
     """
 
@@ -137,68 +141,50 @@ class Stage(nn.Module):
         model: PreTrainedModel,
         layers: range,
         *,
-        is_first: bool,
         is_last: bool,
         tp: DeviceMesh,
+        logits: Logits,
         value_head: nn.Linear | None = None,
     ) -> None:
         super().__init__()
-        body = model.base_model
-        self.is_first, self.is_last, self.tp = is_first, is_last, tp
-        self.config: PretrainedConfig = model.config
-        self.family: Family = family_of(model.config)
-        kinds = layer_kinds(model.config)
-        self.kinds = [kinds[index] for index in layers]
-        self.cap = logit_cap(model.config)
-        self.layers = nn.ModuleList([body.layers.get_submodule(str(index)) for index in layers])
-        self.rotary = body.rotary_emb
-        self.embedding = body.embed_tokens if is_first else None
-        self.norm = body.norm if is_last else None
+        self.is_last, self.tp, self.logits = is_last, tp, logits
+        self.body = copy.copy(model.base_model)
+        self.body._modules = dict(self.body._modules)  # its children, of which the model keeps its own
+        held = dict(self.body.layers.named_children())
+        indices = range(model.config.num_hidden_layers)
+        parts = [held[str(index)] if index in layers else PipelineIdentityLayer() for index in indices]
+        self.body.layers = nn.ModuleList(parts)
+        if layers.start > 0:
+            self.body.embed_tokens = None  # FSDP shards a parameter in one stage only
+        if not is_last:
+            self.body.norm = PipelineIdentityLayer()
         self.head = model.get_output_embeddings() if is_last else None
         own_head = scalar_head(model)
         self.value_head = (value_head if own_head is None else own_head) if is_last else None
+        self._received: Tensor | None = None
+        # FSDP's hook reads the inputs, so this one runs first.
+        parts[layers.start].register_forward_pre_hook(self._enter, prepend=True)
 
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
         """Hidden states [R, W / tp, H] from those of the previous stage, None for the first; at the end [N, width]."""
-        if hidden is None:
-            assert self.embedding is not None
-            is_split = self.tp.size() > 1
-            hidden = embed(self.embedding, feed.token_ids, self.tp) if is_split else self.embedding(feed.token_ids)
-        masks = self._masks(feed, hidden)
-        packed = {} if feed.packed_rows is None else {"packed_rows": feed.packed_rows}
-        ropes = self._ropes(feed, hidden)
-        for layer, kind in zip(self.layers, self.kinds, strict=True):
-            hidden = layer(
-                hidden,
-                attention_mask=masks[kind],
-                position_embeddings=ropes[kind],
-                position_ids=feed.position_ids,
-                past_key_values=None,
-                **packed,
-            )
+        self._received = hidden
+        inputs: dict[str, Any] = {"input_ids": feed.token_ids}
+        if hidden is not None:  # read for shape, dtype and device: the first layer gets `hidden`, a part of the width
+            inputs = {"inputs_embeds": hidden.new_empty(1).expand(*feed.token_ids.shape, hidden.shape[-1])}
+        if feed.packed_rows is not None:
+            inputs |= {"position_ids": feed.position_ids, "packed_rows": feed.packed_rows}
+            inputs["attention_mask"] = no_mask(feed.token_ids.device)
+        hidden = self.body(**inputs, use_cache=False).last_hidden_state
         return self._results(hidden, feed, settings) if self.is_last else hidden
 
-    def _masks(self, feed: Feed, hidden: Tensor) -> dict[str, Any]:
-        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-
-        if feed.packed_rows is not None:
-            return dict.fromkeys(self.kinds, no_mask(hidden.device))
-        make = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        # Only its shape, dtype and device are read; `hidden` may be a part of the whole width.
-        like = hidden.new_empty(1).expand(*feed.token_ids.shape, self.config.hidden_size)
-        return {
-            kind: make[kind](config=self.config, inputs_embeds=like, attention_mask=None, past_key_values=None)
-            for kind in set(self.kinds)
-        }
-
-    def _ropes(self, feed: Feed, hidden: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        if self.family.ropes_by_kind:
-            return {kind: self.rotary(hidden, feed.position_ids, kind) for kind in set(self.kinds)}
-        return dict.fromkeys(self.kinds, self.rotary(hidden, feed.position_ids))
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Give the stage's first layer its part of the embedded sequence, or what the previous stage sent."""
+        hidden, self._received = self._received, None
+        if hidden is None:
+            hidden = part_of_sequence(args[0], self.tp) if self.tp.size() > 1 else args[0]
+        return (hidden, *args[1:])
 
     def _results(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> Tensor:
-        assert self.norm is not None
-        hidden = self.norm(hidden)
         is_split = self.tp.size() > 1
         zeros = torch.zeros(len(feed.rows), 1, dtype=torch.float32, device=hidden.device)
         logprobs, entropy, values = zeros, zeros, zeros
@@ -218,7 +204,7 @@ class Stage(nn.Module):
         ids = ids_to_read(feed.targets, feed.candidates, lambda num: topk(num=num, num_ids=settings.num_ids))
         logprobs, entropy = read(
             token_ids=ids,
-            temperature=settings.temperature,
+            temperature=settings.temperature / self.logits.scale,
             entropy_gradient=settings.entropy_needs_gradient,
             supports=feed.supports,
         )
@@ -232,11 +218,11 @@ class Stage(nn.Module):
     def _readers(self, hidden: Tensor, masks: dict[str, Any]) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
         """Return the functions that find the top-k tokens and read logprobs at these positions."""
         head: Any = self.head
-        if self.tp.size() == 1 and self.cap is None:
+        if self.tp.size() == 1 and self.logits.cap is None:
             plain = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
             return functools.partial(hidden_topk, **plain), functools.partial(hidden_logprobs, **plain)
         group = self.tp.get_group() if self.tp.size() > 1 else None
-        split = {"hidden": hidden, "weight": local(head.weight), "group": group, "cap": self.cap, **masks}
+        split = {"hidden": hidden, "weight": local(head.weight), "group": group, "cap": self.logits.cap, **masks}
         return functools.partial(vocab_parallel_topk, **split), functools.partial(vocab_parallel_logprobs, **split)
 
 
@@ -245,11 +231,11 @@ class SplitModel:
     """A model that this rank holds a part of."""
 
     model: PreTrainedModel
+    whole: PreTrainedModel  # has the modules of all ranks, without memory
     mesh: DeviceMesh
     pipeline: Pipeline
     stages: dict[int, Stage]
-    parameters: list[tuple[str, torch.Size, torch.dtype, int]]  # the whole model's: name, shape, dtype, stage
-    has_logprobs: bool  # whether the model has a vocabulary head
+    stage_of: dict[str, int]  # the stage of each of the whole model's parameters
     has_values: bool  # whether it has a scalar head, its own or a critic's
     tied: Tensor | None  # this rank's embedding if it is also the output head of another rank, or the reverse
     tied_group: dist.ProcessGroup | None
@@ -285,9 +271,8 @@ class SplitModel:
 
     def held_parameters(self) -> dict[str, Tensor]:
         """Name → this rank's part of the parameter; without the copy of a tied embedding."""
-        mine = dict(self.model.named_parameters())
-        ranks = {name: stage % self.pipeline.num_ranks for name, _, _, stage in self.parameters}
-        return {name: mine[name] for name, rank in ranks.items() if rank == self.pipeline.rank}
+        mine, here = dict(self.model.named_parameters()), self.pipeline.rank
+        return {name: mine[name] for name, stage in self.stage_of.items() if stage % self.pipeline.num_ranks == here}
 
 
 def split_model(
@@ -304,7 +289,7 @@ def split_model(
     """Reduces a model, the same on all ranks, to this rank's part, in place; collective.
 
     Args:
-        model: of a family in tensor_plans.py, with a vocabulary head, a scalar head or both.
+        model: with a vocabulary head, a scalar head or both.
         mesh, ends: with the axes pp, dp, tp, and its `ends_group`.
         schedule, stages_per_rank: as in Parallel3DStrategy.
         device: of the part; None for the CPU.
@@ -316,11 +301,14 @@ def split_model(
     """
     pp, tp = mesh["pp"], mesh["tp"]
     check_sizes(model.config, pp.size(), tp.size(), schedule, stages_per_rank)
+    logits = check_model(model.config, tp.size())
     device = torch.device("cpu") if device is None else device
+    memo = {id(value): nn.Parameter(value.detach().to("meta"), value.requires_grad) for value in model.parameters()}
+    whole = copy.deepcopy(model, memo)
     pipeline = Pipeline(pp.get_group() if pp.size() > 1 else None, pp.size(), stages_per_rank, device)
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
-    parameters = [(name, value.shape, value.dtype, _stage_of(name, ranges)) for name, value in model.named_parameters()]
+    stage_of = {name: _stage_of(name, ranges) for name, _ in model.named_parameters()}
     body = model.base_model
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
@@ -334,21 +322,25 @@ def split_model(
     if role is None:
         model.to(device=device)
     else:
-        _load_held(model, role.spec, device, is_tied=is_tied)
+        _load_held(model, role, device, is_tied=is_tied)
     if tp.size() > 1:
         _split_over_tp(model, value_head if last in held else None, tp)
     if checkpoint_activations:
         for layer in body.layers.children():
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    if mesh["dp"].size() > 1:  # several stages would gather again for each microbatch: parameters stay whole
+        for layer in body.layers.children():
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=pp.size() == 1)
     stages = {
-        stage: Stage(model, layers, is_first=stage == 0, is_last=stage == last, tp=tp, value_head=value_head)
+        stage: Stage(model, layers, is_last=stage == last, tp=tp, logits=logits, value_head=value_head)
         for stage, layers in held.items()
     }
-    _shard_over_dp(stages.values(), mesh)
+    for stage in stages.values() if mesh["dp"].size() > 1 else ():
+        fully_shard(stage, mesh=mesh["dp"], reshard_after_forward=False)
     tied: Tensor | None = None
     if is_tied and pp.size() > 1 and (0 in held or last in held):
         tied = body.embed_tokens.weight if 0 in held else model.get_output_embeddings().weight
-    return SplitModel(model, mesh, pipeline, stages, parameters, head is not None, has_values, tied, ends)
+    return SplitModel(model, whole, mesh, pipeline, stages, stage_of, has_values, tied, ends)
 
 
 def _drop_other_stages(
@@ -373,38 +365,34 @@ def _drop_other_stages(
 def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: DeviceMesh) -> None:
     """Splits what this rank holds of the model, and the value head if it holds that, over the tp axis."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    split_parameters(model.base_model, model.get_output_embeddings(), family_of(model.config), tp)
+    split_parameters(model.base_model, model.get_output_embeddings(), tensor_plan(model.config), tp)
     for scalar in (scalar_head(model), value_head):
         if scalar is not None:
-            parallelize_module(scalar, tp, SequenceParallel(use_local_output=True))
-    for name, parameter in model.named_parameters():  # SequenceParallel makes every parameter trainable
+            share_parameters(scalar, tp)
+    for name, parameter in model.named_parameters():  # parallelize_module makes parameters trainable
         parameter.requires_grad_(name not in frozen)
 
 
-def _shard_over_dp(stages: Iterable[Stage], mesh: DeviceMesh) -> None:
-    if mesh["dp"].size() == 1:
-        return
-    # With several stages each microbatch would gather the parameters again: they stay whole within an update.
-    for stage in stages:
-        for layer in stage.layers:
-            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=mesh["pp"].size() == 1)
-        fully_shard(stage, mesh=mesh["dp"], reshard_after_forward=False)
-
-
-def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *, is_tied: bool) -> None:
+def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_tied: bool) -> None:
     """Gives the part that this rank holds of a model without memory its weights, which the rank reads itself."""
+    spec = role.spec
     give_memory(model, device)
     if spec.path is not None:
         check_files(Path(spec.path))
     head, embed_tokens = model.get_output_embeddings(), model.base_model.embed_tokens
+    made: dict[str, Tensor] = {}
     if checkpoint_files(spec):
         renamed = {"lm_head.weight": "embed_tokens.weight"} if is_tied and head is not None else {}
         load_parts(model, spec, device=device, renamed=renamed, is_whole=False)
     else:
         made = spec.load_model().state_dict()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(made[name])
+    read_adapter = None if role.lora is None else adapter_reader(role.lora, spec.random_seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if read_adapter is not None and is_adapter(name):
+                parameter.copy_(read_adapter(name, parameter.shape))
+            elif made:
+                parameter.copy_(made[base_name(name)])
     if is_tied and head is not None and embed_tokens is not None:
         head.weight = embed_tokens.weight
 

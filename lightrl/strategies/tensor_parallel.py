@@ -9,23 +9,16 @@ gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightrl.functional.supports import Supports, support_scores
-from lightrl.strategies.tensor_plans import Family
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,59 +27,89 @@ if TYPE_CHECKING:
 _CHUNK_LOGITS = 2**25
 
 
-def split_parameters(body: nn.Module, head: nn.Linear | None, family: Family, mesh: DeviceMesh) -> None:
+def split_parameters(body: nn.Module, head: nn.Linear | None, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Turns the parameters of a causal language model into DTensors on the tp mesh, in place.
 
     Args:
         body: with `layers`, and with `embed_tokens` and `norm` if this rank has them.
         head: the output head, if this rank has it; stays tied to the embedding if it was.
-        family: determines the names.
+        plan: of `tensor_plan`.
         mesh: of the tp axis.
     """
     embedding: Any = getattr(body, "embed_tokens", None)
     is_tied = head is not None and embedding is not None and head.weight is embedding.weight
     for layer in body.layers.children():  # type: ignore[union-attr]
-        parallelize_module(layer, mesh, _layer_plan(family))
-    if isinstance(getattr(body, "norm", None), nn.Module) and any(True for _ in body.norm.parameters()):  # type: ignore[union-attr]
-        parallelize_module(body, mesh, {"norm": SequenceParallel(use_local_output=True)})
+        _split_layer(layer, plan, mesh)
+    if isinstance(getattr(body, "norm", None), nn.Module):
+        share_parameters(body.norm, mesh)  # type: ignore[arg-type]
     if embedding is not None:
-        _split_rows(embedding, mesh)
+        _hold(embedding, mesh, Shard(0))
+        embedding.forward = functools.partial(_embed, embedding, mesh)
     if head is not None and is_tied:
         head.weight = embedding.weight
     elif head is not None:
-        _split_rows(head, mesh)
+        _hold(head, mesh, Shard(0))
 
 
-def _layer_plan(family: Family) -> dict[str, ParallelStyle]:
-    split, whole = Shard(1), Replicate()
-    plan: dict[str, ParallelStyle] = {
-        "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": split}, desired_input_kwarg_layouts={"hidden_states": whole}
-        ),
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(output_layouts=split),
-        "mlp": PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,)),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(output_layouts=split),
-    }
-    plan |= {name: SequenceParallel(use_local_output=True) for name in family.norms}
-    if family.head_norm_axis is not None:
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):  # all heads share one weight; a rank has some heads
-            plan[name] = SequenceParallel(sequence_dim=family.head_norm_axis, use_local_output=True)
-    return plan
+def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    styles: dict[str, ParallelStyle] = {}
+    for name, style in plan.items():
+        adapted = hasattr(layer.get_submodule(name), "base_layer")
+        base, down, up = (f"{name}.{part}" for part in ("base_layer", "lora_A.default", "lora_B.default"))
+        if style == "colwise":
+            styles[base if adapted else name] = ColwiseParallel()
+            if adapted:  # all ranks compute A x of the whole sequence
+                styles[up] = ColwiseParallel()
+                _hold(layer.get_submodule(down), mesh, Replicate())
+        elif style == "rowwise":
+            styles[base if adapted else name] = RowwiseParallel(output_layouts=Shard(1))
+            if adapted:
+                styles[down] = RowwiseParallel(output_layouts=Shard(1))
+    for name in {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}:
+        gather = functools.partial(_gather_input, mesh)
+        layer.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
+    for name, module in layer.named_modules():
+        if name not in styles and not any(isinstance(value, DTensor) for value in module.parameters(recurse=False)):
+            share_parameters(module, mesh)
+    parallelize_module(layer, mesh, styles)
 
 
-def _split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+def _gather_input(
+    mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give attention and MLP the whole sequence of hidden states: their first argument, however it is passed."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    whole = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False).redistribute(mesh, [Replicate()])
+    return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
+
+
+def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Gives a module whose ranks see some of the tokens or heads its own parameters whole, as DTensors.
+
+    Their gradients are each rank's summand.
+    """
+    _hold(module, mesh, Replicate())
+    if any(True for _ in module.parameters(recurse=False)):
+        module.forward = functools.partial(_call_with_summands, module, module.forward)
+
+
+def _call_with_summands(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    """The module's forward with its DTensors as plain tensors, whose gradients are summands."""
+    held = dict(module.named_parameters(recurse=False))
+    if not any(isinstance(parameter, DTensor) for parameter in held.values()):
+        return forward(*args)  # functional_call has come back here
+    here = {name: value.to_local(grad_placements=[Partial()]) for name, value in held.items()}  # type: ignore[attr-defined]
+    return torch.func.functional_call(module, here, args)
+
+
+def _hold(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     for key, parameter in list(module.named_parameters(recurse=False)):
-        split = distribute_tensor(parameter, mesh, [Shard(0)])
-        module.register_parameter(key, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        held = distribute_tensor(parameter, mesh, [placement])
+        module.register_parameter(key, nn.Parameter(held, requires_grad=parameter.requires_grad))
 
 
-def embed(embedding: nn.Embedding, token_ids: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Embeds this rank's part of the sequence, [B, T / tp, H]; the embedding's rows are split over tp."""
+def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tensor:
+    """Embeds tokens, [B, T, H], with the embedding's rows split over tp."""
     weight = local(embedding.weight)
     first = mesh.get_local_rank() * weight.shape[0]
     is_here = (token_ids >= first) & (token_ids < first + weight.shape[0])
@@ -99,8 +122,15 @@ def embed(embedding: nn.Embedding, token_ids: Tensor, mesh: DeviceMesh) -> Tenso
     if scale is not None:
         rows = rows * scale.to(weight.dtype)
     parts = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
-    embedded: Tensor = parts.redistribute(mesh, [Shard(1)]).to_local()
+    embedded: Tensor = parts.redistribute(mesh, [Replicate()]).to_local()
     return embedded
+
+
+def part_of_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part [B, T / tp, ...] of what all ranks have whole."""
+    whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+    part: Tensor = whole.redistribute(mesh, [Shard(1)]).to_local()
+    return part
 
 
 def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) -> Tensor:

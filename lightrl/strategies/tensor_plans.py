@@ -1,67 +1,140 @@
-"""Model families of 3D parallelism: how their layers are split over tp, and which layers make a pipeline stage.
+"""Plans of 3D parallelism from Hugging Face's own: how layers are split over tp, and which make a pipeline stage.
 
-All functions work on a config alone, without devices or process groups. To add a family, add a line to FAMILIES;
-tests/strategies/test_tensor_plans.py then checks for equal logprobs under pp and tp.
+A config's class has a plan for each: `base_model_tp_plan` and `base_model_pp_plan`. What a plan does not say, a run of
+the model without memory shows; no function needs devices or process groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+from torch import Tensor, nn
+
+from lightrl.models.images import new_model
+from lightrl.models.moe import moe_blocks
 from lightrl.strategies.ranks import divisors
+from lightrl.strategies.single import rope_depends_on_length
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a family's decoder layers differ from Llama's; all have q, k, v, o, gate, up and down projections."""
-
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # a layer's, over the hidden states
-    float_norms: bool = False  # a norm multiplies by its weight in float32, whatever the model's dtype
-    head_norm_axis: int | None = None  # in q_norm's and k_norm's inputs, such as 2 for [B, T, heads, head size]
-    ropes_by_kind: bool = False  # one rotary embedding per kind of layer
-    window_everywhere: bool = False  # `sliding_window` applies to all layers, not those named in `layer_types`
-
-
-_GEMMA_NORMS = (*Family().norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-
-# Keys are the config's `model_type`.
-FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(head_norm_axis=2),
-    "mistral": Family(window_everywhere=True),
-    "gemma": Family(float_norms=True),
-    "gemma2": Family(norms=_GEMMA_NORMS, float_norms=True),
-    "gemma3_text": Family(norms=_GEMMA_NORMS, float_norms=True, head_norm_axis=1, ropes_by_kind=True),
-}
+    from transformers import PretrainedConfig, PreTrainedModel
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 
-
-def family_of(config: PretrainedConfig) -> Family:
-    """The family of a model; raises ValueError if FAMILIES lacks it."""
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise ValueError(
-            f"model_type={config.model_type!r} has no plan for tensor and pipeline parallelism. Use one of "
-            f"{', '.join(FAMILIES)}, or FSDP2Strategy, which takes any model, or add the family to "
-            "lightrl/strategies/tensor_plans.py."
-        )
-    return family
+# What a plan may do to a module of a layer: split its rows, its columns, or nothing but its heads' activations.
+_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+_BODY = {"embed_tokens", "layers", "norm"}
 
 
-def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """`full_attention` or `sliding_attention`, for each layer."""
-    num: int = config.num_hidden_layers
-    if family_of(config).window_everywhere:
-        return ["full_attention" if config.sliding_window is None else "sliding_attention"] * num
-    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
-    return ["full_attention"] * num if kinds is None else list(kinds)
+@dataclass(frozen=True)
+class Logits:
+    """Changes of the head's outputs: `scale` times them, or cap · tanh(x / cap) with a cap."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
+    """The plan of the model's family for tp: module of a layer, such as `self_attn.q_proj` → `colwise` or `rowwise`.
+
+    Raises:
+        ValueError: if there is none, or it has more than Parallel3DStrategy can do.
+    """
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan:
+        _refuse(config, "transformers has no plan for its tensor parallelism (base_model_tp_plan)")
+    for name, style in plan.items():
+        if not name.startswith("layers.*.") or style not in _STYLES:
+            _refuse(config, f"its plan has {style} for {name}")
+    return {name.removeprefix("layers.*."): style for name, style in plan.items()}
+
+
+def check_model(config: PretrainedConfig, tp: int) -> Logits:
+    """Run a model without memory to see how its parts fit together; returns what it does to logits.
+
+    Raises:
+        ValueError: if stages or tensor slices would compute something else than the whole model.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = new_model(config).eval()
+    body: Any = model.base_model
+    others = {name.partition(".")[0] for name, _ in body.named_parameters()} - _BODY
+    if others or not all(hasattr(body, name) for name in _BODY):
+        _refuse(config, f"its body is not just embed_tokens, layers and norm (it has {', '.join(sorted(others))})")
+    if moe_blocks(model):
+        _refuse(config, "it is a mixture of experts")
+    if rope_depends_on_length(model):
+        _refuse(config, "its rotary embedding depends on the number of tokens in a forward")
+    for layer in body.layers if tp > 1 else ():
+        _check_layer(config, layer)
+    head = model.get_output_embeddings()
+    if tp > 1 and head.bias is not None:
+        _refuse(config, "its output head has a bias")
+    if tp > 1 and type(body.embed_tokens) is not nn.Embedding and not hasattr(body.embed_tokens, "embed_scale"):
+        _refuse(config, f"its embedding is a {type(body.embed_tokens).__name__}")
+    # Large numbers, since a cap such as 30 · tanh(logits / 30) hardly changes logits near 0.
+    hidden, raw = torch.linspace(-1, 1, 6).view(1, 2, 3), torch.linspace(-99, 101, 8).view(1, 2, 4)
+    fake_layer, fake_head = _Fake(hidden), _Fake(raw)
+    body.layers = nn.ModuleList([fake_layer for _ in body.layers])
+    body.norm = nn.Identity()
+    model.set_output_embeddings(fake_head)
+    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)  # transformers then makes none, for which it reads positions
+    with torch.no_grad():
+        token_ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        logits = model(input_ids=token_ids, attention_mask=mask, use_cache=False).logits
+    if not torch.equal(fake_head.got, hidden):
+        _refuse(config, "it changes hidden states between its last layer and its head")
+    scale, cap = float(logits[0, 0, 0] / raw[0, 0, 0]), getattr(config, "final_logit_softcapping", None)
+    if torch.allclose(logits, raw * scale):
+        return Logits(scale=scale)
+    if cap is None or not torch.allclose(logits, torch.tanh(raw / cap) * cap):
+        _refuse(config, "it does more to logits than to scale or cap them")
+    return Logits(cap=cap)
+
+
+def _check_layer(config: PretrainedConfig, layer: nn.Module) -> None:
+    plan, modules = tensor_plan(config), dict(layer.named_modules())
+    if missing := sorted(set(plan) - set(modules)):
+        _refuse(config, f"its layers differ: one has no {missing[0]}")
+    for name, module in modules.items():
+        if plan.get(name) in ("colwise", "rowwise"):
+            continue
+        shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+        # Ranks have all features of some tokens, or in attention all features of some heads.
+        size = head_size(config) if name.startswith("self_attn.") else config.hidden_size
+        if shapes and ("norm" not in type(module).__name__.lower() or {*shapes} != {(size,)}):
+            _refuse(config, f"no part of {name} ({type(module).__name__}) can be computed alone")
+
+
+def check_adapters(role: str, model: PreTrainedModel, tp: int) -> None:
+    """Raises ValueError for LoRA adapters of a role's model outside of its layers' split modules."""
+    for name in (name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name):
+        inside = name.partition(".layers.")[2].partition(".")[2]
+        if not inside or (tp > 1 and inside not in tensor_plan(model.config)):
+            raise ValueError(
+                f"The {role} has a LoRA adapter of {name!r}, which Parallel3DStrategy does not split. Leave it out of "
+                "lora.target_modules, or use FSDP2Strategy."
+            )
+
+
+class _Fake(nn.Module):
+    """A layer or head that keeps its input and returns a given tensor."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = self.got = output
+
+    def forward(self, hidden: Tensor, **_: object) -> Tensor:
+        self.got = hidden
+        return self.output
+
+
+def _refuse(config: PretrainedConfig, reason: str) -> NoReturn:
+    raise ValueError(
+        f"Parallel3DStrategy cannot split model_type={config.model_type!r}: {reason}. Use FSDP2Strategy, which takes "
+        "any model."
+    )
 
 
 def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
@@ -81,11 +154,19 @@ def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
 
 
 def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stages_per_rank: int) -> None:
-    """Raises ValueError, with the nearest valid choice, for a model that cannot be split this way."""
-    family_of(config)
+    """Raises ValueError, with the nearest valid choice, for a config that says it cannot be split this way."""
+    if pp > 1 and set(getattr(config, "base_model_pp_plan", None) or {}) != _BODY:
+        _refuse(config, "transformers has no plan of embed_tokens, layers and norm for its stages (base_model_pp_plan)")
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    if tp > 1:
+        tensor_plan(config)
+    if pp * tp > 1 and getattr(config, "is_heterogeneous", False):
+        _refuse(config, "its layers differ in size")
     check_schedule(schedule, stages_per_rank)
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        count = int(getattr(config, name))
+    for name in sizes if tp > 1 else ():
+        count = getattr(config, name)
+        if not isinstance(count, int):
+            _refuse(config, f"its layers differ in {name}")
         if count % tp:
             fitting = [
                 size
@@ -145,12 +226,6 @@ def layer_parameters(config: PretrainedConfig) -> int:
     """Parameters of one decoder layer, without norms and biases."""
     attention = 2 * config.hidden_size * head_size(config) * (config.num_attention_heads + config.num_key_value_heads)
     return int(attention + 3 * config.hidden_size * config.intermediate_size)
-
-
-def logit_cap(config: PretrainedConfig) -> float | None:
-    """c if the logits are c · tanh(logits / c), as in Gemma 2; None without a cap."""
-    cap: float | None = getattr(config, "final_logit_softcapping", None)
-    return cap
 
 
 def _listed(sizes: list[int]) -> str:

@@ -1,19 +1,22 @@
 """Digests of what the trainer sends, in a server's dtype and layout, to compare with the server's own.
 
 SGLang's `/weights_checker` and vLLM's `/weight_checker` give one of each parameter, by rank: q, k and v in one tensor,
-gate and up in one, each rank's shard, the vocabulary padded with zeros. `Digests` computes the same from the buckets:
+gate and up in one, all experts of a block in two, each rank's shard, the vocabulary padded with zeros. `Digests`
+computes the same from the buckets:
 
     bucket ─► parts of a tensor ─► complete? ─► a thread: cast, cut into shards, hash ─► digests by rank and name
                   (q, k, v)         no: kept as a copy
 
 Source: SGLang 0.5.23, srt/utils/weight_checker.py, layers/linear.py, layers/vocab_parallel_embedding.py,
-configs/update_config.py (the padding on a CPU), kernels/ops/memory/gpu_tensor_hash.py (a Triton kernel).
+layers/moe/fused_moe_triton/layer.py, configs/update_config.py (the padding on a CPU),
+kernels/ops/memory/gpu_tensor_hash.py (a Triton kernel).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -83,13 +86,17 @@ def _split_mix(value: int) -> int:
 
 # Keys are `model_type`s. Gemma and Gemma 2 add one to norms while they load; SGLang 0.5.23 does not start with their
 # present configs, so their layout could not be tried.
-FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text"})
+FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
 RankDigests = list[dict[str, str]]  # a dict for each rank: the server's parameter name → 16 hexadecimal digits
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FUSED = {"q_proj": ("qkv_proj", 0, 3), "k_proj": ("qkv_proj", 1, 3), "v_proj": ("qkv_proj", 2, 3),
           "gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}  # fmt: skip
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+# A projection of an expert: the block's parameter [E, ...], which of an expert's parts there, and how many it has.
+_OF_EXPERT = {"gate_proj": ("w13_weight", 0, 2), "up_proj": ("w13_weight", 1, 2), "down_proj": ("w2_weight", 0, 1),
+              "w1": ("w13_weight", 0, 2), "w3": ("w13_weight", 1, 2), "w2": ("w2_weight", 0, 1)}  # fmt: skip
 _VOCABULARY_PADDING = 64
 _CPU_PADDING = 32  # times the ranks: the intermediate size is padded to a multiple of it
 
@@ -102,6 +109,7 @@ class ServerLayout:
     num_ranks: int = 1  # tensor-parallel
     is_cpu: bool = True
     is_vllm: bool = False  # else SGLang, which pads sizes on a CPU and has a hash of its own on a GPU
+    ep: int = 1  # groups of ranks that divide the experts; the ranks of a group divide each expert
 
     @property
     def is_padded(self) -> bool:
@@ -116,9 +124,15 @@ def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None
     """Says why the digests of this layout cannot be computed; None if they can."""
     if config.model_type not in FAMILIES:
         return f"the layout of model_type={config.model_type!r} on servers is unknown here"
+    if layout.is_vllm and hasattr(config, "num_experts"):
+        return "vLLM's layout of experts is unknown here"
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     if layout.is_padded and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
         return f"SGLang pads {heads} heads and {key_value_heads} key-value heads on {layout.num_ranks} CPU ranks"
+    size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    is_even = layout.num_ranks == layout.ep or size % (_CPU_PADDING * layout.num_ranks) == 0
+    if layout.is_padded and hasattr(config, "num_experts") and not is_even:
+        return f"SGLang pads an expert's size {size} on {layout.num_ranks} CPU ranks"
     return None
 
 
@@ -160,7 +174,7 @@ class Digests:
         for name, tensor in bucket.tensors.items():
             if name in self._form.skip_names:
                 continue
-            fused, index, num = _fused(name)
+            fused, index, num = _fused(name, getattr(self._config, "num_experts", 0))
             parts = self._parts.setdefault(fused, {})
             parts[index] = tensor.detach()
             added.append((fused, index))
@@ -201,8 +215,12 @@ class Digests:
             cast = [part.to(layout.dtype) if part.is_floating_point() else part for part in parts]
             digests = self._digests[layout]
             previous: tuple[list[Tensor], str] | None = None
+            ep = layout.ep if ".experts." in name else 1
+            num_held = len(cast) // ep
             for rank in range(layout.num_ranks):
-                shards = [self._shard(name, index, part, rank, layout) for index, part in enumerate(cast)]
+                group = rank * ep // layout.num_ranks
+                held = cast[group * num_held : (group + 1) * num_held]
+                shards = [self._shard(name, index, part, rank, layout) for index, part in enumerate(held)]
                 if previous is not None and all(one is other for one, other in zip(shards, previous[0], strict=True)):
                     digest = previous[1]  # a replicated parameter
                 else:
@@ -227,17 +245,21 @@ class Digests:
             if index > 0 and num > (heads := self._config.num_key_value_heads):
                 return _cut(part, 0, part.shape[0], heads, rank * heads // num)
             return _cut(part, 0, part.shape[0], num, rank)
-        if module in ("gate_up_proj", "down_proj") and not (module == "down_proj" and kind == "bias"):
-            dim = 0 if module == "gate_up_proj" else 1
+        if module in ("gate_up_proj", "down_proj", "experts") and not (module == "down_proj" and kind == "bias"):
+            dim = 0 if module == "gate_up_proj" or kind == "w13_weight" else 1
             size = _padded(part.shape[dim], _CPU_PADDING * num) if layout.is_padded else part.shape[dim]
-            return _cut(part, dim, size, num, rank)
+            num = num // layout.ep if module == "experts" else num
+            return _cut(part, dim, size, num, rank % num)
         if module == "o_proj" and kind == "weight":
             return _cut(part, 1, part.shape[1], num, rank)
         return part
 
 
-def _fused(name: str) -> tuple[str, int, int]:
+def _fused(name: str, num_experts: int) -> tuple[str, int, int]:
     """The servers' name for a parameter, which of its parts this one is, and how many it has."""
+    if (expert := _EXPERT.fullmatch(name)) is not None:
+        fused, index, num = _OF_EXPERT[expert[3]]
+        return f"{expert[1]}.{fused}", int(expert[2]) * num + index, num_experts * num
     pieces = name.split(".")
     if len(pieces) > 1 and pieces[-2] in _FUSED:
         pieces[-2], index, num = _FUSED[pieces[-2]]

@@ -117,15 +117,15 @@ class TurnRenderer(ChatTemplate):
                 read_image(image)
             return bare, tuple(map(data_url, images))
 
-    def expanded(self, token_ids: list[int], num_images: int, messages: Messages) -> list[int]:
+    def expanded(self, token_ids: list[int], images: Sequence[str], messages: Messages) -> list[int]:
         """The tokens of these messages with all tokens of their images; raises RolloutError if the template left out
         an image."""
-        if not num_images:
+        if not images:
             return token_ids
         with user_code(lambda error: _not_shown(messages, error)):
             if self.image_reader is None:
-                raise ValueError(refusal(num_images))
-            return self.image_reader.expanded(token_ids, num_images, where="It")
+                raise ValueError(refusal(len(images)))
+            return self.image_reader.expanded(token_ids, images, where="It")
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class Conversation:
             self.messages = [*prompt.messages, *opening]
             self.arguments = renderer.row_arguments(prompt, tools)
             self.text = renderer.render(self.messages, self.arguments)
-            num_images = len(prompt.images) + len(self.images)
-            rendered = renderer.expanded(renderer.encode(self.text), num_images, self.messages)
+            images = (*prompt.images, *self.images)
+            rendered = renderer.expanded(renderer.encode(self.text), images, self.messages)
             if not opening and not tools and token_ids and token_ids != rendered:
                 raise RolloutError(
                     f"Prompt {prompt.id!r} has {len(token_ids)} token ids, but the chat template makes {len(rendered)} "
@@ -180,7 +180,7 @@ class Conversation:
             token_ids = rendered
         elif opening:
             encoded = renderer.encode(renderer.plain_text(opening))
-            token_ids += renderer.expanded(encoded, len(self.images), opening)
+            token_ids += renderer.expanded(encoded, self.images, opening)
         if not token_ids:
             raise RolloutError(f"Prompt {prompt.id!r} has neither messages nor token ids.")
         # The prompt itself, if possible: its JSON is made once for all trajectories that share it.
@@ -247,14 +247,14 @@ class Conversation:
             raise RolloutError(f"The observation {messages!r:.200} has no tokens. Return some text.")
         if not images:
             return observed
-        reader, num_before = self.renderer.image_reader, len(self.prompt.images) + len(self.images)
-        if reader is not None and list(self.token_ids).count(reader.image_token_id) != num_before * reader.tokens_each:
+        reader, before = self.renderer.image_reader, (*self.prompt.images, *self.images)
+        if reader is not None and list(self.token_ids).count(reader.image_token_id) != sum(reader.counts(before)):
             raise RolloutError(
                 f"The policy or a text has written an image token (id {reader.image_token_id}) before an image in "
                 f"{_source_of(messages)}, so the model would put the image in that token's place. Remove the token's "
                 "text from prompts and observations; a trajectory in which the policy samples it is dropped."
             )
-        token_ids = self.renderer.expanded(observed.token_ids, len(images), messages)
+        token_ids = self.renderer.expanded(observed.token_ids, images, messages)
         return replace(observed, token_ids=token_ids, images=images)
 
     def add_observation(self, observed: Observed) -> None:

@@ -11,10 +11,12 @@ from test_preference_training import Digits
 from test_sft import CONFIG, SCALED_HEAD, Sums, make_module
 from tiny import tiny_spec
 
-from lightrl import FSDP2Strategy, Trainer
-from lightrl.algorithms import DPO, RewardModel
+from lightrl import FSDP2Strategy, LoRA, Parallel3DStrategy, Role, Trainer
+from lightrl.algorithms import DPO, SFT, RewardModel
 from lightrl.callbacks import HuggingFaceExport
+from lightrl.models import ModelSpec
 from lightrl.strategies import whole
+from lightrl.testing import TINY_CONFIG
 from lightrl.trajectory import Prompt
 
 
@@ -37,11 +39,49 @@ CASES: dict[str, Any] = {
     "DPO": lambda _: (DPO(tiny_spec("qwen3"), lr=0.01), Digits(None, batch_size=3, validation_batch_size=3)),
     "RewardModel": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), Digits(None, batch_size=3)),
 }
+STAGES, SLICES, PARTS = "in two stages", "on two tensor ranks", "in two parts of each row"
+# Under Parallel3DStrategy, or with cp; with `more`, all of them.
+CASES |= {
+    f"SFT {STAGES}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=7, validation_batch_size=7)),
+    f"DPO with LoRA {SLICES}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
+}
+MORE: dict[str, Any] = {
+    f"SFT, two batches an update, {STAGES}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=3)),
+    f"SFT with scaled logits {SLICES}": lambda _: (SFT(even_spec(SCALED), lr=0.01), UnequalSums(batch_size=7)),
+    f"DPO {SLICES}": lambda _: (DPO(even_spec(), lr=0.01), digits()),
+    f"DPO with LoRA {STAGES}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
+    f"RewardModel {STAGES}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
+    f"RewardModel {SLICES}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
+    f"SFT, two batches an update, {PARTS}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=3)),
+    f"DPO with LoRA {PARTS}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
+    f"RewardModel {PARTS}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
+    "SFT on two data ranks": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=7)),
+}
+SCALED = {"model_type": "granite", "logits_scaling": 3.0}
+
+
+def even_spec(changes: dict[str, Any] | None = None) -> ModelSpec:
+    """Of a model that two tensor ranks can split."""
+    return tiny_spec(config={**TINY_CONFIG, "vocab_size": 18, **(changes or {})})
+
+
+def digits() -> Digits:
+    return Digits(None, batch_size=3, validation_batch_size=3)
+
+
+def strategy_of(name: str) -> FSDP2Strategy:
+    if STAGES in name:
+        return Parallel3DStrategy(pp=2)
+    if SLICES in name:
+        return Parallel3DStrategy(tp=2)
+    if PARTS in name:
+        return FSDP2Strategy(cp=2)
+    return Parallel3DStrategy(dp=2) if "data ranks" in name else FSDP2Strategy()
 
 
 def save_reward_model(folder: Path) -> None:
     """A reward model to start from: a head that says 0 sends nothing back to its body."""
-    module = RewardModel(tiny_spec("qwen3"))
+    module = RewardModel(even_spec())
     module.configure_model()
     torch.nn.init.normal_(module.reward_model.score.weight, generator=torch.Generator().manual_seed(3))
     module.reward_model.save_pretrained(folder / "reward_model")
@@ -66,10 +106,10 @@ class FirstGradients(Callback):
 
 def train(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     """Trains the case for an epoch and validates; gives what is compared."""
-    module, data = CASES[name](folder)
+    module, data = {**CASES, **MORE}[name](folder)
     first = FirstGradients()
     export = HuggingFaceExport(to=folder / name / "export")
-    spread = {"devices": devices, "strategy": FSDP2Strategy()} if devices > 1 else {"devices": 1}
+    spread = {"devices": devices, "strategy": strategy_of(name)} if devices > 1 else {"devices": 1}
     trainer = Trainer(
         accelerator="cpu",
         default_root_dir=folder,
@@ -97,7 +137,8 @@ def train(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    leave({name: train(name, folder, devices=2) for name in CASES}, folder)
+    cases = MORE if sys.argv[2:] else CASES
+    leave({name: train(name, folder, devices=2) for name in cases}, folder)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from images_cases import PhotoChats, image_spec
 from tiny import QUIET
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -14,6 +15,7 @@ import lightrl
 from lightrl.algorithms.sft import SFT
 from lightrl.data import ChatBatch, DataSource, SFTDataModule
 from lightrl.models import ModelSpec
+from lightrl.trajectory import Prompt
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -36,8 +38,6 @@ def make_module(config: dict = CONFIG, **settings) -> SFT:
 
 class Sums(SFTDataModule):
     def make_prompts(self, split: str) -> list:
-        from lightrl.trajectory import Prompt
-
         size = {"train": 14, "validation": 6, "test": 0}[split]
         numbers = range(size) if split == "train" else range(14, 14 + size)
         return [
@@ -61,15 +61,16 @@ def make_batch() -> ChatBatch:
 
 
 @pytest.mark.parametrize("config", [CONFIG, SCALED_HEAD], ids=["plain head", "scaled logits"])
-def test_the_loss_is_hugging_faces_cross_entropy_on_the_same_labels(config: dict):
+def test_the_loss_is_hugging_faces_cross_entropy_on_the_same_labels(config: dict, tmp_path: Path):
     module, batch = make_module(config), make_batch()
+    module.trainer = make_trainer(tmp_path)
     module.configure_model()
     labels = batch.token_ids.where(batch.loss_mask, -100)
     expected = module.policy(input_ids=batch.token_ids, labels=labels).loss
     expected.backward()
     gradients = [parameter.grad.clone() for parameter in module.policy.parameters()]
     module.zero_grad()
-    loss = -module._logprobs(*module._predictions(batch)).mean()
+    loss = module.measure(batch)["loss_nats"].mean()
     loss.backward()
     torch.testing.assert_close(loss, expected)
     for parameter, gradient in zip(module.policy.parameters(), gradients, strict=True):
@@ -218,3 +219,28 @@ def test_several_labeled_validation_sources_have_a_loss_each(tmp_path: Path):
     (actual,) = lightrl.Trainer(**(QUIET | {"default_root_dir": tmp_path})).validate(make_module(), data)
     both, short, long = (actual[f"val/loss_nats{name}"] for name in ("", "/short", "/long"))
     assert both == pytest.approx((2 * short + 3 * long) / 5)  # tokens, with the end token
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.extra), "llava"])
+def test_images_of_prompts_are_read_as_hugging_face_reads_them(family: str, tmp_path: Path):
+    module, data = SFT(image_spec(family)), PhotoChats(batch_size=3, shuffle=False, answer_column="answer")
+    module.trainer = make_trainer(tmp_path)
+    data.attach(module.tokenizer, image_reader=module.image_reader)
+    data.setup("fit")
+    module.configure_model()
+    (batch,) = data.train_dataloader()
+    expected, rows = [], data.prompts["train"]
+    for row, prompt in enumerate(rows.at([0, 1, 2])):
+        ids = batch.token_ids[row : row + 1]
+        inputs = {}
+        if prompt.images:
+            table, kinds = module.image_reader.read(prompt.images), (ids == 2).int()
+            inputs = {"pixel_values": table.pixel_values}
+            if family == "qwen3_vl":
+                inputs |= {"image_grid_thw": table.image_grids, "mm_token_type_ids": kinds}
+            if family == "gemma3":
+                inputs["token_type_ids"] = kinds
+        logits = module.policy(input_ids=ids, **inputs).logits[0, :-1].detach().log_softmax(-1)
+        expected += [float(logits[t - 1, ids[0, t]]) for t in batch.loss_mask[row].nonzero()[:, 0]]
+    assert -module.measure(batch)["loss_nats"].detach() == pytest.approx(torch.tensor(expected), abs=1e-5)
+    assert batch.share(1, 3).images.image_rows.tolist() == [[-1, -1]]

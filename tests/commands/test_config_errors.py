@@ -80,6 +80,13 @@ def test_a_missing_config_file_or_flag_is_answered_with_what_is_there(settings, 
         parsed("fit", name)
 
 
+def test_a_list_of_names_is_described_by_the_names(settings, config):
+    settings["trainer"]["strategy"] = {"class_path": "FSDP2Strategy", "init_args": {"offload_to_cpu": True}}
+    message = r"offload_to_cpu must be a list of 'parameters', 'optimizer', 'activations', got True \(run\.yaml"
+    with pytest.raises(UsageError, match=message):
+        parsed("fit", "--config", config(settings))
+
+
 def test_a_role_may_be_a_path_a_model_or_a_role_with_settings(settings, config):
     arguments = settings["model"]["init_args"]
     role = {"model": arguments["policy"], "lora": {"rank": 2}, "lr": 0.1}

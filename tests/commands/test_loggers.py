@@ -230,6 +230,7 @@ def downloaded(client: Any, run_id: str, name: str) -> Path:
     return Path(client.download_artifacts(run_id, name))
 
 
+@pytest.mark.extra
 def test_mlflow_has_everything(store: str, run: Any, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 

@@ -4,21 +4,30 @@ import json
 from pathlib import Path
 
 import pytest
-from images_cases import BLUE, RED, TOKENS_EACH, image_spec
+from images_cases import BLUE, RED, TOKENS_EACH, WIDE, image_reader, line_tokenizer
 from tiny import char_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from lightrl.data import PromptDataModule
-from lightrl.models.images import ImageReader, read_image, take_images
+from lightrl.models.images import read_image, take_images
 from lightrl.trajectory import Prompt
 
 IMAGE = 2  # the image token of images_cases
 
 
-def prompts_of(rows: list[dict], tmp_path: Path, *, sees: bool = True, **settings) -> list[Prompt]:
+def prompts_of(
+    rows: list[dict],
+    tmp_path: Path,
+    *,
+    sees: bool = True,
+    family: str = "llava",
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **settings,
+) -> list[Prompt]:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = PromptDataModule(str(file), batch_size=1, answer_column=None, shuffle=False, **settings)
-    data.attach(char_tokenizer(), image_reader=ImageReader.of(image_spec().load_config()) if sees else None)
+    data.attach(tokenizer or char_tokenizer(), image_reader=image_reader(family) if sees else None)
     data.setup("fit")
     return data.prompts["train"]
 
@@ -38,6 +47,29 @@ def test_messages_name_their_images_where_they_stand(tmp_path: Path):
     (prompt,) = prompts_of([{"question": [{"role": "user", "content": content}]}], tmp_path)
     assert (prompt.images, prompt.token_ids) == ((RED,), [4, *[IMAGE] * TOKENS_EACH, 5])
     assert prompt.messages[0]["content"][1] == {"type": "image"}
+
+
+def test_an_image_that_becomes_a_grid_has_a_token_for_each_square_of_its_patches(tmp_path: Path):
+    content = [{"type": "image", "image": WIDE}, {"type": "text", "text": "1"}, {"type": "image", "image": RED}]
+    (prompt,) = prompts_of([{"question": [{"role": "user", "content": content}]}], tmp_path, family="qwen3_vl")
+    assert prompt.token_ids == [*[IMAGE] * 8, 4, *[IMAGE] * 4]
+    table = image_reader("qwen3_vl").read(prompt.images)
+    assert table.image_grids.tolist() == [[1, 4, 8], [1, 4, 4]]
+    assert table.pixel_values.shape == (48, 3 * 2 * 4 * 4)
+
+
+def test_images_that_become_grids_need_something_between_them(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"Row 1 of .* has two images with nothing between them"):
+        prompts_of([{"image": [RED, BLUE], "question": "1"}], tmp_path, image_column="image", family="qwen2_5_vl")
+
+
+@pytest.mark.parametrize("template", [None, "{% for part in messages[0].content %}{{ part.text or '+' }}{% endfor %}"])
+def test_gemma_3_reads_line_breaks_and_two_tokens_around_those_of_an_image(tmp_path: Path, template):
+    (prompt,) = prompts_of(
+        [{"image": RED, "question": "1"}], tmp_path, image_column="image", family="gemma3",
+        tokenizer=line_tokenizer(), chat_template=template,
+    )  # fmt: skip
+    assert prompt.token_ids == [16, 16, 14, *[IMAGE] * TOKENS_EACH, 15, 16, 16, 4]
 
 
 def test_a_chat_template_writes_the_image_token(tmp_path: Path):

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from sync_cases import config_of
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.servers.processes.process import ServerProcess, write_model_folder
@@ -94,14 +94,27 @@ def shared_server(folder: Path, kind: Kind) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def start_server(folder: Path, kind: Kind, config: Qwen3Config) -> dict[str, Any]:
+@contextmanager
+def own_server(folder: Path, config: PreTrainedConfig, **args: Any) -> Iterator[dict[str, Any]]:
+    """A SGLang server of this test alone, with another model."""
+    built_python()
+    before = len(_alive)
+    try:
+        yield start_server(folder, "sglang", config, **args)
+    finally:
+        for server in _alive[before:]:
+            _alive.remove(server)
+            server.stop(grace_s=0)
+
+
+def start_server(folder: Path, kind: Kind, config: PreTrainedConfig, **args: Any) -> dict[str, Any]:
     """A server of dummy weights; it ends with this process."""
     started = time.monotonic()
     server = PROCESSES[kind](
         write_model_folder(config, folder / f"real-{kind}-model"),
         name=f"the real {NAMES[kind]}",
         python=built_python(kind),
-        args={"load_format": "dummy"},
+        args={"load_format": "dummy", **args},
         log_file=folder / f"real-{kind}.log",
         startup_timeout_s=STARTUP_S[kind],
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +14,8 @@ import torch
 from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoModelForCausalLM,
-    FalconH1Config,
+    AutoConfig,
     GPT2Config,
-    Lfm2Config,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -26,12 +26,15 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
+from benchmarks.families import FAMILIES
 from lightrl.engines import Completion
 from lightrl.engines.local import fast_decoder
+from lightrl.engines.local.decoder import HuggingFaceDecoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, WeightSyncError
+from lightrl.models.images import new_model
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
 
@@ -77,6 +80,11 @@ def llama_with_biases() -> PretrainedConfig:
     return LlamaConfig(**SIZES, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE)
 
 
+def hybrid(family: str, **changes: Any) -> PretrainedConfig:
+    sizes = {"vocab_size": 61, "max_position_embeddings": 256, "initializer_range": 0.02}
+    return AutoConfig.for_model(family, **{**FAMILIES["hybrid"][family], **sizes, **changes})
+
+
 CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
     "fast Qwen3": (qwen3, True),
     "fast Llama with biases and llama3 rope": (llama_with_biases, True),
@@ -89,6 +97,10 @@ CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
     "fallback Mistral with a sliding window": (lambda: MistralConfig(**SIZES, sliding_window=6), True),
     "fallback forced on Qwen3": (qwen3, False),
 }
+# Layers of one decoder: linear attention, convolutions, and two kinds of Mamba's scans, beside or within attention.
+HYBRIDS = ["qwen3_5_text", "lfm2", "nemotron_h", "jamba", "falcon_h1", "qwen3_next"]
+CASES |= {f"fallback {family}": (functools.partial(hybrid, family), True) for family in HYBRIDS}
+SLOW = [f"fallback {family}" for family in HYBRIDS]
 
 
 def make_models(config: PretrainedConfig, count: int = 3) -> list[PreTrainedModel]:
@@ -98,7 +110,7 @@ def make_models(config: PretrainedConfig, count: int = 3) -> list[PreTrainedMode
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for _ in range(count):
-            model = AutoModelForCausalLM.from_config(config).eval()
+            model = new_model(config).eval()
             for parameter in model.parameters():
                 parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
             models.append(model)
@@ -111,7 +123,7 @@ def make_case(config: PretrainedConfig, **arguments: Any) -> EngineCase:
     return EngineCase(engine, make_models(config))
 
 
-@pytest.fixture(params=list(CASES), ids=list(CASES))
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.extra if name in SLOW else [], id=name) for name in CASES])
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCase]:
     make_config, fast_path = CASES[request.param]
     if request.param.endswith("packed in place"):
@@ -146,7 +158,7 @@ OF_NUMBERS = (
             name,
             check,
             id=f"{name}-{check.__name__}",
-            marks=[] if name in WHOLE or check in OF_NUMBERS else pytest.mark.extra,
+            marks=[] if name in WHOLE or (check in OF_NUMBERS and name not in SLOW) else pytest.mark.extra,
         )
         for name in CASES
         for check in CONTRACT
@@ -286,18 +298,19 @@ def test_what_the_fast_path_does_not_compute_goes_to_the_fallback(config: Pretra
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), id="a convolution for attention"),
-        pytest.param(
-            FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8),
-            id="a recurrent state beside attention",
-        ),
+        pytest.param(hybrid("minimax"), id="a cache of its own"),
         pytest.param(RecurrentGemmaConfig(**SIZES), id="no cache in the outputs"),
         pytest.param(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1), id="no attention"),
     ],
 )
-def test_a_model_that_keeps_more_than_key_values_is_refused_at_the_start(config: PretrainedConfig) -> None:
+def test_a_model_that_keeps_what_rows_cannot_share_is_refused_at_the_start(config: PretrainedConfig) -> None:
     with pytest.raises(ValueError, match=f"layers of type '{config.model_type}' keep something else.*Use SGLangEngine"):
         LocalEngine().start(config)
+
+
+def test_a_model_that_takes_other_steps_over_one_token_than_over_a_row_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match=r"'falcon_h1' as it is trained.*time steps to \(0.01, 0.1\).*another model"):
+        LocalEngine().start(hybrid("falcon_h1", time_step_limit=(0.01, 0.1)))
 
 
 def completions_of(**changes: Any) -> list[Completion]:
@@ -385,6 +398,73 @@ def make_batch(max_rows: int) -> tuple[LlamaDecoder, RunningBatch]:
     assert family is not None
     decoder = LlamaDecoder(config, family, dtype=torch.float32, device=cpu)
     return decoder, RunningBatch(decoder, max_rows=max_rows, vocab_size=config.vocab_size, device=cpu)
+
+
+# With a bias before the convolution, padding would enter its state.
+WITH_BIAS = [
+    ("lfm2", {"conv_bias": True}),
+    ("nemotron_h", {"use_bias": True}),
+    ("falcon_h1", {"mamba_proj_bias": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_5_text", {}),
+        WITH_BIAS[0],
+        *[
+            pytest.param(*case, marks=pytest.mark.extra)
+            for case in [*((family, {}) for family in HYBRIDS[1:]), *WITH_BIAS[1:]]
+        ],
+    ],
+)
+def test_rows_of_a_hybrid_that_join_and_leave_get_what_they_get_alone(family: str, changes: dict[str, Any]) -> None:
+    """Rows differ in length; some exceed a chunk of 64 tokens."""
+    models = make_models(hybrid(family, **changes), count=2)
+    settings = [((3 + i,) * (1 + 23 * i % 60), Sampling(max_new_tokens=4 + 13 * i % 22, seed=i)) for i in range(6)]
+    rows = [Row(prompt, sampling, seed=sampling.seed) for prompt, sampling in settings]
+    together = decoded(models, {0: rows[:3], 2: rows[3:5], 9: rows[5:]})
+    for row in rows:
+        alone = decoded(models, {0: [row]})[row.seed]
+        assert together[row.seed].token_ids == alone.token_ids
+        assert list(together[row.seed].logprobs) == pytest.approx(list(alone.logprobs), abs=1e-5)
+        expected = recomputed_logprobs(models[0], [*row.prompt], [*alone.token_ids], row.sampling)
+        assert list(alone.logprobs) == pytest.approx(expected.tolist(), abs=1e-5)
+    synced = decoded(models, {0: rows[:3], 2: rows[3:5], 9: rows[5:]}, load_after=6)
+    for row in rows:
+        completion = synced[row.seed]
+        versions = torch.tensor(completion.weight_versions)
+        for version, model in enumerate(models):
+            expected = recomputed_logprobs(model, [*row.prompt], [*completion.token_ids], row.sampling)
+            mine = versions == version
+            torch.testing.assert_close(torch.tensor(completion.logprobs)[mine], expected[mine], atol=1e-5, rtol=0)
+    assert any(set(completion.weight_versions) == {0, 1} for completion in synced.values())
+
+
+@torch.inference_mode()
+def decoded(
+    models: list[PreTrainedModel], entering: dict[int, list[Row]], load_after: int | None = None
+) -> dict[int, Completion]:
+    """Completions by seed: rows enter before the steps of these numbers; the second model's weights come after one."""
+    decoder = HuggingFaceDecoder(models[0].config, dtype=torch.float32, device=torch.device("cpu"))
+    batch = RunningBatch(decoder, max_rows=8, vocab_size=61, device=torch.device("cpu"))
+    completions: dict[int, Completion] = {}
+    version = 0
+    for step in range(1000):
+        if step == 0 or step == load_after:
+            version = int(step > 0)
+            for name, parameter in models[version].named_parameters():
+                decoder.write(name, parameter)
+            batch.recompute(version)
+        if step in entering:
+            batch.admit([dataclasses.replace(row) for row in entering[step]], version)
+        elif batch.size:
+            batch.step()
+        elif step > max(entering):
+            break
+        completions |= {row.seed: completion for row, completion in batch.retire()}
+    return completions
 
 
 def test_bfloat16_weights_serve() -> None:

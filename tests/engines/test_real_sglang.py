@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,18 @@ import psutil
 import pytest
 import torch
 from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, run
-from real_servers import tiny_config, tiny_models
+from moe_cases import moe_model, sampled_by
+from real_servers import own_server, tiny_config, tiny_models
+from transformers import PreTrainedModel
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
+from lightrl.experience import Experience
+from lightrl.functional.rows import NATIVE
+from lightrl.models.conversion import checkpoint_tensors
+from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import bucketed
 from lightrl.weights.disk import WeightFolder
@@ -33,6 +42,52 @@ def test_the_contract_of_engines_holds_through_disk(check, real_server):
         check(EngineCase(engine, tiny_models(), is_exact=False))
     finally:
         engine.close()
+
+
+@contextmanager
+def loaded(model: PreTrainedModel, server: dict[str, Any], **settings: Any) -> Iterator[SGLangEngine]:
+    """An engine that has sent new weights of a mixture and verified them by digests."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    named = [checkpoint_tensors(model, name, tensor) for name, tensor in model.named_parameters()]
+    sent = [(name, tensor) for tensors in named for name, tensor in tensors.items()]
+    engine = SGLangEngine(urls=[server["url"]], timeouts=Timeouts(sync_s=60), **settings)
+    engine.start(model.config)
+    try:
+        engine.load_weights(bucketed(sent, BUCKET_BYTES), weight_version=0)
+        assert engine.verified_by() == {server["url"]: "digests"}
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_on_two_ranks_are_verified(ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `ep_size` SGLang cannot generate on a CPU: its plain torch operations index experts of other ranks."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # two ranks may share a core
+    model = moe_model(moe_intermediate_size=64)
+    with own_server(tmp_path, model.config, tp_size=2, ep_size=ep) as server:
+        monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server["token"])
+        with loaded(model, server):
+            pass
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_mixture_is_verified_and_returns_its_routes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = moe_model(family)
+    with own_server(tmp_path, model.config, enable_return_routed_experts=True) as server:
+        monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server["token"])
+        for transport in ("disk", "tensor"):
+            with loaded(model, server, transport=transport, record_routes=True) as engine:
+                experience = Experience.from_trajectories(sampled_by(engine))
+            assert (experience.routes[0, : experience.lengths[0] - 1] != NATIVE).all()
+            for routes in (experience.routes, None):  # the engine's are those that the trainer chooses
+                (outputs,) = SingleModel(model, LogprobSettings()).forward([replace(experience, routes=routes)])
+                assert torch.allclose(outputs.logprobs, experience.behavior_logprobs, atol=1e-4)
 
 
 def asked(server: dict[str, Any], *bodies: dict[str, Any], token: str | None = None) -> list[Any]:

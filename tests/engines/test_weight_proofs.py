@@ -276,6 +276,7 @@ def test_the_dtype_of_a_server_that_says_auto_is_the_one_that_matches(dtype):
     [
         (read_server_info({"quantization": "fp8", "device": "cpu"}), [], "quantization=fp8"),
         (read_server_info({"pp_size": 2, "device": "cpu"}), [], "pp_size=2"),
+        (read_server_info({"moe_runner_backend": "flashinfer_trtllm"}), [], "moe_runner_backend=flashinfer_trtllm"),
         (ServerInfo("a", dtype=torch.float32), None, "does not report checksums"),
         (
             ServerInfo("a", dtype=torch.float32),
@@ -283,7 +284,7 @@ def test_the_dtype_of_a_server_that_says_auto_is_the_one_that_matches(dtype):
             "1 parameters that the trainer does not have (model.mystery)",
         ),
     ],
-    ids=["quantized", "pipeline stages", "no checksums", "an unknown parameter"],
+    ids=["quantized", "pipeline stages", "reordered experts", "no checksums", "an unknown parameter"],
 )
 def test_what_cannot_be_compared_is_logged_once_and_never_after_it_could(info, answer, told, caplog):
     server = server_of(info)
@@ -300,12 +301,25 @@ def test_what_cannot_be_compared_is_logged_once_and_never_after_it_could(info, a
     assert "no longer" in problem
 
 
-def test_parameters_that_only_one_side_has_are_another_model():
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (
+            answer_of(config_of(tie_word_embeddings=True), torch.float32),
+            "1 parameters that the server does not have (lm_head.weight)",
+        ),
+        (
+            answer_of(config_of(), torch.float32, **{"model.layers.1.mlp.experts.w2_weight": "0" * 16}),
+            "1 parameters that the trainer does not have (model.layers.1.mlp.experts.w2_weight)",
+        ),
+    ],
+    ids=["no output head", "experts instead of a dense layer"],
+)
+def test_parameters_that_only_one_side_has_are_another_model(answer, told):
     server = server_of(ServerInfo("a", dtype=torch.float32))
-    answer = answer_of(config_of(tie_word_embeddings=True), torch.float32)
     check, problem = verifier_of(config_of(), server).verify(server, 0, answer)
     assert check is None
-    assert "1 parameters that the server does not have (lm_head.weight)" in problem
+    assert told in problem
 
 
 def test_a_server_with_a_draft_model_is_verified_by_the_targets_digests(serving, folder, engines):

@@ -40,6 +40,7 @@ def outputs(notebook: Any) -> list[Any]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
+@pytest.mark.extra
 def test_each_cell_runs_and_the_curve_is_shown(executed: Any) -> None:
     code = [cell for cell in executed.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
@@ -50,6 +51,7 @@ def test_each_cell_runs_and_the_curve_is_shown(executed: Any) -> None:
     assert "page.html: " in text
 
 
+@pytest.mark.extra
 def test_it_leaves_a_run_that_others_can_look_at(executed: Any, folder: Path) -> None:
     (run,) = (folder / "notebook").rglob("version_0")
     assert {"learning_curve.png", "metrics.csv", "page.html", "trajectories", "trace"} <= {

@@ -87,11 +87,12 @@ def test_the_judge_example_trains_on_what_the_judge_says(tmp_path: Path) -> None
 def test_the_vision_example_trains_and_exports_its_image_processor(tmp_path: Path) -> None:
     few = ["--data.train.max_rows=8", "--data.validation.max_rows=4", "--data.batch_size=4"]
     few += ["--model.group_size=2"]
-    fit("vision/grpo.yaml", tmp_path, *few, *export(tmp_path / "policy"))
+    fit("vision/clevr_count.yaml", tmp_path, *few, *export(tmp_path / "policy"))
     assert (tmp_path / "policy" / "preprocessor_config.json").is_file()
-    fit("vision/grpo.yaml", tmp_path, *few, f"--model.policy={tmp_path}/policy", QUIET)
+    fit("vision/clevr_count.yaml", tmp_path, *few, f"--model.policy={tmp_path}/policy", QUIET)
 
 
+@pytest.mark.extra
 def test_the_calculator_example_trains_on_what_its_supervised_steps_export(tmp_path: Path) -> None:
     few = ["--data.batch_size=4", "--trainer.limit_val_batches=1"]
     fit("multi_turn/calculator_sft.yaml", tmp_path / "first", *few, *export(tmp_path / "sft"))

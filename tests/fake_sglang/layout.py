@@ -6,6 +6,7 @@ Written from SGLang's layers, not from lightrl/weights/digests.py, which tests c
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +17,37 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def checksums(parameters: dict[str, Tensor], config: PretrainedConfig, num_ranks: int) -> list[dict[str, str]]:
-    """By rank: SGLang's name of a parameter → the first 8 bytes of its sha256, of a `PreTrainedModel`'s parameters."""
+def checksums(
+    parameters: dict[str, Tensor], config: PretrainedConfig, num_ranks: int, ep: int = 1
+) -> list[dict[str, str]]:
+    """By rank: SGLang's name of a parameter → the first 8 bytes of its sha256, of a checkpoint's parameters."""
+    dense = {name: tensor for name, tensor in parameters.items() if ".experts." not in name}
     return [
-        {name: _sha(tensor) for name, tensor in _held(parameters, config, rank, num_ranks).items()}
+        {
+            name: _sha(tensor)
+            for held in (_held(dense, config, rank, num_ranks), _experts(parameters, config, rank, num_ranks, ep))
+            for name, tensor in held.items()
+        }
         for rank in range(num_ranks)
     ]
+
+
+def _experts(
+    parameters: dict[str, Tensor], config: PretrainedConfig, rank: int, size: int, ep: int
+) -> dict[str, Tensor]:
+    """The rank's experts: those of its group of ranks, each divided over the group."""
+    group, place = divmod(rank, size // ep)
+    held: dict[str, Tensor] = {}
+    for block in {match[1] for name in parameters if (match := re.match(r"(.*\.experts)\.\d", name))}:
+        gate_and_up, down = [], []
+        for expert in range(config.num_experts)[group * config.num_experts // ep :][: config.num_experts // ep]:
+            kinds = ("w1", "w3", "w2") if config.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+            *first, last = (parameters[f"{block}.{expert}.{kind}.weight"] for kind in kinds)
+            shares = [_grown(part, 0, 32 * size).tensor_split(size // ep)[place] for part in first]
+            gate_and_up.append(torch.cat(shares))
+            down.append(_grown(last, 1, 32 * size).tensor_split(size // ep, dim=1)[place])
+        held |= {f"{block}.w13_weight": torch.stack(gate_and_up), f"{block}.w2_weight": torch.stack(down)}
+    return held
 
 
 def _held(parameters: dict[str, Tensor], config: PretrainedConfig, rank: int, size: int) -> dict[str, Tensor]:

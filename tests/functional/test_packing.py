@@ -1,12 +1,11 @@
-"""Partitions against exhaustive search; pack then unpack is the identity; a real model sees the same trajectories."""
+"""Rectangles against exhaustive search; bins by hand."""
 
 import random
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from lightrl.functional import bins, pack, rectangles, unpack
+from lightrl.functional import bins, rectangles
 
 
 def cost(groups: list[list[int]], lengths: list[int], overhead_tokens: int) -> int:
@@ -57,42 +56,8 @@ def test_a_trajectory_longer_than_the_budget_has_a_row_of_its_own() -> None:
     assert bins([4, 30, 4], 10) == [[1], [0, 2]]
 
 
-def test_packing_worked_by_hand() -> None:
-    packed = pack(torch.tensor([[5, 6, 7], [8, 9, 0]]), [3, 2])
-    assert packed.token_ids.tolist() == [[5, 6, 7, 8, 9]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
-    assert packed.rows.tolist() == [0, 0, 0, 1, 1]
-    assert packed.columns.tolist() == [0, 1, 2, 0, 1]
-
-
-@pytest.mark.parametrize("lengths", [[4, 1, 3], [4, 4, 4], [0, 4, 2], [0, 0, 0]], ids=str)
-def test_pack_then_unpack_is_the_identity(lengths: list[int]) -> None:
-    is_token = torch.arange(4) < torch.tensor(lengths)[:, None]
-    token_ids = torch.where(is_token, torch.randint(1, 50, (3, 4)), 0)
-    packed = pack(token_ids, lengths)
-    assert packed.token_ids.shape == packed.position_ids.shape == (1, sum(lengths))
-    assert unpack(packed.token_ids[0], packed, (3, 4)).equal(token_ids)
-
-
-def test_unpacked_values_carry_the_gradient_and_may_be_vectors() -> None:
-    packed = pack(torch.tensor([[5, 6], [7, 0]]), [2, 1])
-    values = torch.randn(3, 4, requires_grad=True)
-    unpacked = unpack(values, packed, (2, 2))
-    unpacked.sum().backward()
-    assert unpacked.shape == (2, 2, 4)
-    assert unpacked[1, 1].eq(0).all()
-    assert values.grad.eq(1).all()
-
-
 def test_input_without_a_meaning_is_refused() -> None:
-    packed = pack(torch.tensor([[5, 6]]), [2])
     with pytest.raises(ValueError, match="overhead_tokens=-1"):
         rectangles([1], -1)
     with pytest.raises(ValueError, match="a least length of -2"):
         rectangles([1, -2], 0)
-    with pytest.raises(ValueError, match=r"got shape \(1, 2\) and 2 lengths"):
-        pack(torch.tensor([[5, 6]]), [2, 2])
-    with pytest.raises(ValueError, match="from 0 to T = 2, got 3 to 3"):
-        pack(torch.tensor([[5, 6]]), [3])
-    with pytest.raises(ValueError, match=r"each of the 2 packed tokens, got shape \(1, 2\)"):
-        unpack(packed.token_ids, packed, (1, 2))

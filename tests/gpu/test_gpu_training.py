@@ -16,7 +16,7 @@ from tiny_run import Digits, TinyGRPO, are_equal, make_trainer, weights
 
 from lightrl import FSDP2Strategy, LocalEngine
 from lightrl.callbacks.learning_curve import HELD_OUT_ACCURACY
-from lightrl.callbacks.weight_sync import move_optimizer_state
+from lightrl.strategies.offload import HOST, move_state
 
 ROOT = Path(__file__).parents[2]
 GOAL = 0.92  # the worst of five seeds had 93.3 % on a CPU
@@ -40,7 +40,8 @@ def first_update(folder: Path, accelerator: str, precision: str = "32-true", **s
         ("32-true", {}),
         ("bf16-mixed", {}),
         ("bf16-mixed", {"activation_checkpointing": True}),
-        ("bf16-mixed", {"offload_to_cpu": True}),
+        ("bf16-mixed", {"offload_to_cpu": ["parameters"]}),
+        ("bf16-mixed", {"offload_to_cpu": ["optimizer", "activations"]}),
         ("bf16-mixed", {"compile_layers": True}),
         ("bf16-true", {}),
     ],
@@ -82,16 +83,16 @@ def test_optimizer_state_leaves_the_device_and_comes_back(device: torch.device) 
     model(torch.ones(1, 512, device=device)).sum().backward()
     optimizer.step()
     held = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
-    num_bytes = move_optimizer_state([optimizer], torch.device("cpu"))
-    assert num_bytes == 2 * 4 * (512 * 512 + 512)
+    move_state(optimizer, HOST)
+    assert optimizer.state[model.weight]["exp_avg"].is_pinned() == (device.type == "cuda")
     assert optimizer.state[model.weight]["exp_avg"].device.type == "cpu"
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.memory_allocated()
-        move_optimizer_state([optimizer], device)
-        assert torch.cuda.memory_allocated() - free >= num_bytes
+        move_state(optimizer, device)
+        assert torch.cuda.memory_allocated() - free >= 2 * 4 * (512 * 512 + 512)
     else:
-        move_optimizer_state([optimizer], device)
+        move_state(optimizer, device)
     assert all(torch.equal(value, held[name]) for name, value in optimizer.state[model.weight].items())
     optimizer.step()
 

@@ -171,7 +171,7 @@ REFUSED = {
     ),
     "vllm": ({"allocation": "vllm:d2+fsdp:d2"}, {}, "For VLLMEngine set launch.ranks"),
     "experts": ({"allocation": "megatron:d4e2"}, {}, "not by e"),
-    "context": ({"allocation": "fsdp:d4c2"}, {}, "not by c"),
+    "context": ({"allocation": "fsdp:d4c2"}, {}, "not by c. Leave c out, and set cp of FSDP2Strategy"),
     "models apart": ({"allocation": "fsdp[a]:d4+fsdp[c]:d4"}, {}, "mesh: "),
     "nothing to train": ({"allocation": "sglang:d4"}, {}, "nothing in it trains"),
 }  # fmt: skip

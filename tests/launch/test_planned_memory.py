@@ -12,10 +12,11 @@ from moe_cases import moe_spec
 from tiny import random_trajectories, tiny_spec
 from transformers import DynamicCache
 
+from benchmarks.families import family_spec
 from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
 from lightrl.algorithms import ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
-from lightrl.commands.plan import batch_rows
+from lightrl.commands.plan import batch_rows, costs_text
 from lightrl.commands.plan_run import planned_run, planned_training
 from lightrl.launch.memory import Misfit, PlannedEngine, PlannedRun, engine_memory, misfits, rank_memories, role_cost
 from lightrl.models import LoRA, Role, RoleMesh
@@ -128,6 +129,38 @@ def test_key_values_are_those_of_a_real_cache(ppo: PlannedRun) -> None:
     assert weights == sum(value.nbytes for value in model.parameters())
 
 
+def test_what_is_offloaded_waits_in_the_host() -> None:
+    def memory(*offloads: str, **settings: Any) -> Any:
+        (found,) = rank_memories(replace(spread(large(), 2), offloads=offloads, **settings))
+        return found
+
+    kept, everything = memory(), memory("parameters")
+    assert "activations" not in kept.host
+    assert everything.host["moments"] == kept.device["moments"]
+    assert "moments" not in everything.device
+    moments = memory("optimizer")
+    working = kept.device["activations"] + kept.device["logits"]
+    assert moments.host["moments"] == kept.device["moments"]
+    assert moments.device["moments"] == max(0, kept.device["moments"] - working)  # in the place of the activations
+    for recomputes in (False, True):
+        before, after = (memory(*each, checkpoint_activations=recomputes) for each in ((), ("activations",)))
+        assert after.device["activations"] < before.device["activations"]
+        assert after.host["activations"] > 0.9 * (before.device["activations"] - after.device["activations"])
+        assert after.device["logits"] == before.device["logits"]
+
+
+def test_cp_exchanges_once_more_only_if_layers_are_recomputed() -> None:
+    planned = spread(large(), 2)
+    planned = replace(planned, roles=(replace(planned.roles[0], cp=2),))
+
+    def sent(*offloads: str, recomputes: bool) -> float:
+        run = replace(planned, offloads=offloads, checkpoint_activations=recomputes)
+        return role_cost(run, run.roles[0]).sent
+
+    assert sent("activations", recomputes=False) == sent(recomputes=False)
+    assert sent("activations", recomputes=True) == sent(recomputes=True) > sent(recomputes=False)
+
+
 def test_fsdp2_divides_the_state_and_a_mesh_keeps_it_from_other_ranks() -> None:
     whole = plan_of(PPO(tiny_spec(config=CONFIG), reward=len))
     split = plan_of(PPO(tiny_spec(config=CONFIG), reward=len), devices=4, strategy=FSDP2Strategy())
@@ -166,6 +199,37 @@ def test_divided_experts_are_gathered_by_their_own_ranks_alone() -> None:
     assert costs[1].gathered - costs[2].gathered == pytest.approx(4 * (experts / 2) * 2)
     assert costs[1].gathered >= 4 * experts * 2
     assert costs[1].weights == costs[2].weights
+
+
+def test_ranks_that_share_rows_keep_their_own_tokens_alone() -> None:
+    module = GRPO(tiny_spec(config=CONFIG), reward=len, microbatch_tokens=200)
+    planned = plan_of(module, devices=4, strategy=FSDP2Strategy(cp=2))
+    assert planned.roles[0].dp == 2
+    assert "1 · 2 · 1 · cp 2" in costs_text(planned, None)
+    whole, shared = (
+        role_cost(run, run.roles[0])
+        for run in (plan_of(module, devices=4, strategy=FSDP2Strategy(num_replicas=2)), planned)
+    )
+    assert shared.weights == whole.weights / 2
+    assert 0.5 < shared.activations / whole.activations < 0.6  # and the attention's output before it is exchanged
+
+
+def test_the_advised_cp_is_the_smallest_that_fits() -> None:
+    planned = spread(large(checkpoint_activations=True, reduce_every_microbatch=True), 4)
+    planned = replace(planned, microbatch_tokens=1)  # the longest trajectory is what is left
+    one, two = (rank_memories(replace(planned, roles=(replace(planned.roles[0], cp=cp),)))[0].device for cp in (1, 2))
+    assert two["activations"] < 0.6 * one["activations"]
+    found = misfits_of(planned, 1.001 * sum(two.values()))[0]
+    assert found.fix == "set activation_checkpointing of trainer.strategy to true and its cp to 2"
+
+
+@pytest.mark.parametrize(("family", "is_advised"), [("llama", True), ("qwen3_5_text", False)])
+def test_cp_is_advised_only_where_attention_alone_mixes_tokens(family: str, is_advised: bool) -> None:
+    module = GRPO(family_spec(family), reward=len, microbatch_tokens=1, sampling=Sampling(max_new_tokens=32))
+    planned = replace(plan_of(module), engine=None, longest=10_000, checkpoint_activations=True)
+    planned = replace(spread(planned, 4), reduce_every_microbatch=True)
+    (two,) = rank_memories(replace(planned, roles=(replace(planned.roles[0], cp=2),)))
+    assert misfits_of(planned, 1.001 * two.total)[0].fix.endswith(" cp to 2") == is_advised
 
 
 def test_3d_divides_the_state_over_pp_and_tp() -> None:

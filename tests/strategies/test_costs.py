@@ -101,7 +101,11 @@ def test_what_autograd_keeps_is_what_the_paper_says(name: str, monkeypatch: pyte
     # Nothing can be probed without numbers; flash attention is what a GPU runs.
     monkeypatch.setattr(single, "head_is_plain", lambda model: True)
     monkeypatch.setattr(single, "exact_layouts", lambda model: {})
-    monkeypatch.setattr(single, "can_pack", packed_attention.make_packable)
+    monkeypatch.setattr(
+        single,
+        "can_pack",
+        lambda model, shares_prompt=False: not shares_prompt and packed_attention.make_packable(model),
+    )
     monkeypatch.setattr(packed_attention, "kernel_for", lambda *args: "flash")
     values, work, checkpointed = SHAPES[name]
     made = AutoConfig.for_model(**values)

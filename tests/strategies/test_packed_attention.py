@@ -236,6 +236,10 @@ def test_no_microbatch_makes_the_host_wait_for_the_device(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-3000:]
     actual = json.loads(done.stdout.splitlines()[-1])
     assert set(actual.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
+    offloaded = actual.pop("offloaded")
+    assert offloaded["is_equal"]
+    assert offloaded["places"] == ["cpu"]
+    assert offloaded["copies"][0] == 0 < offloaded["copies"][1]
     assert len(actual) == 6
     for algorithm, one in actual.items():
         assert one["waits"] == {}, algorithm
@@ -254,6 +258,6 @@ def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:
 def test_flash_attention_of_transformers_gets_the_starts_from_the_host() -> None:
     model = tiny_model()
     model.config._attn_implementation_internal = "flash_attention_2"
-    told = arguments(model, PackedRows([3, 0, 2], CPU))
+    told = arguments(model, PackedRows([3, 0, 2], CPU), with_states=False)
     assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == [0, 3, 5]
     assert told["max_length_q"] == told["max_length_k"] == 3

@@ -14,12 +14,19 @@ import forked
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
+from test_tensor_plans import IN_SLICES, IN_STAGES
 from tiny import tiny_spec
 
 from lightrl import FSDP2Strategy, LoRA, Parallel3DStrategy, Role
 from lightrl.strategies import named_strategy
 
 FAMILIES = ["llama", "qwen2", "mistral with a window", "gemma", "gemma2 with capped logits", "gemma3 hybrid"]
+# Not those of `FAMILIES`; cwm refuses a tiny config.
+SLICED, STAGED = (
+    [name for name in names if name not in {"qwen3", "gemma3_text", "gemma2", "mistral", "cwm", *FAMILIES}]
+    for names in (IN_SLICES, IN_STAGES)
+)
+FORMS = {"vaultgemma": "rectangles"}  # packed rows have no capped attention
 
 CASES: list[list[Any]] = [
     [2, 1, 1, "1F1B", "qwen3", "packed"],
@@ -27,11 +34,17 @@ CASES: list[list[Any]] = [
     [1, 1, 2, "1F1B", "gemma2 with capped logits", "truncated"],
     [2, 1, 1, "1F1B", "critic"],
     [1, 1, 2, "1F1B", "critic"],
+    [1, 1, 2, "1F1B", "cohere"],
+    [2, 1, 1, "1F1B", "granite", "packed"],
+    [1, 1, 2, "1F1B", "qwen3", "mixed"],
+    [2, 1, 1, "1F1B", "qwen3", "mixed"],
 ]
 MORE: list[list[Any]] = [
     *[[2, 1, 1, "Interleaved1F1B", family] for family in FAMILIES],
     *[[1, 1, 2, "1F1B", family] for family in [*FAMILIES, "qwen3"]],
     [2, 1, 1, "1F1B", "gemma3 hybrid", "packed"],
+    *[[1, 1, 2, "1F1B", family, "mixed"] for family in ("gemma3 hybrid", "critic", "llama")],
+    [2, 1, 2, "1F1B", "llama", "mixed"],
     [2, 1, 2, "1F1B", "llama", "truncated"],
     [2, 1, 1, "1F1B", "llama", "checkpointed"],
     [2, 2, 1, "1F1B", "llama", "moved"],
@@ -39,11 +52,22 @@ MORE: list[list[Any]] = [
     [2, 1, 2, "1F1B", "llama"],
     [2, 2, 1, "Interleaved1F1B", "qwen3"],
     [1, 2, 2, "1F1B", "qwen3", "checkpointed"],
+    [2, 2, 1, "1F1B", "llama", "batch by batch"],
 ]  # (2, 2, 2) is in tests/trainer/layouts_run.py
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(CASES, id="two ranks"), pytest.param(MORE, id="more", marks=pytest.mark.extra)]
+    scope="module",
+    params=[
+        pytest.param(CASES, id="two ranks"),
+        pytest.param(MORE, id="more", marks=pytest.mark.extra),
+        pytest.param([[1, 1, 2, "1F1B", name] for name in SLICED], id="slices", marks=pytest.mark.extra),
+        pytest.param(
+            [[2, 1, 1, "1F1B", name, FORMS.get(name, "packed")] for name in STAGED],
+            id="stages",
+            marks=pytest.mark.extra,
+        ),
+    ],
 )
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Results of world_3d.py for each case; all processes are started at once."""
@@ -58,13 +82,29 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_split_model_trains_as_in_one_process(results: list[dict[str, Any]]) -> None:
     assert len(results) >= len(CASES)
-    for case in results:
+    for case in in_float32(results):
         differences = {name: case[name] for name in ("outputs", "loss", "norm", "weights")}
         assert max(differences.values()) < 1e-5, case
+        assert case["gradients"] < 1e-4, case
+
+
+@pytest.mark.slow
+def test_in_bf16_mixed_a_split_model_rounds_as_one_process_does(results: list[dict[str, Any]]) -> None:
+    # Tensor ranks round the summands of two of a layer's seven products and their sum, three times instead of once, and
+    # rows without their padding round otherwise: less than twice the error of one process.
+    mixed = [case for case in results if case["form"] == "mixed"]
+    if not mixed:
+        pytest.skip("no case in bf16-mixed")
+    for case in mixed:
+        assert 0.5 < case["rounding"] < 2, case
 
 
 def test_a_split_model_leaves_no_tensor_behind_when_it_moves(results: list[dict[str, Any]]) -> None:
-    assert [case["left"] for case in results] == [0] * len(results)
+    assert not any(case["left"] for case in in_float32(results))
+
+
+def in_float32(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [case for case in results if case["form"] != "mixed"]
 
 
 def strategy(devices: int, **settings: Any) -> Parallel3DStrategy:
@@ -93,11 +133,14 @@ def module_of(**roles: Role) -> Any:
     [
         (
             module_of(policy=Role(tiny_spec("qwen3")), reference=Role(tiny_spec("gpt2"))),
-            r"model_type='gpt2' has no plan.*Use one of llama, qwen2",
+            r"cannot split model_type='gpt2': transformers has no plan.*Use FSDP2Strategy",
         ),
-        (module_of(policy=Role(tiny_spec("qwen3"), lora=LoRA())), r"The policy has lora=LoRA.*Use FSDP2Strategy"),
+        (
+            module_of(policy=Role(tiny_spec("qwen3"), lora=LoRA(target_modules=("q_proj", "lm_head")))),
+            r"The policy has a LoRA adapter of 'lm_head'.*Leave it out of lora\.target_modules, or use FSDP2Strategy",
+        ),
     ],
-    ids=["an unknown family", "LoRA"],
+    ids=["an unknown family", "LoRA of the head"],
 )
 def test_the_models_of_a_module_are_checked_before_any_process_starts(module: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -1,5 +1,7 @@
 """What the probes find, for families whose code is known; a wrong yes would train on wrong logprobs."""
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +54,65 @@ def test_a_state_that_runs_through_the_row_can_be_neither_packed_nor_shared() ->
     model = MambaForCausalLM(config).eval()
     assert not can_pack(model)
     assert not exact_layouts(model)
+
+
+def keep_apart(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Replaces transformers' operations over a row by ones that heed its trajectories, as packages with kernels do."""
+
+    def replace(name: str, dim: int, arguments: tuple[str, ...] = ()) -> None:
+        if (whole := getattr(module, name, None)) is None:
+            return
+
+        def apart(*inputs: Any, seq_idx: Any = None, cu_seqlens: Any = None, **settings: Any) -> Any:
+            settings = {key: value for key, value in settings.items() if key not in ("packed_rows", "cu_seq_lens_q")}
+            if seq_idx is None and cu_seqlens is None:
+                return whole(*inputs, **settings)
+            sizes = seq_idx[0].unique_consecutive(return_counts=True)[1] if cu_seqlens is None else cu_seqlens.diff()
+            length = int(sizes.sum())
+
+            def cut(values: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+                is_row = {k: torch.is_tensor(v) and v.dim() > 2 and v.shape[dim] == length for k, v in values.items()}
+                parts = {k: v.split(sizes.tolist(), dim) for k, v in values.items() if is_row[k]}
+                for index in range(len(sizes)):
+                    yield {k: parts[k][index] if is_row[k] else v for k, v in values.items()}
+
+            outputs = [
+                whole(*positional.values(), **named)
+                for positional, named in zip(cut(dict(enumerate(inputs))), cut(settings), strict=True)
+            ]
+            if isinstance(outputs[0], tuple):
+                return torch.cat([output for output, _ in outputs], dim), None
+            return torch.cat(outputs, dim)
+
+        monkeypatch.setattr(module, name, apart)
+
+    replace("causal_conv1d_fn", 2)
+    replace("torch_chunk_gated_delta_rule", 1)
+    replace("mamba2_chunk_scan", 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "packs"),
+    [
+        ("qwen3_5_text", True),
+        pytest.param("qwen3_next", True, marks=pytest.mark.extra),
+        pytest.param("lfm2", True, marks=pytest.mark.extra),
+        pytest.param("nemotron_h", True, marks=pytest.mark.extra),
+        ("jamba", False),  # its scan is not told where trajectories start
+    ],
+)
+def test_a_hybrid_is_packed_if_all_its_layers_heed_the_starts(
+    family: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family_spec(family).load_model()
+    assert not can_pack(model)  # plain torch cannot keep trajectories apart, and transformers says so
+    keep_apart(monkeypatch, sys.modules[type(model).__module__])
+    assert can_pack(model) == packs
+    if packs:
+        rows = random_experience(prompt_tokens=(1, 9), completion_tokens=(1, 90))
+        (packed,) = SingleModel(model, LogprobSettings(), form="packed").forward([rows])
+        (padded,) = SingleModel(model, LogprobSettings(), form="rectangles").forward([rows])
+        torch.testing.assert_close(packed.logprobs, padded.logprobs, rtol=0, atol=1e-5)
 
 
 def test_a_row_beyond_longropes_original_length_is_refused() -> None:

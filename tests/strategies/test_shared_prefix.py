@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from lightrl.experience import Experience
 from lightrl.functional import predicting_positions
 from lightrl.strategies import LogprobSettings, SingleModel, shared_prefix
-from lightrl.strategies.shared_prefix import LAYOUTS, Row, find_shared_prompts, shared_hidden, shared_rows
+from lightrl.strategies.shared_prefix import LAYOUTS, Row, find_shared_prompts, packed, shared_hidden, shared_rows
 
 
 def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:
@@ -50,6 +50,13 @@ def test_a_group_whose_prompts_differ_shares_what_is_equal() -> None:
 
 def test_the_prompt_of_several_turns_ends_before_the_first_loss_token() -> None:
     assert find_shared_prompts(experience((0, [3, 4, 5, 8, 6], [2, 4]))) == [Row(2, [0], [2])]
+
+
+def test_a_packed_row_has_a_prompt_once_before_its_completions() -> None:
+    layout = packed([Row(2, [0, 1], [1, 2])], (2, 5))
+    assert (layout.rows.tolist(), layout.columns.tolist()) == ([0, 0, 0, 1, 1], [0, 1, 2, 2, 3])
+    assert (layout.lengths, layout.prompts) == ([2, 1, 2], [-1, 0, 0])
+    assert layout.flat_indices.tolist() == [[0, 1, 2, -1, -1], [-1, 1, 3, 4, -1]]
 
 
 @settings(deadline=None, max_examples=50, derandomize=True)

@@ -1,26 +1,74 @@
-"""Decisions on paper: which families, which sizes, which layers on which stage."""
+"""Decisions without memory: which families, which sizes, which layers on which stage."""
 
+import re
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from lightrl.strategies.tensor_plans import check_schedule, check_sizes, layer_kinds, split_layers
+from lightrl.strategies.tensor_plans import Logits, check_model, check_schedule, check_sizes, split_layers
 
 
 def config(model_type: str = "qwen3", **changes: Any) -> Any:
     sizes = {
         "vocab_size": 64, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 4,
+        "num_key_value_heads": 4, "head_dim": 4, "pad_token_id": 0,
     }  # fmt: skip
     return AutoConfig.for_model(model_type, **{**sizes, **changes})
 
 
-def test_an_unknown_family_is_refused_with_the_list() -> None:
-    with pytest.raises(
-        ValueError, match=r"model_type='gpt2'.*llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text"
-    ):
-        check_sizes(AutoConfig.for_model("gpt2"), 1, 1, "1F1B", 1)
+# Families with slices and stages; nemotron and nanochat have no plan for stages, the last ones none for slices.
+SPLIT = [
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "cwm", "ernie4_5",
+    "granite", "helium", "hyperclovax", "iquestcoder", "ministral", "ministral3", "olmo", "seed_oss", "smollm3",
+    "vaultgemma", "exaone4", "arcee", "jais2", "starcoder2",
+]  # fmt: skip
+IN_SLICES, IN_STAGES = [*SPLIT, "nemotron", "nanochat"], [*SPLIT, "glm", "glm4", "olmo2", "olmo3", "apertus"]
+
+
+@pytest.mark.parametrize("family", [*IN_SLICES, *IN_STAGES[len(SPLIT) :]])
+def test_a_family_with_a_plan_can_be_split(family: str) -> None:
+    made = config(family)
+    for pp, tp in [(1, 2)] * (family in IN_SLICES) + [(2, 1)] * (family in IN_STAGES):
+        check_sizes(made, pp, tp, "1F1B", 1)
+        check_model(made, tp)
+
+
+def test_a_head_may_scale_or_cap_its_logits() -> None:
+    assert check_model(config("cohere", logit_scale=0.25), 2) == Logits(scale=0.25)
+    assert check_model(config("gemma2", final_logit_softcapping=20.0), 1) == Logits(cap=20.0)
+    assert check_model(config("qwen3"), 1) == Logits()
+
+
+@pytest.mark.parametrize(
+    ("family", "pp", "tp", "reason"),
+    [
+        ("gpt2", 2, 1, "no plan of embed_tokens, layers and norm for its stages"),
+        ("gpt2", 1, 2, "no plan for its tensor parallelism"),
+        ("gpt2", 1, 1, "its body is not just embed_tokens, layers and norm"),
+        ("nemotron", 2, 1, "no plan of embed_tokens, layers and norm for its stages"),
+        ("qwen3_moe", 2, 1, "it is a mixture of experts"),
+        ("qwen3_moe", 1, 2, "its plan has packed_colwise for layers.*.mlp.experts.gate_up_proj"),
+        ("phi3", 1, 2, "its plan has colwise_gather_output for layers.*.self_attn.qkv_proj"),
+        ("olmo2", 1, 2, "its plan has colwise_gather_output"),
+        ("apertus", 1, 2, "no part of mlp.act_fn (XIELUActivation) can be computed alone"),
+        ("gemma4_unified_text", 2, 1, "its layers differ in size"),
+        ("minicpm3", 2, 1, "it changes hidden states between its last layer and its head"),
+        ("phi", 1, 2, "its body is not just embed_tokens, layers and norm"),
+    ],
+)
+def test_another_family_is_refused_with_the_reason(family: str, pp: int, tp: int, reason: str) -> None:
+    made = config(family, **{"num_key_value_heads": 8, "layer_types": None} if family == "minicpm3" else {})
+    message = f"cannot split model_type='{family}': .*{re.escape(reason)}.*Use FSDP2Strategy"
+    with pytest.raises(ValueError, match=message):  # noqa: PT012  # either may refuse
+        check_sizes(made, pp, tp, "1F1B", 1)
+        check_model(made, tp)
+
+
+def test_a_rotary_embedding_by_length_is_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ValueError, match="rotary embedding depends on the number of tokens"):
+        check_model(config("llama", rope_parameters=rope), 1)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +107,3 @@ def test_embedding_and_head_count_as_layers() -> None:
     # A layer has 2 · 16 · 4 · (8 + 4) + 3 · 16 · 48 = 3,840 parameters; embedding and head are two layers each.
     sizes = [len(part) for part in split_layers(config(vocab_size=480), 4)]
     assert sizes == [1, 3, 3, 1]
-
-
-def test_mistrals_window_holds_for_all_layers() -> None:
-    assert set(layer_kinds(config("mistral", sliding_window=4))) == {"sliding_attention"}
-    assert set(layer_kinds(config("mistral", sliding_window=None))) == {"full_attention"}

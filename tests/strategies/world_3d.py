@@ -24,9 +24,10 @@ from tiny import FAMILIES, random_experience, tiny_model, tiny_spec, with_suppor
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.families import FAMILIES as OF_KINDS
 from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
-from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
+from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel, whole
 from lightrl.strategies.parallel_3d import Parallel3DModel
 from lightrl.strategies.ranks import square_norm
 from lightrl.strategies.stages import ends_group, split_model
@@ -35,6 +36,7 @@ from lightrl.strategies.tensor_parallel import local
 NUM_UPDATES = 2
 MAX_NORM = 0.5
 SETTINGS = LogprobSettings(temperature=0.8, min_new_tokens=1, stop_token_ids=(1, 5), num_ids=16)
+DENSE = OF_KINDS["dense"]
 TOPK = 12  # of the 18 tokens, of which a tensor rank has half
 
 
@@ -49,8 +51,7 @@ def make_model(family: str) -> Any:
         assert head is not None
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
         return model
-    if family == "gemma":
-        FAMILIES.setdefault("gemma", {**FAMILIES["qwen2"], "model_type": "gemma", "tie_word_embeddings": True})
+    FAMILIES.setdefault(family, {**DENSE.get(family, DENSE["llama"]), "model_type": family})
     if "layer_types" in FAMILIES[family]:
         changes["layer_types"] = FAMILIES[family]["layer_types"] * 2
     return tiny_model(family, **changes)
@@ -88,11 +89,11 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     split = split_model(split_one, mesh, ends=ends_group(mesh), checkpoint_activations=form == "checkpointed", **stages)
     alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS, is_packed=form == "packed")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
-    actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "norm": 0.0}
+    actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "gradients": 0.0, "norm": 0.0}
     for update in range(NUM_UPDATES):
-        everything = parts(seed=update, is_truncated=form == "truncated")
+        everything = parts(seed=update, is_truncated=form in ("truncated", "batch by batch"))
         share = everything[mesh["dp"].get_local_rank() :: dp]
-        topk = 0 if form == "truncated" else TOPK
+        topk = 0 if form in ("truncated", "batch by batch") else TOPK
         for one, other in zip(spread.forward(share, topk=topk), alone.forward(share, topk=topk), strict=True):
             if other.teacher_topk_ids is not None and not torch.equal(one.teacher_topk_ids, other.teacher_topk_ids):
                 actual["outputs"] = 1.0
@@ -115,12 +116,21 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             losses.append(loss_of(experience, outputs))
             return losses[-1]
 
-        spread.forward_backward(
-            [*share, ShardedExperience.of(share[0]).blank_row(torch.device("cpu"))],
-            spread_loss,
-            lambda loss: (loss * dp).backward(),
-        )
+        if form == "batch by batch":
+            for part in share:
+                (spread_loss(part, spread.measure(part)) * dp).backward()
+        else:
+            spread.forward_backward(
+                [*share, ShardedExperience.of(share[0]).blank_row(torch.device("cpu"))],
+                spread_loss,
+                lambda loss: (loss * dp).backward(),
+            )
         alone.forward_backward(everything, alone_loss, Tensor.backward)
+        for name, value in split.held_parameters().items():
+            gradient, expected_gradient = value.grad, single.get_parameter(name).grad
+            if gradient is not None and expected_gradient is not None:
+                apart = float((whole(gradient) - expected_gradient).norm() / expected_gradient.norm().clamp(min=1e-6))
+                actual["gradients"] = max(actual["gradients"], apart)
         total = torch.stack(losses).sum().detach()
         dist.all_reduce(total, group=mesh["dp"].get_group())
         expected_losses = torch.stack(alone_losses).detach()
@@ -144,12 +154,12 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     }
     shares: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(shares, share)
-    whole = {name: value for part in shares for name, value in part.items()}
-    assert sorted(whole) == sorted(name for part in shares for name in part) == sorted(expected)
-    assert all(torch.equal(value, whole[name]) for name, value in first.items())
+    all_parts = {name: value for part in shares for name, value in part.items()}
+    assert sorted(all_parts) == sorted(name for part in shares for name in part) == sorted(expected)
+    assert all(torch.equal(value, all_parts[name]) for name, value in first.items())
     assert len([part for part in shares if part]) > 1 or len(shares) == 1
     largest = max(float(value.detach().abs().max()) for value in expected.values())
-    actual["weights"] = max(float((whole[name] - expected[name]).abs().max()) / largest for name in expected)
+    actual["weights"] = max(float((all_parts[name] - expected[name]).abs().max()) / largest for name in expected)
     spread.move_to(torch.device("meta"))
     actual["left"] = float(sum(not local(value).is_meta for value in [*split_one.parameters(), *split_one.buffers()]))
     numbers = torch.tensor(list(actual.values()))
@@ -159,11 +169,32 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     return {**case, **dict(zip(actual, numbers.tolist(), strict=True))}
 
 
+def compare_rounding(pp: int, dp: int, tp: int, schedule: str, family: str, form: str) -> dict[str, Any]:
+    """How far bf16-mixed takes the gradients of a split model from those in float32, against one process."""
+    exact, single, split_one = (make_model(family) for _ in range(3))
+    mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    split = split_model(split_one, mesh, ends=ends_group(mesh), schedule=schedule)
+    microbatches = parts(seed=0, is_truncated=False)
+    SingleModel(exact, SETTINGS).forward_backward(microbatches, loss_of, Tensor.backward)
+    alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS)
+    with torch.autocast("cpu", torch.bfloat16):
+        for model in (alone, spread):
+            model.forward_backward(microbatches, loss_of, Tensor.backward)
+    squares = torch.zeros(2)
+    for name, value in split.held_parameters().items():
+        exact_gradient = exact.get_parameter(name).grad
+        if exact_gradient is not None and value.grad is not None:
+            gradients = (whole(value.grad), single.get_parameter(name).grad)
+            squares += torch.stack([(gradient - exact_gradient).square().sum() for gradient in gradients])
+    dist.all_reduce(squares)
+    return {"pp": pp, "tp": tp, "family": family, "form": form, "rounding": float((squares[0] / squares[1]).sqrt())}
+
+
 def work(cases: list[list[Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in cases:
-        actual = compare(*case)
+        actual = (compare_rounding if case[-1] == "mixed" else compare)(*case)
         if dist.get_rank() == 0:
             os.write(1, (json.dumps(actual) + "\n").encode())  # a line at once: several worlds print
     dist.barrier()

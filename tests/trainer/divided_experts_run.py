@@ -77,11 +77,14 @@ def on_rank(folder: Path, is_short: bool, size: int) -> None:
     train(folder, "four, native", engine=native, **ranks(4, 4, activation_checkpointing=True))
     train(folder, "four, replayed", engine=replayed, **ranks(4, 2, activation_checkpointing=True))
     train(folder, "replicas", **ranks(4, 2, num_replicas=2, reduce_every_microbatch=True))
+    train(folder, "shared rows", **ranks(4, 2, cp=2))
     train(folder, "kept", **ranks(4, 2, reshard_after_forward=False))
     train(folder, "plain", **ranks(4, 1))
     saved = folder / "four saved" / "step=1.ckpt"
     train(folder, "four, then another ep", ckpt_path=saved, **ranks(4, 4))
     train(folder, "four, then replicas", ckpt_path=saved, **ranks(4, 2, num_replicas=2))
+    train(folder, "four, then shared rows", ckpt_path=saved, **ranks(4, 1, cp=4))
+    train(folder, "shared rows, then none", ckpt_path=folder / "shared rows saved" / "step=1.ckpt", **ranks(4, 1))
     train(folder, "four, then none", ckpt_path=saved, **ranks(4, 1))
     train(folder, "plain, then ep", ckpt_path=folder / "plain saved" / "step=1.ckpt", **ranks(4, 2))
 

@@ -152,6 +152,7 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     "a checkpoint": from_folder(),
     "LoRA on a checkpoint": from_folder(LoRA(rank=2)),
     "LoRA": grpo(policy=Role(POLICY, lora=LoRA(rank=2)), reference=ReferenceKL(0.1), **SEVERAL),
+    "LoRA on a split policy": grpo(policy=Role(TIED, lora=LoRA(rank=2)), reference=ReferenceKL(0.1), **SEVERAL),
     MIXED: grpo(**SEVERAL),
     "a mixture": grpo(policy=MIXTURE, reference=ReferenceKL(0.1, replace(MIXTURE, seed=4)), **SEVERAL),
     "LoRA on a mixture": grpo(policy=Role(MIXTURE, lora=LoRA(rank=2)), **SEVERAL),
@@ -225,6 +226,8 @@ CASES: dict[str, Case] = {
     "a sharded checkpoint": Case("a checkpoint", SHARDED, is_extra=True),
     "LoRA on a sharded checkpoint": Case("LoRA on a checkpoint", SHARDED),
     "sharded LoRA": Case("LoRA", lambda: SHARDED(activation_checkpointing=True)),
+    "LoRA on two tensor ranks": Case("LoRA on a split policy", lambda: SPLIT(tp=2), is_extra=True),
+    "LoRA in two stages": Case("LoRA on a split policy", lambda: SPLIT(pp=2), is_extra=True),
     MIXED: Case(MIXED, lambda: SHARDED(activation_checkpointing=True)),
     "divided experts": Case("a mixture", lambda: SHARDED(ep=2, activation_checkpointing=True)),
     "divided experts on four ranks": Case("a mixture", lambda: SHARDED(ep=2), 4),
@@ -234,6 +237,20 @@ CASES: dict[str, Case] = {
         "PPO on the body of a mixture", lambda: SHARDED(ep=2), is_extra=True
     ),
     "LoRA on divided experts": Case("LoRA on a mixture", lambda: SHARDED(ep=2), is_extra=True),
+    "rows of two ranks": Case("a reference policy, truncated draws", lambda: SHARDED(cp=2)),
+    "rows of two ranks, recomputed LoRA": Case(
+        "LoRA", lambda: SHARDED(cp=2, activation_checkpointing=True), is_extra=True
+    ),
+    "trees of two ranks": Case("trees", lambda: SHARDED(cp=2), is_extra=True),
+    "distillation, rows of two ranks": Case("distillation", lambda: SHARDED(cp=2), is_extra=True),
+    "PPO, rows of two ranks": Case("PPO", lambda: SHARDED(cp=2), is_extra=True),
+    "PPO on one body, rows of two ranks": Case("PPO on one body", lambda: SHARDED(cp=2), is_extra=True),
+    "rows of two ranks, awaited rewards": Case(
+        "awaited rewards", lambda: SHARDED(cp=2, reduce_every_microbatch=True), 4
+    ),
+    "rows of two ranks in two replicas": Case("batch statistics", lambda: SHARDED(cp=2, num_replicas=2), 4),
+    "rows of two ranks, divided experts": Case("a mixture", lambda: SHARDED(cp=2, ep=2), 4),
+    "rows of four ranks, a mixture": Case("a mixture", lambda: SHARDED(cp=4, activation_checkpointing=True), 4),
     "sharded distillation": Case("distillation", SHARDED),
     "distillation, a rank for each role": Case("distillation", SHARDED, meshes=ALONE),
     "distillation on two tensor ranks": Case("distillation", lambda: SPLIT(tp=2)),

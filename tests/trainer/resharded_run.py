@@ -138,6 +138,9 @@ def work(size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if size == 2:
         found["two ranks"] = train(folder, "two ranks", devices=2, strategy=FSDP2Strategy(save_async=True))
+        offloads = FSDP2Strategy(offload_to_cpu=("optimizer", "activations"))
+        saved = folder / "two ranks" / "step=2.ckpt"
+        found["two ranks, then offloaded"] = train(folder, "d", ckpt_path=saved, devices=2, strategy=offloads)
         found["dry runs"] = [dry_run(folder), dry_run(folder, SavesAnObject())]
         wider = replace(SPEC, config={**SPEC.config, "intermediate_size": 24})  # type: ignore[dict-item]
         found["another model"] = refusal(folder, TinyPPO(wider))

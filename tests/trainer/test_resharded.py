@@ -87,6 +87,10 @@ def test_a_run_of_several_processes_continues_in_one(saved, alone, folder, tmp_p
         assert (found["weights"][name] - weight).abs().max() <= ROUNDING * weight.abs().max(), name
 
 
+def test_a_run_that_offloads_continues_one_that_does_not_with_the_same_numbers_to_the_bit(two: dict[str, Any]) -> None:
+    assert two["two ranks, then offloaded"]["updates"] == two["two ranks"]["updates"][4:]
+
+
 def test_adapters_of_two_ranks_continue_in_one_process(two: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     found = train(tmp_path, "one", settings=ADAPTED, ckpt_path=folder / "adapters" / "step=2.ckpt")
     assert_same_updates(found["updates"], two["adapters"]["updates"][4:])

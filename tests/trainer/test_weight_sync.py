@@ -11,7 +11,7 @@ from tiny_run import Digits, TinyGRPO, make_trainer
 from benchmarks.families import family_spec
 from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, WeightSync
 from lightrl.callbacks.probe import as_rows
-from lightrl.callbacks.weight_sync import RankShares, move_optimizer_state
+from lightrl.callbacks.weight_sync import RankShares, to_trainer
 from lightrl.errors import WeightSyncError
 from lightrl.strategies import LogprobSettings, SingleModel
 
@@ -96,20 +96,25 @@ def test_a_colocated_server_has_its_memory_while_it_generates_and_not_during_upd
     assert fake_server.stats()["requests"]["/resume_memory_occupation"] == 9
 
 
+@pytest.mark.parametrize("offloads", [(), ("activations",), ("optimizer",), ("parameters",)])
+def test_a_colocated_engine_leaves_the_optimizers_state_in_the_host_if_the_strategy_keeps_it_there(
+    offloads, monkeypatch
+):
+    engine = SGLangEngine(urls=["http://127.0.0.1:1"], placement="colocated")
+    released, moved = [], []
+    monkeypatch.setattr(engine, "release_memory", lambda: released.append(True))
+    monkeypatch.setattr("lightrl.callbacks.weight_sync.move_state", lambda *arguments: moved.append(arguments))
+    device = torch.device("cuda")
+    strategy = SimpleNamespace(root_device=device, offload_to_cpu=offloads)
+    rollout = SimpleNamespace(is_recorded=False)
+    to_trainer(SimpleNamespace(engine=engine, rollout=rollout, strategy=strategy, optimizers=["adam"]))
+    assert released == [True]
+    assert moved == ([("adam", device)] if not {"optimizer", "parameters"} & {*offloads} else [])
+
+
 def test_rollouts_during_the_updates_of_a_colocated_engine_are_refused(tmp_path, fake_server):
     with pytest.raises(ValueError, match=r"max_staleness must be 0 with a colocated engine, got 1"):
         fit(tmp_path, SGLangEngine(urls=[fake_server.url], placement="colocated"), StalenessControl(1))
-
-
-def test_only_the_optimizers_moments_are_moved_and_keep_their_values():
-    layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    before = [{name: value.clone() for name, value in state.items()} for state in optimizer.state.values()]
-    assert move_optimizer_state([optimizer], torch.device("cpu")) == 2 * 4 * (6 + 2)  # two of each parameter's size
-    for state, old in zip(optimizer.state.values(), before, strict=True):
-        assert all(torch.equal(state[name], old[name]) for name in old)
 
 
 @pytest.mark.parametrize(

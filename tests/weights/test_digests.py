@@ -10,9 +10,8 @@ from fake_sglang.layout import checksums
 from tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrl.strategies import tensor_plans
+from lightrl.models.conversion import checkpoint_tensors
 from lightrl.weights import Digests, ServerForm, ServerLayout, bucketed
-from lightrl.weights import digests as digests_module
 from lightrl.weights.digests import tile_hash, unknown_layout
 
 SIZES = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 130}
@@ -27,9 +26,15 @@ def model_of(family="qwen3", **changes):
     return model
 
 
+def parameters_of(model):
+    """Under the names of a checkpoint, which has each expert apart."""
+    named = [checkpoint_tensors(model, name, tensor) for name, tensor in model.named_parameters()]
+    return {name: tensor for tensors in named for name, tensor in tensors.items()}
+
+
 def computed(model, layout, *, bucket_bytes=3000, dtype=None, shuffled=False):
     """The digests of a model's parameters that pass by in buckets."""
-    parameters = list(model.named_parameters())
+    parameters = list(parameters_of(model).items())
     if shuffled:
         random.Random(0).shuffle(parameters)
     digests = Digests(model.config, ServerForm.of(model.config, dtype), [layout])
@@ -40,8 +45,8 @@ def computed(model, layout, *, bucket_bytes=3000, dtype=None, shuffled=False):
 
 def held(model, layout):
     """What SGLang's ranks answer, from `fake_sglang.layout`."""
-    parameters = {name: tensor.detach().to(layout.dtype) for name, tensor in model.named_parameters()}
-    return checksums(parameters, model.config, layout.num_ranks)
+    parameters = {name: tensor.to(layout.dtype) for name, tensor in parameters_of(model).items()}
+    return checksums(parameters, model.config, layout.num_ranks, layout.ep)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -55,6 +60,17 @@ def test_each_rank_has_its_share_of_the_fused_parameters(family, is_tied, num_ke
     if is_tied:  # for servers that hold the head twice, as with pipeline stages
         assert all(rank.pop("lm_head.weight") == rank["model.embed_tokens.weight"] for rank in ours)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize(("num_ranks", "ep", "size"), [(1, 1, 48), (2, 1, 128), (2, 2, 48), (4, 2, 128)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_each_rank_has_its_share_of_the_experts_in_two_parameters(family, num_ranks, ep, size, shuffled):
+    sizes = {"intermediate_size": size, "moe_intermediate_size": size, "num_experts": 4, "num_experts_per_tok": 2}
+    model = model_of(family, **sizes, num_key_value_heads=4, tie_word_embeddings=False)
+    layout = ServerLayout(torch.bfloat16, num_ranks, ep=ep)
+    assert unknown_layout(model.config, layout) is None
+    assert computed(model, layout, shuffled=shuffled) == held(model, layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -102,7 +118,10 @@ def test_layouts_that_cannot_be_computed_are_named():
     odd = model_of(num_key_value_heads=1).config
     assert "2 CPU ranks" in str(unknown_layout(odd, ServerLayout(num_ranks=2)))
     assert unknown_layout(odd, ServerLayout(num_ranks=2, is_cpu=False)) is None
-    assert set(tensor_plans.FAMILIES) - digests_module.FAMILIES == {"gemma", "gemma2"}
+    experts = model_of("mixtral", num_local_experts=2).config
+    assert "vLLM" in str(unknown_layout(experts, ServerLayout(is_vllm=True)))
+    assert "size 80 on 2 CPU ranks" in str(unknown_layout(experts, ServerLayout(num_ranks=2)))
+    assert unknown_layout(experts, ServerLayout(num_ranks=2, is_cpu=False)) is None
 
 
 MASK = 2**32 - 1

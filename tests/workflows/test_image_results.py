@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from chat_texts import chat_prompt, chat_tokenizer, play
-from images_cases import BLUE, HALF, IMAGE_TOKEN, RED, TOKENS_EACH, image_spec
+from images_cases import BLUE, HALF, IMAGE_TOKEN, RED, TOKENS_EACH, image_reader, image_spec, with_images
 from tiny import char_tokenizer, gradients
 
 from lightrl import GRPO, PromptDataModule, Trainer
@@ -19,7 +19,7 @@ from lightrl.engines import FakeEngine, LocalEngine
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.experience import Experience
-from lightrl.models.images import ImageReader, read_image, with_images
+from lightrl.models.images import read_image
 from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import JsonObject, Prompt, Sampling, Trajectory
@@ -54,12 +54,6 @@ class Photos(ToolEnvironment):
             return [{"type": "text", "text": "12"}, {"type": "image", "image": self.images.pop(0)}]
 
         super().__init__([camera], parser=lambda completion: [ToolCall("camera")])
-
-
-def image_reader() -> ImageReader:
-    reader = ImageReader.of(image_spec().load_config())
-    assert reader is not None
-    return reader
 
 
 def workflow(template: str | None = WRITES_IMAGES, **settings: Any) -> MultiTurn:
@@ -218,7 +212,7 @@ def test_a_file_is_read_before_the_environment_deletes_it(tmp_path):
     content = [{"type": "image", "image": str(file)}]
     (image,) = conversation.encode_observation([{"role": "user", "content": content}]).images
     file.unlink()
-    assert torch.equal(image_reader().pixel_values([image]), image_reader().pixel_values([RED]))
+    assert torch.equal(image_reader().read([image]).pixel_values, image_reader().read([RED]).pixel_values)
 
 
 @pytest.mark.parametrize("key", ["image", "path"])
@@ -239,7 +233,8 @@ def test_a_resume_shows_the_image_that_the_run_showed(key, tmp_path):
     resumed = TurnLog("session", answers=log.answers)
     (again,) = asyncio.run(resumed.ask(Screen(), "step", prompts()[0], "go", timeout_s=5.0))
     assert again == message
-    assert torch.equal(image_reader().pixel_values([again["content"][0]["image"]]), image_reader().pixel_values([RED]))
+    shown = image_reader().read([again["content"][0]["image"], RED]).pixel_values
+    assert torch.equal(shown[0], shown[1])
 
 
 def test_mcps_content_is_text_or_parts():

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from lightrl.models.images import input_embeddings, new_model
+from lightrl.models.hybrids import keeps_states, time_step_limits
+from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_model
 from lightrl.models.routes import Routes
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PretrainedConfig
+    from transformers.cache_utils import CacheLayerMixin
 
 
 log = logging.getLogger(__name__)
@@ -53,14 +55,14 @@ class Decoder(Protocol):
         ...
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Tensor | None] | None = None
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
         """Adds rows with the key-values of these tokens; logits after each sequence, [len(sequences), V] float32.
 
         Args:
             sequences: token ids, at least one each; each is computed once.
             owners: the index of each new row's sequence.
-            images: pixel values [m, 3, H, W] of each sequence, None for those without; None if there are none.
+            images: paths or data: URLs of each sequence's images; empty if no sequence has any.
         """
         ...
 
@@ -98,16 +100,18 @@ class Decoder(Protocol):
         ...
 
 
-def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
+def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int, *, pads: bool = True) -> Iterator[list[int]]:
     """Indices of the sequences in chunks of similar lengths, longest first, each at most `max_tokens` when padded.
 
-    Padding is at most half of a chunk; a sequence longer than `max_tokens` is a chunk of its own.
+    Padding is at most half of a chunk, none with `pads=False`; a sequence longer than `max_tokens` is a chunk of its
+    own.
     """
     chunk: list[int] = []
     for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
         if chunk:
-            longest = len(sequences[chunk[0]])
-            if (len(chunk) + 1) * longest > max_tokens or 2 * len(sequences[index]) + 16 < longest:
+            longest, length = len(sequences[chunk[0]]), len(sequences[index])
+            is_unlike = 2 * length + 16 < longest if pads else length < longest
+            if (len(chunk) + 1) * longest > max_tokens or is_unlike:
                 yield chunk
                 chunk = []
         chunk.append(index)
@@ -121,27 +125,23 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids [b, T], zeros on the right, and the lengths [b]."""
-    longest = max(len(sequence) for sequence in sequences)
-    token_ids = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
-    return on_device(token_ids, device), on_device([len(sequence) for sequence in sequences], device)
-
-
 class HuggingFaceDecoder:
-    """Hugging Face's code of a decoder-only model whose layers all keep key-values.
+    """Hugging Face's code of a decoder-only model whose layers keep key-values, or states of fixed size, or both.
 
     All rows share one time axis that ends at "now": a row's key-values are right-aligned in the cache, with masked
     columns before them, as in Hugging Face's own left padding. Distances between columns are then distances between
-    tokens, so sliding windows work; columns that no row uses any more are cut off.
+    tokens, so sliding windows work; columns that no row uses any more are cut off. The states of convolutions and
+    recurrences, such as linear attention, have rows but no columns. Where padding would enter them, a forward has
+    prompts of one length only.
 
     Args:
         prefill_tokens: most tokens, with padding, in one forward over prompts.
         record_routes: record which experts tokens take; None does where a family's can be recorded.
+        image_reader: how the model reads images; None if it takes none.
 
     Raises:
-        ValueError: if routes cannot be recorded but must be, or the model keeps anything else than key-values, as
-            linear attention, convolutions and recurrent layers do.
+        ValueError: if routes cannot be recorded but must be, or the model keeps anything else, such as the index of
+            sparse attention, or keeps it in a cache of its own class, or decodes otherwise than it is trained.
     """
 
     def __init__(
@@ -152,21 +152,30 @@ class HuggingFaceDecoder:
         device: torch.device,
         prefill_tokens: int = 8192,
         record_routes: bool | None = None,
+        image_reader: ImageReader | None = None,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens, self._image_reader = prefill_tokens, image_reader
         self._routes: Routes | None = None  # records if set
         self._recorded = torch.zeros(0)  # routes of the latest forward, [b, T, w]
         self._accepted = set(inspect.signature(self._model.forward).parameters)
-        if config.is_encoder_decoder or not self._keeps_key_values():
+        self._keeps_states = keeps_states(config)
+        if config.is_encoder_decoder or not self._keeps_what_rows_need():
             raise ValueError(
-                "LocalEngine needs a decoder-only model whose layers all keep key-values, but layers of type "
-                f"{config.model_type!r} keep something else, such as the state of linear attention or of a "
-                "convolution, or the index of sparse attention. Use SGLangEngine, or another model."
+                "LocalEngine needs a decoder-only model whose layers keep key-values, or states of convolutions and "
+                f"recurrences in transformers' DynamicCache, but layers of type {config.model_type!r} keep something "
+                "else, such as the index of sparse attention, or a cache of their own. Use SGLangEngine, or another "
+                "model."
             )
+        if (limits := time_step_limits(self._model)) is not None:
+            raise ValueError(
+                f"LocalEngine cannot decode this model of type {config.model_type!r} as it is trained: transformers "
+                f"limits its time steps to {limits} over a sequence, but not over one token. Use another model."
+            )
+        self._may_pad = not self._keeps_states or self._masks_padding()
         self.latest_routes: Sequence[Tensor] | None = None
         if record_routes is not False:
             self._record_routes(is_required=record_routes is True)
@@ -181,25 +190,47 @@ class HuggingFaceDecoder:
         self.optional_shapes |= {name: tensor.shape for name, tensor in buffers.items()}
         self._cache: DynamicCache | None = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [n, T], 1 where the cache has a token
+        self._shifts = torch.zeros(0, dtype=torch.int64, device=device)  # [n], of the positions after images
 
     @torch.no_grad()
-    def _keeps_key_values(self) -> bool:
-        """Whether each layer keeps one key per token and nothing else; runs two tokens."""
+    def _keeps_what_rows_need(self) -> bool:
+        """Whether layers keep one key per token, or states, in transformers' cache, and no more; runs two tokens."""
         from transformers import DynamicCache
-        from transformers.cache_utils import DynamicLayer
 
         if "past_key_values" not in self._accepted:
             return False
-        expected_layers = DynamicCache(config=self._model.config).layers
-        two = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
+        states = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
+        known = {"DynamicLayer", *(states if self._keeps_states else ["DynamicSlidingWindowLayer"])}
+        if {type(layer).__name__ for layer in DynamicCache(config=self._model.config).layers} - known:
+            return False
         try:
-            cache, _ = self._forward(two, torch.ones_like(two), torch.arange(2, device=self._device)[None], None, None)
+            cache = self._cache_after(2)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
             # A layer looks in vain for its own state, or the model for its own class of cache.
             return False
-        return all(isinstance(layer, DynamicLayer) for layer in expected_layers) and all(
-            layer.keys is not None and layer.keys.shape[-2] == 2 for layer in cache.layers
-        )
+        kept = [_kept(layer) for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
+        columns = [holder[name].shape[-2] for places in kept for holder, name, has_columns in places if has_columns]
+        return all(kept) and set(columns) == {2}
+
+    @torch.no_grad()
+    def _masks_padding(self) -> bool:
+        """Whether padding before a row's tokens leaves its states alone, also if biases are not 0, as new ones are."""
+        generator = torch.Generator(self._device).manual_seed(0)
+        for parameter in self._model.parameters():  # the engine's first load overwrites them
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+        caches = (_all_kept(self._cache_after(1)), _all_kept(self._cache_after(1, num_padding=1)))
+        for (alone, name, has_columns), (padded, _, _) in zip(*caches, strict=True):
+            if not has_columns:
+                error = (padded[name] - alone[name]).abs().max()
+                if error > 0.05 * alone[name].abs().max():  # rounding of bfloat16 is smaller, also in the last layer
+                    return False
+        return True
+
+    def _cache_after(self, num_tokens: int, num_padding: int = 0) -> DynamicCache:
+        positions = torch.arange(-num_padding, num_tokens, device=self._device)[None]
+        is_token = (positions >= 0).to(torch.int64)
+        return self._forward(torch.zeros_like(positions), is_token, positions.clamp(min=0), None)[0]
 
     @torch.no_grad()
     def _record_routes(self, is_required: bool) -> None:
@@ -212,9 +243,8 @@ class HuggingFaceDecoder:
                 )
             return
         self._routes = routes
-        two = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
         try:
-            self._forward(two, torch.ones_like(two), torch.arange(2, device=self._device)[None], None, None)
+            self._cache_after(2)
         except ValueError as error:
             if is_required:
                 raise
@@ -231,28 +261,32 @@ class HuggingFaceDecoder:
         return copy
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Tensor | None] | None = None
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
         longest = max(len(sequence) for sequence in sequences)
         logits: list[Tensor | None] = [None] * len(sequences)
-        prefixes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sequences]
+        prefixes: list[list[Tensor]] = [[] for _ in sequences]
         routes = [torch.zeros(0)] * len(sequences)
-        for chunk in like_lengths(sequences, self._prefill_tokens):
-            token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
-            columns = torch.arange(token_ids.shape[1], device=self._device)
-            is_token = (columns < lengths[:, None]).to(torch.int64)
-            last, output_columns = torch.unique(lengths - 1, return_inverse=True)
-            embedded = None if images is None else self._embedded(token_ids, [images[index] for index in chunk])
-            cache, outputs = self._forward(token_ids, is_token, columns.expand_as(token_ids), None, last, embedded)
-            if outputs.shape[1] == token_ids.shape[1]:
-                output_columns = lengths - 1
-            for place, index in enumerate(chunk):
-                logits[index] = outputs[place, output_columns[place]].float()
-                length = len(sequences[index])
+        shifts = torch.zeros(len(sequences), dtype=torch.int64, device=self._device)
+        may_pad = self._may_pad and not any(images)
+        for chunk in like_lengths(sequences, self._prefill_tokens, pads=may_pad):
+            lengths = [len(sequences[index]) for index in chunk]
+            filled = [[*[0] * (max(lengths) - len(sequences[index])), *sequences[index]] for index in chunk]
+            token_ids = on_device(filled, self._device)
+            positions = torch.arange(-max(lengths), 0, device=self._device) + on_device(lengths, self._device)[:, None]
+            is_token = (positions >= 0).to(torch.int64)
+            shown = ImageTable.of([images[index] for index in chunk] if images else (), self._image_reader)
+            inputs = {} if shown is None else image_inputs(self._model, token_ids, shown)
+            if "position_ids" in inputs:  # an image's tokens take fewer positions than there are
+                shifts[chunk] = inputs["position_ids"].amax((0, 2)) + 1 - token_ids.shape[1]
+            cache, outputs = self._forward(token_ids, is_token, positions.clamp(min=0), None, inputs)
+            for place, (index, length) in enumerate(zip(chunk, lengths, strict=True)):
+                logits[index] = outputs[place, -1].float()
                 if self._routes is not None:
-                    routes[index] = self._recorded[place, :length]
+                    routes[index] = self._recorded[place, -length:]
                 prefixes[index] = [
-                    (layer.keys[place, :, :length], layer.values[place, :, :length]) for layer in cache.layers
+                    holder[name][place, :, -length:] if has_columns else holder[name][place]
+                    for holder, name, has_columns in _all_kept(cache)
                 ]
         self.latest_routes = None if self._routes is None else routes
         present = self._is_token.shape[1]
@@ -261,19 +295,13 @@ class HuggingFaceDecoder:
         for row, owner in enumerate(owners):
             mask[row, width - len(sequences[owner]) :] = 1
         self._is_token = torch.cat([_aligned_right(self._is_token, width, dim=1), mask])
-        layers = []
-        for depth in range(len(prefixes[0])):
-            both = []
-            for side in (0, 1):
-                blocks = [_aligned_right(prefixes[owner][depth][side], width, dim=1) for owner in owners]
-                block = torch.stack(blocks)
-                if self._cache is not None:
-                    layer = self._cache.layers[depth]
-                    old = layer.values if side else layer.keys
-                    block = torch.cat([_aligned_right(old, width, dim=2), block])
-                both.append(block)
-            layers.append((both[0], both[1]))
-        self._cache = _cache_of(layers)
+        is_first, self._cache = self._cache is None, self._cache or cache
+        for depth, (holder, name, has_columns) in enumerate(_all_kept(self._cache)):
+            blocks = [prefixes[owner][depth] for owner in owners]
+            block = torch.stack([_aligned_right(block, width, dim=1) for block in blocks] if has_columns else blocks)
+            old = [] if is_first else [_aligned_right(holder[name], width, dim=2) if has_columns else holder[name]]
+            holder[name] = torch.cat([*old, block])
+        self._shifts = torch.cat([self._shifts, shifts[list(owners)]])
         return torch.stack([row for row in logits if row is not None])
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
@@ -289,7 +317,8 @@ class HuggingFaceDecoder:
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._is_token = torch.cat([self._is_token, torch.ones_like(token_ids)[:, None]], dim=1)
-        self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions[:, None], self._cache, None)
+        positions = (positions + self._shifts)[:, None]
+        self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions, self._cache)
         self.latest_routes = None if self._routes is None else [*self._recorded[:, 0]]
         next_logits: Tensor = logits[:, -1].float()
         return next_logits
@@ -300,28 +329,16 @@ class HuggingFaceDecoder:
             self.clear()
             return
         rows = torch.tensor(order, device=self._device)
-        mask = self._is_token[rows]
+        mask, self._shifts = self._is_token[rows], self._shifts[rows]
         first = int(mask.any(0).to(torch.int64).argmax())  # no row uses the columns before it
         self._is_token = mask[:, first:]
-        self._cache = _cache_of(
-            [(layer.keys[rows, :, first:], layer.values[rows, :, first:]) for layer in self._cache.layers]
-        )
+        for holder, name, has_columns in _all_kept(self._cache):
+            holder[name] = holder[name][rows, :, first:] if has_columns else holder[name][rows]
 
     def clear(self) -> None:
         self._cache = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
-
-    def _embedded(self, token_ids: Tensor, images: Sequence[Tensor | None]) -> Tensor | None:
-        """The layers' inputs with images, [b, T, H]; None if no sequence has any."""
-        counts = [0 if pixels is None else len(pixels) for pixels in images]
-        if not any(counts):
-            return None
-        ends = torch.tensor(counts).cumsum(0).tolist()
-        rows = [
-            [*range(end - count, end), *[-1] * (max(counts) - count)] for end, count in zip(ends, counts, strict=True)
-        ]
-        pixel_values = torch.cat([pixels for pixels in images if pixels is not None]).to(self._device)
-        return input_embeddings(self._model, token_ids, pixel_values, torch.tensor(rows, device=self._device))
+        self._shifts = torch.zeros(0, dtype=torch.int64, device=self._device)
 
     def _forward(
         self,
@@ -329,22 +346,20 @@ class HuggingFaceDecoder:
         is_token: Tensor,
         positions: Tensor,
         cache: DynamicCache | None,
-        last: Tensor | None,
-        embeddings: Tensor | None = None,
+        inputs: Mapping[str, Any] | None = None,  # replaces the token ids if there are images
     ) -> tuple[DynamicCache, Tensor]:
         from transformers import DynamicCache
 
         arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
-        if embeddings is None:
-            arguments["input_ids"] = token_ids
-        else:
-            arguments["inputs_embeds"] = embeddings
-        # without the config all layers keep all tokens: `keep` and `append` move columns, which sliding layers forbid
-        arguments["past_key_values"] = DynamicCache() if cache is None else cache
+        if cache is None:
+            # Without the config all layers keep all tokens: `keep` and `append` move columns; sliding layers forbid it.
+            cache = DynamicCache(config=self._model.config) if self._keeps_states else DynamicCache()
+        arguments["past_key_values"] = cache
         if "position_ids" in self._accepted:
             arguments["position_ids"] = positions
-        if "logits_to_keep" in self._accepted and last is not None:
-            arguments["logits_to_keep"] = last
+        arguments |= inputs or {"input_ids": token_ids}
+        if "logits_to_keep" in self._accepted:
+            arguments["logits_to_keep"] = 1
         if self._routes is None:
             outputs = self._model(**arguments)
         else:
@@ -364,10 +379,13 @@ def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
     return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
 
 
-def _cache_of(layers: Sequence[tuple[Tensor, Tensor]]) -> DynamicCache:
-    from transformers import DynamicCache
+def _kept(layer: CacheLayerMixin) -> list[tuple[dict[Any, Tensor], Any, bool]]:
+    """Where a layer has its tensors [n, …]: in a dict, under a key; and whether they have a column for each token."""
+    places: list[tuple[dict[Any, Tensor], Any, bool]] = [(vars(layer), name, True) for name in ("keys", "values")]
+    for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+        places += [(states, index, False) for index in states]
+    return [place for place in places if place[0].get(place[1]) is not None]
 
-    cache = DynamicCache()
-    for depth, (keys, values) in enumerate(layers):
-        cache.update(keys, values, depth)
-    return cache
+
+def _all_kept(cache: DynamicCache) -> list[tuple[dict[Any, Tensor], Any, bool]]:
+    return [place for layer in cache.layers for place in _kept(layer)]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightrl.engines.local.decoder import like_lengths, on_device, padded
+from lightrl.engines.local.decoder import like_lengths, on_device
 from lightrl.engines.local.kernels import HEAD_SIZES, CacheOfKernel, LayerOfKernel, ModelOfKernel, address, kernels
 
 if TYPE_CHECKING:
@@ -125,6 +125,13 @@ def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tens
         mixed: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(queries, keys, values, mask, False)[0]
         return mixed
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+
+
+def _padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [b, T], zeros on the right, and the lengths [b]."""
+    longest = max(len(sequence) for sequence in sequences)
+    token_ids = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
+    return on_device(token_ids, device), on_device([len(sequence) for sequence in sequences], device)
 
 
 def _stepped(num_times: int) -> int:
@@ -239,9 +246,9 @@ class LlamaDecoder:
         return view.clone(memory_format=torch.contiguous_format).view(target.shape)
 
     def append(
-        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Tensor | None] | None = None
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
-        assert images is None, "these families take no images"
+        assert not any(images), "these families take no images"
         self._pack()
         first = self._num_rows
         self._reserve(first + len(owners), max(len(sequence) for sequence in sequences) + 1)
@@ -251,7 +258,7 @@ class LlamaDecoder:
             rows_of[owner].append(first + offset)
         logits = torch.empty(len(sequences), len(self._embedding), device=self._device)
         for chunk in like_lengths(sequences, self._prefill_tokens):
-            token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
+            token_ids, lengths = _padded([sequences[index] for index in chunk], self._device)
             rows = self._index([row for index in chunk for row in rows_of[index]])
             sources = on_device([p for p, index in enumerate(chunk) for _ in rows_of[index]], self._device)
             hidden = self._forward(token_ids, rows, sources)

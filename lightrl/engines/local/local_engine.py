@@ -99,11 +99,11 @@ SMALL_MODEL_PARAMETERS = 10_000_000
 class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
-    Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; other decoder-only models whose layers all keep
-    key-values run Hugging Face's code, with images too; the rest is refused. Both share the scheduler: rows wait in
-    the order of the calls, are admitted into free slots, and leave with their last token; equal prompts that are
-    admitted together are computed once. Tokens depend on (seed, position) and the logits, not on the batch, up to float
-    rounding of the logits.
+    Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; other decoder-only models whose layers keep
+    key-values, or the states of convolutions and recurrences, run Hugging Face's code, with images too; the rest is
+    refused. Both share the scheduler: rows wait in the order of the calls, are admitted into free slots, and leave with
+    their last token; equal prompts that are admitted together are computed once. Tokens depend on (seed, position) and
+    the logits, not on the batch, up to float rounding of the logits.
 
     `pause` and `resume` set and clear one flag: one resume ends any number of pauses. A paused engine queues requests,
     so `pause`, many `generate` calls, `resume` admits them as one wave in the order of the calls. `pause` on an idle
@@ -311,15 +311,14 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         thread = self._started()
         longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
         check_request(token_ids, longest, len(samplings), vocab_size=self._vocab_size, max_context=self.max_context)
-        pixels = None
         if images:
             if self._image_reader is None:
                 raise ValueError(refusal(len(images)))
             self._image_reader.check(images, token_ids)
-            pixels = self._image_reader.pixel_values(images)
+            self._image_reader.read(images)  # an error belongs to this request; the decoder finds them in the cache
         prompt = tuple(token_ids)
         rows = zip(samplings, seeds, started, strict=True)
-        return thread.submit([Row(prompt, sampling, seed, images, pixels, start) for sampling, seed, start in rows])
+        return thread.submit([Row(prompt, sampling, seed, images, start) for sampling, seed, start in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
@@ -337,6 +336,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         self._dtype = dtype = getattr(torch, auto if self.dtype == "auto" else self.dtype)
         if family is None:
             settings: dict[str, Any] = {"prefill_tokens": self.prefill_tokens, "record_routes": self.record_routes}
+            settings["image_reader"] = self._image_reader
             return HuggingFaceDecoder(config, dtype=dtype, device=self.device, **settings)
         decoder = LlamaDecoder(config, family, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
         decoder.cache_bytes = self.key_value_bytes

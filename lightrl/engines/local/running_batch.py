@@ -37,8 +37,7 @@ class Row:
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int  # this completion's
-    images: tuple[str, ...] = ()  # distinguish the images of equal prompts
-    pixels: Tensor | None = None  # their pixel values, [m, 3, H, W]
+    images: tuple[str, ...] = ()  # the prompt's images: paths or data: URLs
     started: Completion | None = None  # how it starts, generated before by this engine or another
     owner: Any = None  # the completion's owner; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
@@ -116,7 +115,7 @@ class RunningBatch:
         """Computes the prompts, equal ones once, and samples the first token of each row."""
         first, end = self.size, self.size + len(rows)
         prompts, owners, images = _distinct([row.prompt for row in rows], rows)
-        logits = self._decoder.append(prompts, owners, *images)
+        logits = self._decoder.append(prompts, owners, images)
         for row in rows:
             row.version_changes = [(0, weight_version)]
         self._add_routes(rows, owners)
@@ -203,7 +202,7 @@ class RunningBatch:
         sequences, owners, images = _distinct(
             [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, starts, strict=True)], rows
         )
-        self._decoder.append(sequences, owners, *images)
+        self._decoder.append(sequences, owners, images)
         self._add_routes(rows, owners)
         lengths = [len(part.token_ids) for part in starts]
         self._fill_rows(rows, lengths)
@@ -229,8 +228,7 @@ class RunningBatch:
         for slot, (row, length) in enumerate(zip(self._rows, self._lengths[: self.size].tolist(), strict=True)):
             tokens_by_row.append((*row.prompt, *self._token_ids[slot, : length - 1].tolist()))
             row.version_changes.append((length, weight_version))
-        sequences, owners, images = _distinct(tokens_by_row, self._rows)
-        self._decoder.append(sequences, owners, *images)
+        self._decoder.append(*_distinct(tokens_by_row, self._rows))
 
     def _longest(self) -> int:
         """Tokens of the longest row, prompt included."""
@@ -364,21 +362,14 @@ def _longest_end(rows: Sequence[Row]) -> int:
 
 def _distinct(
     sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
-) -> tuple[list[tuple[int, ...]], list[int], list[list[Tensor | None]]]:
-    """The sequences that differ in tokens or images; the index of each row's; and the decoder's argument for their
-    images, if there are any."""
+) -> tuple[list[tuple[int, ...]], list[int], list[tuple[str, ...]]]:
+    """The sequences that differ in tokens or images; the index of each row's; and their images."""
     index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     owners = [
         index_of.setdefault((sequence, row.images), len(index_of))
         for sequence, row in zip(sequences, rows, strict=True)
     ]
-    prompts = [sequence for sequence, _ in index_of]
-    if not any(row.images for row in rows):
-        return prompts, owners, []
-    images: list[Tensor | None] = [None] * len(index_of)
-    for owner, row in zip(owners, rows, strict=True):
-        images[owner] = row.pixels
-    return prompts, owners, [images]
+    return [sequence for sequence, _ in index_of], owners, [images for _, images in index_of]
 
 
 def _changes(versions: Sequence[int]) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lightrl.engines.engine import Completion
-from lightrl.errors import EngineError
+from lightrl.errors import EngineError, RolloutError
 from lightrl.functional import encode_supports
 from lightrl.models.images import ImageReader, data_url, refusal
 from lightrl.models.routes import RouteLayout, joined_routes
@@ -56,15 +56,31 @@ class RequestImages:
 
     prompt: list[int]  # the prompt's token ids, with one image token for each image: the server repeats it
     image_data: list[str]  # data: URLs, for servers on other machines
+    image_token_id: int  # the id that stands for an image
 
     @classmethod
     def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> RequestImages:
         """The images of a prompt, given how the policy reads them; raises ValueError if it takes none."""
         if image_reader is None:
             raise ValueError(refusal(len(images)))
+        if image_reader.frame:
+            raise ValueError(
+                "Servers take no images for models of type gemma3: they write line breaks around an image, which the "
+                "tokens of its prompt have already. Use LocalEngine."
+            )
         image_reader.check(images, token_ids)
-        prompt = image_reader.collapsed(token_ids, len(images))
-        return cls(prompt, [data_url(image) for image in images])
+        prompt = image_reader.collapsed(token_ids, images)
+        return cls(prompt, [data_url(image) for image in images], image_reader.image_token_id)
+
+    def input_ids(self, generated: Sequence[int]) -> list[int]:
+        """The prompt and what follows; raises RolloutError if a server would take one of its tokens for an image."""
+        token_ids = [*self.prompt, *generated]
+        if token_ids.count(self.image_token_id) != len(self.image_data):
+            raise RolloutError(
+                f"The policy has sampled an image token (id {self.image_token_id}), which a server would take for an "
+                "image in the next request."
+            )
+        return token_ids
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class ServerInfo:
         world_size: its ranks, of tensor and pipeline parallelism together.
         is_vllm: whether it holds weights as vLLM does; see ServerLayout.
         returns_routes: whether it can return the experts of each token.
+        ep: groups of ranks that divide the experts.
     """
 
     identity: str | None = None
@@ -52,11 +53,12 @@ class ServerInfo:
     world_size: int = 1
     is_vllm: bool = False
     returns_routes: bool = False
+    ep: int = 1
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
         """Layouts that it may have; `dtype` if that is known from an earlier load."""
         dtypes = [self.dtype or dtype] if self.dtype or dtype else list(DTYPES)
-        return [ServerLayout(one, self.num_ranks, self.is_cpu, self.is_vllm) for one in dtypes if one is not None]
+        return [ServerLayout(one, self.num_ranks, self.is_cpu, self.is_vllm, self.ep) for one in dtypes if one]
 
 
 def other_model(

@@ -27,7 +27,10 @@ _NOT_FOUND = 404
 _TARGET = {"selector": "target"}
 # Arguments that change what a parameter holds or who holds it; see `layout_problem`.
 _OTHER_LAYOUTS = ("quantization", "torchao_config", "enable_dp_attention", "enable_dp_lm_head", "enable_fp32_lm_head",
-                  "modelopt_quant", "rl_quant_profile")  # fmt: skip
+                  "modelopt_quant", "rl_quant_profile", "enable_eplb", "ep_num_redundant_experts")  # fmt: skip
+# Values of arguments under which experts are as in the checkpoint, one after the other; others reorder them.
+_PLAIN_EXPERTS = {"moe_runner_backend": ("auto", "triton"), "moe_a2a_backend": ("none",),
+                  "init_expert_location": ("trivial",)}  # fmt: skip
 
 
 class SGLangClient(ServerClient):
@@ -197,7 +200,9 @@ def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
         identity = hashlib.sha256(fields.encode()).hexdigest()[:16]  # the command line may hold a key
     dtype = getattr(torch, str(info.get("dtype")), None)
     problems = [name for name in _OTHER_LAYOUTS if info.get(name)]
-    problems += [name for name in ("pp_size", "attn_cp_size", "dcp_size") if int(info.get(name) or 1) > 1]
+    sizes = ("pp_size", "attn_cp_size", "dcp_size", "moe_dp_size")
+    problems += [name for name in sizes if int(info.get(name) or 1) > 1]
+    problems += [name for name, plain in _PLAIN_EXPERTS.items() if info.get(name) not in (None, *plain)]
     tp_size, is_coarse = int(info.get("tp_size") or 1), str(info.get("kv_cache_dtype")).startswith("fp8")
     return ServerInfo(
         identity,
@@ -212,6 +217,7 @@ def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
         "float8_e4m3fn" if is_coarse or info.get("quantization") else str(info.get("dtype") or "auto"),
         tp_size * int(info.get("pp_size") or 1),
         returns_routes=bool(info.get("enable_return_routed_experts")),
+        ep=int(info.get("ep_size") or 1),
     )
 
 

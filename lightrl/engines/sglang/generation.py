@@ -25,7 +25,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     images = draft.images
     body = {
         "rid": rid,
-        "input_ids": (draft.prompt if images is None else images.prompt) + list(draft.token_ids),
+        "input_ids": [*draft.prompt, *draft.token_ids] if images is None else images.input_ids(draft.token_ids),
         "sampling_params": params,
         "return_logprob": True,
         "extra_key": cache_key,

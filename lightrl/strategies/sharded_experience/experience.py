@@ -16,6 +16,7 @@ from torch import Tensor
 from lightrl.experience import (
     FIELDS,
     ON_HOST,
+    TABLES,
     Experience,
     LossUnit,
     Reduction,
@@ -35,6 +36,7 @@ from lightrl.functional.rows import (
     support_codes,
     support_fields,
 )
+from lightrl.models.images import ImageTable
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.sharded_experience.token_rows import TokenRows, Values
 from lightrl.trajectory import Trajectory, token_array
@@ -42,6 +44,7 @@ from lightrl.trajectory import Trajectory, token_array
 _CPU = torch.device("cpu")
 _NO_CODES = np.zeros(0, np.uint8)
 
+_OF_IMAGES = ImageTable._fields
 ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
 # The fields per token that the rollout fills in, as they are kept and sent.
 TOKEN_DTYPES = {
@@ -237,7 +240,7 @@ class ShardedExperience:
             is_field = not name.startswith("_")
             if is_field:
                 check_shape(name, value, len(self), self.width)
-            if is_field and value.dim() >= 2 and name not in ("pixel_values", "image_rows"):
+            if is_field and value.dim() >= 2 and name not in _OF_IMAGES:
                 tokens[name] = TokenRows.of_padded(value, self.lengths, dtype=_KEPT_DTYPES.get(name))
             else:
                 rows[name] = value.detach().cpu()
@@ -252,7 +255,7 @@ class ShardedExperience:
         """Return the trajectories at these rows, in this order; their tokens stay where they are."""
         index = torch.as_tensor(index, dtype=torch.int64)
         tokens = {name: values.select(index.tolist()) for name, values in self.tokens.items()}
-        rows = {name: value if name == "pixel_values" else value[index] for name, value in self.rows.items()}
+        rows = {name: value if name in TABLES else value[index] for name, value in self.rows.items()}
         return replace(self, rows=rows, tokens=tokens)
 
     def rollout_part(self, has_end: Tensor | None = None, *, with_routes: bool = True) -> ShardedExperience:
@@ -263,7 +266,7 @@ class ShardedExperience:
                 trajectory.
             with_routes: False leaves out the experts that tokens were sampled with.
         """
-        names = (*ROW_FIELDS, "pixel_values", "image_rows")
+        names = (*ROW_FIELDS, *_OF_IMAGES)
         rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
         token_names = (*_KEPT_DTYPES, "supports", *(("routes",) if with_routes else ()))
         tokens = {name: self.tokens[name] for name in token_names if name in self.tokens}
@@ -288,7 +291,10 @@ class ShardedExperience:
             read_on_host = [name for name in ("token_ids", "loss_mask", "gaps") if name in tensors]
             for name, value in part._padded(read_on_host, _CPU).items():
                 remember(tensors[name], value)
-        for name, value in _with_shown_images(part.rows).items():
+        of_rows = dict(part.rows)
+        if "pixel_values" in of_rows:
+            of_rows |= ImageTable(*(of_rows[name] for name in _OF_IMAGES)).shown()._asdict()
+        for name, value in of_rows.items():
             if name not in tensors and not name.startswith("_"):
                 tensors[name] = to_device(value, device)
         return Experience.of_tensors(tensors)
@@ -297,8 +303,8 @@ class ShardedExperience:
         """Return one row of two tokens without loss tokens, for a rank that takes part in a forward and has no row."""
         rows = {name: value.new_zeros(1, *value.shape[1:]) for name, value in self.rows.items()}
         rows["lengths"] = torch.tensor([2])
-        if "pixel_values" in rows:
-            rows["pixel_values"], rows["image_rows"] = self.rows["pixel_values"][:0], rows["image_rows"] - 1
+        if "image_rows" in rows:
+            rows["image_rows"] = rows["image_rows"] - 1  # no image; `dense` leaves out the others
         tokens = {
             name: TokenRows([np.full((2, *values.empty.shape[1:]), fill, values.empty.dtype)], values.empty)
             for name, values in self.tokens.items()
@@ -371,14 +377,3 @@ def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
     counts = of_rows(np.add, mask.flat(), 0), of_rows(np.add, is_generated, 0)
     bounds = torch.where(oldest == highest, -1, oldest), of_rows(np.maximum, version, -1)
     return dict(zip(COUNTS, (*counts, *bounds), strict=True))
-
-
-def _with_shown_images(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keep of the images those that these rows show, each once."""
-    if "pixel_values" not in rows:
-        return dict(rows)
-    image_rows = rows["image_rows"]
-    used = torch.unique(image_rows[image_rows >= 0])
-    index = torch.searchsorted(used, image_rows.clamp(min=0)).clamp(max=max(0, len(used) - 1))
-    image_rows = torch.where(image_rows >= 0, index, -1)
-    return {**rows, "pixel_values": rows["pixel_values"][used], "image_rows": image_rows}

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 KEPT_VERSIONS = 3  # the present one for late servers, the one before for a roll-back
 _USUAL = re.compile(
-    r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|mlp\.(gate_up_proj|down_proj)"
-    r"|\w*layernorm))\.(weight|bias)|lm_head\.weight"
+    r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|\w*layernorm"
+    r"|mlp\.(gate_up_proj|down_proj|gate|experts)))\.(weight|bias|w13_weight|w2_weight)|lm_head\.weight"
 )
 
 

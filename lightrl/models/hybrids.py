@@ -1,0 +1,38 @@
+"""Hybrids: models with layers that keep a state of fixed size, of a convolution or recurrence, beside key-values."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_LIMITS = "time_step_limit"  # a Mamba layer's bounds of its step sizes
+_NO_LIMITS = (0.0, inf)
+
+
+def keeps_states(config: PretrainedConfig) -> bool:
+    """Whether a layer keeps the state of a convolution or of a recurrence, such as linear attention."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    layers = DynamicCache(config=config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
+def set_time_step_limits(model: PreTrainedModel) -> None:
+    """Gives Mamba layers the limits of their config, as servers and the published code of Nemotron-H do.
+
+    transformers 5.23 raises the lower bound of Nemotron-H's to `time_step_min` instead.
+    """
+    limits = getattr(model.config.get_text_config(), _LIMITS, None)
+    for layer in model.modules():
+        if limits is not None and hasattr(layer, _LIMITS):
+            setattr(layer, _LIMITS, tuple(limits))
+
+
+def time_step_limits(model: PreTrainedModel) -> tuple[float, float] | None:
+    """The limits, if there are any; transformers ignores them where a forward has one token."""
+    limits = (getattr(layer, _LIMITS, _NO_LIMITS) for layer in model.modules())
+    return next((limit for limit in limits if tuple(limit) != _NO_LIMITS), None)
