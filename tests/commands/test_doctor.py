@@ -29,6 +29,7 @@ def test_nothing_is_written(settings, config):
     assert [path.name for path in Path().iterdir()] == [name]
 
 
+@pytest.mark.extra
 def test_a_reward_that_fails_is_shown_with_its_reason_and_the_code_is_1(settings, config, capsys):
     settings["model"]["init_args"]["reward"] = "tiny_rewards.broken"
     assert main(["doctor", "reward", "--config", config(settings), "--n", "3", "--repeats", "1"]) == 1

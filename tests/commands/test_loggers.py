@@ -282,6 +282,7 @@ def test_mlflow_takes_any_setting(store: str, tmp_path: Path) -> None:
     assert downloaded(logger.experiment, logger.run_id, "config.yaml").read_text() == "odd: 2"
 
 
+@pytest.mark.extra
 def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from lightning.pytorch.loggers import MLFlowLogger
 

@@ -254,6 +254,7 @@ def test_a_gateway_that_was_restarted_gets_the_servers_and_the_requests_again(st
         assert all(is_whole(completion.token_ids) for completion in asyncio.run(scenario()))
 
 
+@pytest.mark.extra
 @SMG
 def test_smg_is_restarted_when_it_is_killed_and_ends_with_the_engine(router: str, start: Start) -> None:
     server = start(**SLOWLY)

@@ -25,7 +25,11 @@ from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
 
-pytestmark = [pytest.mark.real_vllm, pytest.mark.timeout(900)]  # a start takes minutes on a busy machine
+pytestmark = [
+    pytest.mark.extra,
+    pytest.mark.real_vllm,
+    pytest.mark.timeout(900),
+]  # a start takes minutes on a busy machine
 CONFIG = tiny_config("vllm")
 
 

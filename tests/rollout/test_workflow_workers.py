@@ -187,6 +187,7 @@ def test_two_workers_give_the_trajectories_of_none(make: Make, router: str | Non
     assert all(item.reward is not None for group in results[1][0] for item in group.trajectories)
 
 
+@pytest.mark.extra
 def test_all_workers_run_and_a_drop_keeps_its_reason(make: Make) -> None:
     controller = make(2, Two())
     wait_until_ready(controller)
@@ -288,6 +289,7 @@ def test_a_workflow_that_no_worker_can_read_ends_the_run(make: Make, capfd: pyte
     assert "no copy of me works" in capfd.readouterr().err
 
 
+@pytest.mark.extra
 @ROUTERS
 def test_a_server_that_dies_is_left_and_comes_back(make, router, servers):
     expected = iterations(make(0), 2)
