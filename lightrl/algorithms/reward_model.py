@@ -61,7 +61,7 @@ class RewardModel(SupervisedModule):
 
 
 def trajectory_rewards(model: ParallelModel, batch: PairBatch) -> Tensor:
-    """The reward of each trajectory, [2B], read at its last token: the value of the state before one token more."""
+    """The reward of each trajectory, [2B]: the value at its last token, which `measure` gives for the token after."""
     token_ids = torch.nn.functional.pad(batch.token_ids, (0, 1))
     is_end = torch.arange(token_ids.shape[1], device=token_ids.device) == batch.lengths[:, None]
     values = model.measure(PairBatch(token_ids, is_end, batch.lengths + 1).experience()).values

@@ -344,8 +344,8 @@ class LagProbe:
         self._offered = []
         if trainer.rollout.settings.max_staleness > 0 and trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
-            places = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
-            sampled = (trajectories[place] for place in places)
+            indices = kept_places(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
+            sampled = (trajectories[index] for index in indices)
             chosen = [item for item in sampled if not (item.prompt.images or item.images)]
             cut = [
                 (list(item.token_ids[:end]), list(item.loss_mask[:end]), list(item.behavior_logprobs[:end]))

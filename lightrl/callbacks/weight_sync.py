@@ -75,10 +75,9 @@ def to_engine(trainer: RLTrainer) -> None:
     """Prepares the load: the optimizer's state goes to host memory."""
     if colocated_engine(trainer) is None:
         return
-    device = trainer.strategy.root_device
     for optimizer in trainer.optimizers:
         move_state(optimizer, HOST)
-    if device.type == "cuda":
+    if trainer.strategy.root_device.type == "cuda":
         torch.cuda.empty_cache()
 
 

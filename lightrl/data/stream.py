@@ -289,7 +289,7 @@ class PromptStream:
             by_id = {item.id: item for item in self._made.values() if isinstance(item, Prompt)}
             made = [by_id.setdefault(item.id, item) if isinstance(item, Prompt) else item for item in made]
         self._made |= zip(missing, made, strict=True)
-        for position in list(self._made)[:-_MAX_MADE]:  # those made first
+        for position in list(self._made)[:-_MAX_MADE]:  # the oldest
             del self._made[position]
 
     @property

@@ -177,13 +177,13 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     share, gathered, sent = 1.0, 0.0, 0.0
     num_layers = config.num_hidden_layers if keeps else 0
     microbatch = math.ceil(min(run.microbatch, math.ceil(tokens / role.dp)) / role.cp)
-    kept = replace(work, checkpoint_activations=run.checkpoint_activations)
+    actual_work = replace(work, checkpoint_activations=run.checkpoint_activations)
     waits = is_trained and not keeps
-    offloaded = activation_bytes(config, microbatch, config.num_hidden_layers, kept) if waits else 0.0
+    offloaded = activation_bytes(config, microbatch, config.num_hidden_layers, actual_work) if waits else 0.0
     activations, logits = peak_bytes(config, microbatch, num_layers, work)
     if run.layout == "FSDP2":
         shards = max(1, len(role.ranks) // run.num_replicas)
-        work = replace(kept, tokens=math.ceil(tokens / len(role.ranks)) * shards)
+        work = replace(actual_work, tokens=math.ceil(tokens / len(role.ranks)) * shards)
         own_cost, reduced_cost = (
             fsdp2_cost(config, shards, work, Machine(), reduce_every_microbatch=each)
             for each in (run.reduce_every_microbatch, True)

@@ -9,7 +9,7 @@ Reading order:
     moe.py            the blocks with experts, their routers; expert_parallel.py: experts divided over ranks
     routes.py         the experts that each token was sampled with, recorded and replayed
     images.py         models and prompts with images
-    hybrids.py        layers that keep states of fixed size beside key-values
+    hybrids.py        layers that keep states of fixed size, next to key-values
     model_folder.py   models as Hugging Face folders, complete or absent
     optimizer.py      parameters by role, and the schedule of the learning rate
     chat_template.py  chats as text, what the policy generated, and which ids end a completion

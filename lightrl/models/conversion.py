@@ -41,6 +41,7 @@ SEMI_PRIVATE = {
         "revert_weight_conversion",
     ),
     "transformers.distributed.expert_parallel": ("apply_expert_parallelism",),
+    "transformers.distributed.pipeline_parallel": ("PipelineIdentityLayer",),
     "transformers.modeling_utils": ("LoadStateDictConfig",),
 }
 

@@ -1,4 +1,4 @@
-"""Hybrids: models with layers that keep a state of fixed size, of a convolution or recurrence, beside key-values."""
+"""Hybrids: models with layers that keep a state of fixed size, of a convolution or recurrence, next to key-values."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class ImageTable(NamedTuple):
 
 
 def renumbered(image_rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Which of `num` images the rows show, bool [num]; and the rows [B, I], numbered among those alone."""
+    """A mask [num] of the images that the rows show; and the rows [B, I], numbered among those alone."""
     is_shown = torch.zeros(num + 1, dtype=torch.bool)  # the last stands for none, -1
     is_shown[image_rows] = True
     is_shown = is_shown[:-1]
@@ -212,19 +212,21 @@ def auto_model(config: PretrainedConfig) -> Any:
 def new_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """A language model with random weights; `options` are those of `from_config`."""
     model: PreTrainedModel = auto_model(config).from_config(config, **options)
-    give_pad_id(model)
-    set_time_step_limits(model)
+    finish_model(model)
     return model
 
 
-def give_pad_id(model: PreTrainedModel) -> None:
-    """Gives the config of a model with an image tower a pad id, which some forwards put in place of image tokens.
+def finish_model(model: PreTrainedModel) -> None:
+    """Sets limits of Mamba layers, a pad id for image tokens, and a text model's way to add image features in layers.
 
-    Called on a finished model: its embeddings were made without, so that every row of them has a gradient.
+    The pad id is set on a finished model: embeddings made with one would have a row without gradient.
     """
+    set_time_step_limits(model)
     text = model.config.get_text_config()
     if text is not model.config and getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = 0
+    if image_kind(model.config) == "grid":
+        model.base_model.language_model.register_forward_pre_hook(_take_layers, with_kwargs=True)
 
 
 def read_image(image: str) -> Image:
@@ -233,7 +235,7 @@ def read_image(image: str) -> Image:
 
 
 def _opened(image: str, read: Callable[[Image], _T]) -> _T:
-    """What `read` gives of an opened image, whose pixels are not yet read."""
+    """Return `read` of an opened image, whose pixels are not yet read."""
     from PIL import Image
 
     try:
@@ -269,7 +271,7 @@ def refusal(num_images: int) -> str:
 
 
 def image_inputs(
-    model: PreTrainedModel, token_ids: Tensor, images: ImageTable, *, places: tuple[Tensor, Tensor] | None = None
+    model: PreTrainedModel, token_ids: Tensor, images: ImageTable, *, positions: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Any]:
     """The model's arguments for rows with images: token embeddings, with the images' features at their image tokens.
 
@@ -280,19 +282,19 @@ def image_inputs(
         model: sees images.
         token_ids: [B, T], with all image tokens of the prompts.
         images: of these rows.
-        places: rows and columns [N] of tokens, which the arguments then have end to end in one row; None for all.
+        positions: rows and columns [N] of tokens, which the arguments then have end to end in one row; None for all.
 
     Returns:
-        `inputs_embeds` [B, T, H], or [1, N, H] with `places`; `position_ids` [3, B, T] or [3, 1, N] for grids;
+        `inputs_embeds` [B, T, H], or [1, N, H] with `positions`; `position_ids` [3, B, T] or [3, 1, N] for grids;
         `token_type_ids` [B, T] for Gemma 3; `image_layers`, which `_take_layers` reads, for Qwen3-VL.
 
     Raises:
         ValueError: if the model takes no images, or a row has not as many image tokens as its images need.
     """
 
-    def placed(values: Tensor) -> Tensor:
-        """Takes [B, T, ...] to [1, N, ...] if there are places."""
-        return values if places is None else values[places][None]
+    def pick(values: Tensor) -> Tensor:
+        """Takes [B, T, ...] to [1, N, ...] if there are positions."""
+        return values if positions is None else values[positions][None]
 
     config, kind = model.config, image_kind(model.config)
     if kind is None or not hasattr(model.base_model, "get_image_features"):
@@ -301,7 +303,7 @@ def image_inputs(
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)
     if is_blank and not isinstance(model, FSDPModule):
-        return {"inputs_embeds": placed(embeddings)}
+        return {"inputs_embeds": pick(embeddings)}
     if is_blank:
         size = config.vision_config.spatial_merge_size if kind == "grid" else 1
         values = images.pixel_values.new_zeros(size**2, *images.pixel_values.shape[1:])
@@ -311,7 +313,7 @@ def image_inputs(
     # The features of each image: those of its tokens, and of some models further ones that layers add to these.
     parts = [list(read.pooler_output), *map(list, getattr(read, "deepstack_features", None) or ())]
     if is_blank:
-        return {"inputs_embeds": placed(embeddings + 0 * sum(part[0].sum() for part in parts))}
+        return {"inputs_embeds": pick(embeddings + 0 * sum(part[0].sum() for part in parts))}
     shown = images.image_rows[images.image_rows >= 0].tolist()
     features, *layers = (torch.cat([part[index] for index in shown]).to(embeddings.dtype) for part in parts)
     num_tokens = torch.tensor([*map(len, parts[0]), 0])[images.image_rows].sum(1, keepdim=True)
@@ -324,23 +326,19 @@ def image_inputs(
             "Render the prompts with the data module."
         )
     mask = to_device(is_image, device)
-    inputs: dict[str, Any] = {"inputs_embeds": placed(embeddings.masked_scatter(mask[..., None], features))}
+    inputs: dict[str, Any] = {"inputs_embeds": pick(embeddings.masked_scatter(mask[..., None], features))}
     if kind == "grid":
         kinds = {"mm_token_type_ids": is_image.int(), "image_grid_thw": images.image_grids[shown]}
         position_ids, _ = model.base_model.get_rope_index(host_ids, **kinds)
-        inputs["position_ids"] = placed(to_device(position_ids, device).movedim(0, -1)).movedim(-1, 0)
+        inputs["position_ids"] = pick(to_device(position_ids, device).movedim(0, -1)).movedim(-1, 0)
     elif kind == "bidirectional":
         inputs["token_type_ids"] = mask.long()
     if layers:
-        if places is not None:  # a prompt that rows share is there once
-            numbers, at = is_image.flatten().cumsum(0).view_as(is_image) - 1, tuple(map(on_host, places))
+        if positions is not None:  # a prompt that rows share is there once
+            numbers, at = is_image.flatten().cumsum(0).view_as(is_image) - 1, tuple(map(on_host, positions))
             picked = to_device(numbers[at][is_image[at]], device)
             layers = [layer[picked] for layer in layers]
-        inputs["image_layers"] = {"visual_pos_masks": placed(mask), "deepstack_visual_embeds": layers}
-        text_model: Any = model.base_model.language_model
-        if not hasattr(text_model, "takes_image_layers"):
-            text_model.register_forward_pre_hook(_take_layers, with_kwargs=True)
-            text_model.takes_image_layers = True
+        inputs["image_layers"] = {"visual_pos_masks": pick(mask), "deepstack_visual_embeds": layers}
     return inputs
 
 

@@ -170,7 +170,7 @@ def _without_adapters(model: PreTrainedModel) -> list[str]:
                 path = f"{block_name}.{child_name}"
                 names += [name for name in linear if name == path or name.startswith(f"{path}.")]
     for name, module in model.named_modules():
-        # Kernels of Mamba layers read these weights, so that an adapter beside them would do nothing.
+        # Kernels of Mamba layers read these weights, so that an adapter would do nothing.
         if hasattr(module, "time_step_limit"):
             names.append(f"{name}.out_proj")
         if hasattr(module, "dt_proj"):

@@ -20,8 +20,7 @@ import torch
 
 from lightrl.checks.files import check_sums
 from lightrl.checks.user_code import user_code
-from lightrl.models.hybrids import set_time_step_limits
-from lightrl.models.images import auto_model, give_pad_id, image_kind, new_model
+from lightrl.models.images import auto_model, finish_model, image_kind, new_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -246,8 +245,7 @@ class ModelSpec:
                 **{"use_safetensors": True, **options},
             )
         check_loaded(self._named, model, loading_info["missing_keys"], loading_info["unexpected_keys"])
-        give_pad_id(model)
-        set_time_step_limits(model)
+        finish_model(model)
         return model.eval()
 
     @property

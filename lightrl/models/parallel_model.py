@@ -65,7 +65,7 @@ class ParallelModel(Protocol):
         ...
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """As `forward` of one microbatch, with gradient: for a loss whose backward the caller runs, on every rank."""
+        """Computes `forward` of one microbatch with gradient; every rank runs the backward of its loss."""
         ...
 
     def full_parameters(

@@ -175,10 +175,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     def _check_cp(self, module: L.LightningModule | None, world: int) -> None:
         roles = planned_roles(module)
         if role_meshes(module) or (module is not None and not roles):
-            kind = type(module).__name__
             raise ValueError(
-                f"cp={self.cp} needs a module with roles (GRPO, SFT, …), none with a mesh of its own, got {kind}. "
-                "Remove the meshes, or set cp to 1."
+                f"cp={self.cp} needs a module with roles (GRPO, SFT, …), none with a mesh of its own, got "
+                f"{type(module).__name__}. Remove the meshes, or set cp to 1."
             )
         numbers = {"ranks": world}
         for name, spec in ((name, role.spec) for name, role in roles.items() if role.spec.url is None):
@@ -389,7 +388,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Has an offloaded optimizer state on the device from the end of the backward to that of the update."""
+        """Keeps an offloaded optimizer state on the device from the end of the backward to that of the update."""
         if "optimizer" not in self.offload_to_cpu or self._offloads_parameters:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
@@ -453,6 +452,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def _check_divides(name: str, size: int, numbers: dict[str, int]) -> None:
+    """Raises ValueError, with the nearest that fit, unless `size` divides all numbers (what is counted → number)."""
     for what, number in numbers.items():
         if number % size:
             sizes = " or ".join(map(str, nearest_divisors(math.gcd(*numbers.values()), size)))

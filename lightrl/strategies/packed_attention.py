@@ -122,7 +122,9 @@ class PackedRows:
             return self._block_masks[window]
         (num_partial, partial), (num_full, full) = blocks(self._starts, self._key_starts, window)
         queries = torch.arange(int(self._starts[-1]))
-        lowest, own = (to_device(keys, self.device) for keys in _seen(queries, self._starts, self._key_starts, window))
+        lowest, own = (
+            to_device(keys, self.device) for keys in _visible_keys(queries, self._starts, self._key_starts, window)
+        )
 
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key >= lowest[query]) & (key <= own[query])
@@ -145,7 +147,7 @@ def _key_tokens(lengths: Sequence[int], prompts: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def _seen(queries: Tensor, starts: Tensor, key_starts: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+def _visible_keys(queries: Tensor, starts: Tensor, key_starts: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """The first and the last key, int64 [Q] each, that these tokens [Q] see."""
     document = torch.searchsorted(starts, queries, right=True) - 1
     own = key_starts[document + 1] - (starts[document + 1] - queries)
@@ -168,7 +170,8 @@ def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple
     last = (first + _BLOCK - 1).clamp(max=num_tokens - 1)
     keys = torch.arange(0, int(key_starts[-1]), _BLOCK)  # [K], against queries [Q, 1]
     (lowest_of_first, own_of_first), (lowest_of_last, own_of_last) = (
-        (seen[:, None] for seen in _seen(queries, starts, key_starts, window)) for queries in (first, last)
+        (visible[:, None] for visible in _visible_keys(queries, starts, key_starts, window))
+        for queries in (first, last)
     )
     is_needed = (keys + _BLOCK > lowest_of_first) & (keys <= own_of_last)
     is_full = (keys >= lowest_of_last) & (keys + _BLOCK - 1 <= own_of_first) & (first + _BLOCK <= num_tokens)[:, None]
@@ -194,7 +197,7 @@ def make_packable(model: PreTrainedModel) -> bool:
 
 
 def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
-    """The arguments of the model's forward, in addition to `position_ids`, that tell layers where trajectories start.
+    """The arguments of the model's forward, in addition to `position_ids`, that say where trajectories start.
 
     Args:
         with_states: whether layers keep states (models/hybrids.py): convolutions and recurrences then get the starts.

@@ -29,7 +29,7 @@ from lightrl.strategies.branches import branch_rows
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.packed_attention import make_packable
-from lightrl.strategies.pipeline import Held
+from lightrl.strategies.pipeline import HeldActivations
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.role_mesh import Place, check_meshes, make_place, planned_roles
@@ -239,7 +239,7 @@ class Parallel3DModel:
         size = -(-len(microbatch) // num)
         starts = range(0, len(microbatch), size)
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
-        feeds, held = self._feeds(parts, [topk] * len(parts)), Held() if torch.is_grad_enabled() else None
+        feeds, held = self._feeds(parts, [topk] * len(parts)), HeldActivations() if torch.is_grad_enabled() else None
         # Before the forwards, which put gathered parameters without their gradients in the modules.
         parameters: list[Tensor] = [value for stage in self.split.stages.values() for value in stage.parameters()]
         result = torch.cat(self._results(feeds, held))
@@ -249,11 +249,13 @@ class Parallel3DModel:
             run_backward = functools.partial(self._backward, feeds, held, parameters)
             start = torch.zeros((), requires_grad=True)
             result = _Results.apply(run_backward, start, result)  # type: ignore[no-untyped-call]
-        whole = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))  # those of all parts in order
+        whole = replace(
+            feeds[0], positions=predicting_positions(microbatch.loss_mask)
+        )  # all parts' positions, in order
         return self._outputs(result, whole, microbatch)
 
-    def _backward(self, feeds: list[Feed], held: Held, parameters: list[Tensor], gradient: Tensor) -> None:
-        """Adds to the gradients of the parameters what follows from that of `_results`."""
+    def _backward(self, feeds: list[Feed], held: HeldActivations, parameters: list[Tensor], gradient: Tensor) -> None:
+        """Adds the gradient that follows from `gradient`, that of all results [N, width], to the parameters'."""
         gradients = torch.split(gradient, [len(feed.rows) for feed in feeds])
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in earlier:  # they are complete, and would be summed over ranks again
@@ -269,7 +271,7 @@ class Parallel3DModel:
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _results(self, feeds: list[Feed], held: Held | None) -> list[Tensor]:
+    def _results(self, feeds: list[Feed], held: HeldActivations | None) -> list[Tensor]:
         """The last stage's results of each feed, [N, width], on every rank of the pipeline, without gradient."""
         results: dict[int, Tensor] = {}
 
@@ -377,7 +379,7 @@ class Parallel3DModel:
 
 
 class _Results(torch.autograd.Function):
-    """Results of a pipeline with a gradient, which `run_backward` hands to the stages."""
+    """Gives a pipeline's results, [N, width], a gradient, which `run_backward` passes to the stages."""
 
     @staticmethod
     def forward(ctx: Any, run_backward: Callable[[Tensor], None], _: Tensor, results: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Action:
 Slot = list[Action | None]
 
 # Stage and microbatch → input and output, with their graph.
-Held = dict[tuple[int, int], tuple[Tensor | None, Tensor]]
+HeldActivations = dict[tuple[int, int], tuple[Tensor | None, Tensor]]
 
 
 def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
@@ -160,7 +160,7 @@ class Pipeline:
         backward: Callable[[int, int, Tensor, Tensor | None, bool], None] | None,
         activation: Callable[[int], tuple[torch.Size, torch.dtype]],
         *,
-        held: Held | None = None,
+        held: HeldActivations | None = None,
     ) -> None:
         """Runs all microbatches through all stages, in the plan's order.
 

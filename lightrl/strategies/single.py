@@ -406,14 +406,14 @@ class SingleModel:
                 yield picked[rows], columns, hidden[rows, columns]
 
     def _layer_input(
-        self, experience: Experience, rows: Tensor, token_ids: Tensor, places: tuple[Tensor, Tensor] | None = None
+        self, experience: Experience, rows: Tensor, token_ids: Tensor, positions: tuple[Tensor, Tensor] | None = None
     ) -> dict[str, Any]:
-        """The model's arguments for token ids [b, T] of these rows [b], or for those at `places`, end to end."""
+        """The model's arguments for token ids [b, T] of these rows [b], or for those at `positions`, end to end."""
         if experience.pixel_values is None:
-            return {"input_ids": token_ids if places is None else token_ids[places][None]}
+            return {"input_ids": token_ids if positions is None else token_ids[positions][None]}
         images = ImageTable(*(experience[name] for name in ImageTable._fields))
         images = images._replace(image_rows=on_host(images.image_rows)[on_host(rows)])
-        return image_inputs(self.model, token_ids, images, places=places)
+        return image_inputs(self.model, token_ids, images, positions=positions)
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
         """Route a forward over the tokens at these rows and columns of the experience as the engine did."""
@@ -464,15 +464,14 @@ class SingleModel:
         with self._replaying(experience, *tokens):
             output = self.model.base_model(**inputs, use_cache=False)
         rows, columns = predicting_positions(on_host(experience.loss_mask))
-        places = layout.flat_indices[rows, columns] - first
-        is_here = (places >= 0) & (places < size)
-        rows, columns, places = (to_device(values[is_here], device) for values in (rows, columns, places))
-        return rows, columns, output.last_hidden_state[0][places]
+        indices = layout.flat_indices[rows, columns] - first
+        is_here = (indices >= 0) & (indices < size)
+        rows, columns, indices = (to_device(values[is_here], device) for values in (rows, columns, indices))
+        return rows, columns, output.last_hidden_state[0][indices]
 
     def _packed_tokens(self, experience: Experience) -> PackedTokens:
         """The layout of the packed row, with each prompt once where that saves enough."""
-        # routes belong to a trajectory, not to a prompt
-        replays = self.routes is not None and experience.routes is not None
+        replays = self.routes is not None and experience.routes is not None  # routes belong to a trajectory
         if self.shares_packed_prompts and not replays:
             prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
             layout = packed(prompts, experience.token_ids.shape)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -35,7 +34,7 @@ from lightrl.functional import (
     to_device,
 )
 from lightrl.models import Candidates, Role, scalar_head
-from lightrl.models.conversion import checkpoint_files, load_parts
+from lightrl.models.conversion import checkpoint_files, load_parts, semi_private
 from lightrl.models.lora import adapter_reader, base_name, is_adapter
 from lightrl.models.model_spec import check_files
 from lightrl.strategies.empty_model import give_memory, take_role
@@ -54,7 +53,7 @@ from lightrl.strategies.tensor_parallel import (
     vocab_parallel_topk,
     whole_sequence,
 )
-from lightrl.strategies.tensor_plans import Logits, check_model, check_sizes, split_layers, tensor_plan
+from lightrl.strategies.tensor_plans import LogitTransform, check_model, check_sizes, split_layers, tensor_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,7 +142,7 @@ class Stage(nn.Module):
         *,
         is_last: bool,
         tp: DeviceMesh,
-        logits: Logits,
+        logits: LogitTransform,
         value_head: nn.Linear | None = None,
     ) -> None:
         super().__init__()
@@ -151,13 +150,13 @@ class Stage(nn.Module):
         self.body = copy.copy(model.base_model)
         self.body._modules = dict(self.body._modules)  # its children, of which the model keeps its own
         held = dict(self.body.layers.named_children())
-        indices = range(model.config.num_hidden_layers)
-        parts = [held[str(index)] if index in layers else PipelineIdentityLayer() for index in indices]
+        indices, identity = range(model.config.num_hidden_layers), semi_private("PipelineIdentityLayer")
+        parts = [held[str(index)] if index in layers else identity() for index in indices]
         self.body.layers = nn.ModuleList(parts)
         if layers.start > 0:
             self.body.embed_tokens = None  # FSDP shards a parameter in one stage only
         if not is_last:
-            self.body.norm = PipelineIdentityLayer()
+            self.body.norm = identity()
         self.head = model.get_output_embeddings() if is_last else None
         own_head = scalar_head(model)
         self.value_head = (value_head if own_head is None else own_head) if is_last else None

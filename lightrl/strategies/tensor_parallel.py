@@ -43,12 +43,12 @@ def split_parameters(body: nn.Module, head: nn.Linear | None, plan: Mapping[str,
     if isinstance(getattr(body, "norm", None), nn.Module):
         share_parameters(body.norm, mesh)  # type: ignore[arg-type]
     if embedding is not None:
-        _hold(embedding, mesh, Shard(0))
+        _distribute_parameters(embedding, mesh, Shard(0))
         embedding.forward = functools.partial(_embed, embedding, mesh)
     if head is not None and is_tied:
         head.weight = embedding.weight
     elif head is not None:
-        _hold(head, mesh, Shard(0))
+        _distribute_parameters(head, mesh, Shard(0))
 
 
 def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -60,7 +60,7 @@ def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
             styles[base if adapted else name] = ColwiseParallel()
             if adapted:  # all ranks compute A x of the whole sequence
                 styles[up] = ColwiseParallel()
-                _hold(layer.get_submodule(down), mesh, Replicate())
+                _distribute_parameters(layer.get_submodule(down), mesh, Replicate())
         elif style == "rowwise":
             styles[base if adapted else name] = RowwiseParallel(output_layouts=Shard(1))
             if adapted:
@@ -88,7 +88,7 @@ def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
     Their gradients are each rank's summand.
     """
-    _hold(module, mesh, Replicate())
+    _distribute_parameters(module, mesh, Replicate())
     if any(True for _ in module.parameters(recurse=False)):
         module.forward = functools.partial(_call_with_summands, module, module.forward)
 
@@ -98,11 +98,12 @@ def _call_with_summands(module: nn.Module, forward: Callable[..., Any], *args: A
     held = dict(module.named_parameters(recurse=False))
     if not any(isinstance(parameter, DTensor) for parameter in held.values()):
         return forward(*args)  # functional_call has come back here
-    here = {name: value.to_local(grad_placements=[Partial()]) for name, value in held.items()}  # type: ignore[attr-defined]
-    return torch.func.functional_call(module, here, args)
+    whole = {name: value.to_local(grad_placements=[Partial()]) for name, value in held.items()}  # type: ignore[attr-defined]
+    return torch.func.functional_call(module, whole, args)
 
 
-def _hold(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+def _distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Makes the module's own parameters DTensors with this placement, in place."""
     for key, parameter in list(module.named_parameters(recurse=False)):
         held = distribute_tensor(parameter, mesh, [placement])
         module.register_parameter(key, nn.Parameter(held, requires_grad=parameter.requires_grad))
@@ -127,7 +128,7 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tens
 
 
 def part_of_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part [B, T / tp, ...] of what all ranks have whole."""
+    """Returns this rank's part, [B, T / tp, ...], of hidden states that all ranks have whole, [B, T, ...]."""
     whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
     part: Tensor = whole.redistribute(mesh, [Shard(1)]).to_local()
     return part

@@ -28,8 +28,8 @@ _BODY = {"embed_tokens", "layers", "norm"}
 
 
 @dataclass(frozen=True)
-class Logits:
-    """Changes of the head's outputs: `scale` times them, or cap · tanh(x / cap) with a cap."""
+class LogitTransform:
+    """Turns the head's outputs into logits: `scale` times them, or cap · tanh(x / cap) with a cap."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -50,7 +50,7 @@ def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
     return {name.removeprefix("layers.*."): style for name, style in plan.items()}
 
 
-def check_model(config: PretrainedConfig, tp: int) -> Logits:
+def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
     """Run a model without memory to see how its parts fit together; returns what it does to logits.
 
     Raises:
@@ -87,10 +87,10 @@ def check_model(config: PretrainedConfig, tp: int) -> Logits:
         _refuse(config, "it changes hidden states between its last layer and its head")
     scale, cap = float(logits[0, 0, 0] / raw[0, 0, 0]), getattr(config, "final_logit_softcapping", None)
     if torch.allclose(logits, raw * scale):
-        return Logits(scale=scale)
+        return LogitTransform(scale=scale)
     if cap is None or not torch.allclose(logits, torch.tanh(raw / cap) * cap):
         _refuse(config, "it does more to logits than to scale or cap them")
-    return Logits(cap=cap)
+    return LogitTransform(cap=cap)
 
 
 def _check_layer(config: PretrainedConfig, layer: nn.Module) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrl.strategies import LogprobSettings
 from lightrl.strategies.stages import Feed, Stage
-from lightrl.strategies.tensor_plans import Logits
+from lightrl.strategies.tensor_plans import LogitTransform
 
 ONE_RANK: Any = SimpleNamespace(size=lambda: 1)
 DEFAULT = {"qwen3", "gemma3_text", "granite", "glm4"}
@@ -32,7 +32,7 @@ def test_the_stages_of_a_model_compute_its_hidden_states_to_the_bit(family: str)
     with torch.no_grad():
         model(input_ids=feed.token_ids, use_cache=False)
         for layers in (range(3), range(3, 4), range(4, 8)):
-            stage = Stage(model, layers, is_last=layers.stop == 8, tp=ONE_RANK, logits=Logits())
+            stage = Stage(model, layers, is_last=layers.stop == 8, tp=ONE_RANK, logits=LogitTransform())
             hidden = stage(hidden, feed, settings)
     whole, chained = normed
     assert torch.equal(whole, chained)

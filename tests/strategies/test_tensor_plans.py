@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from lightrl.strategies.tensor_plans import Logits, check_model, check_schedule, check_sizes, split_layers
+from lightrl.strategies.tensor_plans import LogitTransform, check_model, check_schedule, check_sizes, split_layers
 
 
 def config(model_type: str = "qwen3", **changes: Any) -> Any:
@@ -35,9 +35,9 @@ def test_a_family_with_a_plan_can_be_split(family: str) -> None:
 
 
 def test_a_head_may_scale_or_cap_its_logits() -> None:
-    assert check_model(config("cohere", logit_scale=0.25), 2) == Logits(scale=0.25)
-    assert check_model(config("gemma2", final_logit_softcapping=20.0), 1) == Logits(cap=20.0)
-    assert check_model(config("qwen3"), 1) == Logits()
+    assert check_model(config("cohere", logit_scale=0.25), 2) == LogitTransform(scale=0.25)
+    assert check_model(config("gemma2", final_logit_softcapping=20.0), 1) == LogitTransform(cap=20.0)
+    assert check_model(config("qwen3"), 1) == LogitTransform()
 
 
 @pytest.mark.parametrize(

@@ -200,17 +200,17 @@ class HuggingFaceDecoder:
         if "past_key_values" not in self._accepted:
             return False
         states = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
-        known = {"DynamicLayer", *(states if self._keeps_states else ["DynamicSlidingWindowLayer"])}
-        if {type(layer).__name__ for layer in DynamicCache(config=self._model.config).layers} - known:
+        supported = {"DynamicLayer", *(states if self._keeps_states else ["DynamicSlidingWindowLayer"])}
+        if {type(layer).__name__ for layer in DynamicCache(config=self._model.config).layers} - supported:
             return False
         try:
             cache = self._cache_after(2)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
             # A layer looks in vain for its own state, or the model for its own class of cache.
             return False
-        kept = [_kept(layer) for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
-        columns = [holder[name].shape[-2] for places in kept for holder, name, has_columns in places if has_columns]
-        return all(kept) and set(columns) == {2}
+        layers = [_layer_tensors(layer) for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
+        columns = [holder[name].shape[-2] for tensors in layers for holder, name, has_columns in tensors if has_columns]
+        return all(layers) and set(columns) == {2}
 
     @torch.no_grad()
     def _masks_padding(self) -> bool:
@@ -219,7 +219,7 @@ class HuggingFaceDecoder:
         for parameter in self._model.parameters():  # the engine's first load overwrites them
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
-        caches = (_all_kept(self._cache_after(1)), _all_kept(self._cache_after(1, num_padding=1)))
+        caches = (_cache_tensors(self._cache_after(1)), _cache_tensors(self._cache_after(1, num_padding=1)))
         for (alone, name, has_columns), (padded, _, _) in zip(*caches, strict=True):
             if not has_columns:
                 error = (padded[name] - alone[name]).abs().max()
@@ -286,7 +286,7 @@ class HuggingFaceDecoder:
                     routes[index] = self._recorded[place, -length:]
                 prefixes[index] = [
                     holder[name][place, :, -length:] if has_columns else holder[name][place]
-                    for holder, name, has_columns in _all_kept(cache)
+                    for holder, name, has_columns in _cache_tensors(cache)
                 ]
         self.latest_routes = None if self._routes is None else routes
         present = self._is_token.shape[1]
@@ -296,7 +296,7 @@ class HuggingFaceDecoder:
             mask[row, width - len(sequences[owner]) :] = 1
         self._is_token = torch.cat([_aligned_right(self._is_token, width, dim=1), mask])
         is_first, self._cache = self._cache is None, self._cache or cache
-        for depth, (holder, name, has_columns) in enumerate(_all_kept(self._cache)):
+        for depth, (holder, name, has_columns) in enumerate(_cache_tensors(self._cache)):
             blocks = [prefixes[owner][depth] for owner in owners]
             block = torch.stack([_aligned_right(block, width, dim=1) for block in blocks] if has_columns else blocks)
             old = [] if is_first else [_aligned_right(holder[name], width, dim=2) if has_columns else holder[name]]
@@ -332,7 +332,7 @@ class HuggingFaceDecoder:
         mask, self._shifts = self._is_token[rows], self._shifts[rows]
         first = int(mask.any(0).to(torch.int64).argmax())  # no row uses the columns before it
         self._is_token = mask[:, first:]
-        for holder, name, has_columns in _all_kept(self._cache):
+        for holder, name, has_columns in _cache_tensors(self._cache):
             holder[name] = holder[name][rows, :, first:] if has_columns else holder[name][rows]
 
     def clear(self) -> None:
@@ -379,13 +379,13 @@ def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
     return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
 
 
-def _kept(layer: CacheLayerMixin) -> list[tuple[dict[Any, Tensor], Any, bool]]:
-    """Where a layer has its tensors [n, …]: in a dict, under a key; and whether they have a column for each token."""
-    places: list[tuple[dict[Any, Tensor], Any, bool]] = [(vars(layer), name, True) for name in ("keys", "values")]
+def _layer_tensors(layer: CacheLayerMixin) -> list[tuple[dict[Any, Tensor], Any, bool]]:
+    """The dict and the key of each tensor [n, …] of a layer, and whether it has a column for each token."""
+    tensors: list[tuple[dict[Any, Tensor], Any, bool]] = [(vars(layer), name, True) for name in ("keys", "values")]
     for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
-        places += [(states, index, False) for index in states]
-    return [place for place in places if place[0].get(place[1]) is not None]
+        tensors += [(states, index, False) for index in states]
+    return [tensor for tensor in tensors if tensor[0].get(tensor[1]) is not None]
 
 
-def _all_kept(cache: DynamicCache) -> list[tuple[dict[Any, Tensor], Any, bool]]:
-    return [place for layer in cache.layers for place in _kept(layer)]
+def _cache_tensors(cache: DynamicCache) -> list[tuple[dict[Any, Tensor], Any, bool]]:
+    return [tensor for layer in cache.layers for tensor in _layer_tensors(layer)]
