@@ -15,7 +15,7 @@ import threading
 from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -35,6 +35,9 @@ from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.vllm.command import VLLMProcess
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -111,9 +114,12 @@ def serve(
     receivers, gpus = Receivers(), devices.split(",") if isinstance(devices, str) and devices else devices
     with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-serve-"), ignore_cleanup_errors=True) as scratch:
         logs = log_folder or Path(tempfile.mkdtemp(prefix=own_prefix("lightrl-logs-", kept_s=LOGS_KEPT_S)))
+        process, args = _PROCESSES[engine], server_args or {}
+        config = process.served_config(model.load_config(), args, tp)
+        has_weights = model.path is not None and "quantization" not in args  # else a run brings them
         processes = make_servers(
-            _PROCESSES[engine], served_folder(model, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None,
-            seed=seed, port=port or 0, args={**({} if model.path else {"load_format": "dummy"}), **(server_args or {})},
+            process, served_folder(model, config, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None,
+            seed=seed, port=port or 0, args={**({} if has_weights else {"load_format": "dummy"}), **args},
             log_folder=logs, host=host, python=vllm_python if engine == "vllm" else sglang_python, token=token,
             startup_timeout_s=startup_timeout_s,
         )  # fmt: skip
@@ -177,16 +183,16 @@ def usage(
     return "\n".join([*lines, "Ctrl-C ends them.\n"])
 
 
-def served_folder(model: ModelSpec, folder: Path) -> Path:
+def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> Path:
     """A model folder for servers: no end tokens in its config, and weights if `model` has a path."""
     if model.path is None:
-        return write_model_folder(model.load_config(), folder)
+        return write_model_folder(config, folder)
     source = Path(model.path)
     if not source.is_dir():
         from huggingface_hub import snapshot_download
 
         source = Path(snapshot_download(model.path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
-    write_model_folder(model.load_config(), folder)
+    write_model_folder(config, folder)
     has_tokenizer = any(source.glob("tokenizer*"))
     for file in source.iterdir():
         if file.name in ("config.json", "generation_config.json") or file.is_dir():

@@ -78,6 +78,7 @@ class PlannedEngine:
     tp: int = 1
     width: int = 2  # bytes of a parameter and of a key or value
     max_rows: int | None = None  # rows that decode together; None: all in flight
+    is_block_fp8: bool = False  # a byte for each parameter besides embedding and head
 
     def key_value_share(self, config: PretrainedConfig) -> int:
         """GPUs over which the key-values of a token are split."""
@@ -271,7 +272,10 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
     policy = run.roles[0]
     tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
     key_values = key_value_bytes(policy.config, engine.width) * tokens / engine.key_value_share(policy.config)
-    return engine.width * policy.parameters / engine.tp, key_values
+    config = policy.config
+    outside = config.vocab_size * config.hidden_size * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    inside = (policy.parameters - outside) * (1 if engine.is_block_fp8 else engine.width)
+    return (inside + outside * engine.width) / engine.tp, key_values
 
 
 def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cut: bool) -> PlannedRun:

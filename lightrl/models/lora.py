@@ -131,7 +131,7 @@ class LoRA:
         log.info("LoRA: adapters on %d of %d parameters (%.1f %%).", num, total, 100 * num / total)
 
     def _check_targets(self, model: PreTrainedModel) -> None:
-        """Raises ValueError if a target does not exist or is tied, or a folder's adapters belong elsewhere."""
+        """Raises ValueError if a target does not exist, is tied or not linear, or a folder's adapters differ."""
         for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
             for layer in (name.rpartition(".")[0] for name in pair):
                 if hasattr(model.get_submodule(layer), "base_layer"):
@@ -139,6 +139,13 @@ class LoRA:
                         f"lora has an adapter of {layer!r}, whose weight is tied to another layer's and would differ "
                         "from it. Leave that layer out of lora.target_modules."
                     )
+        for name, module in model.named_modules():
+            kind = type(getattr(module, "base_layer", None)).__name__
+            if kind.startswith(("Embedding", "Conv")):
+                raise ValueError(
+                    f"lora has an adapter of {name!r} ({kind}); only linear layers and experts can have one here. "
+                    "Leave that layer out of lora.target_modules."
+                )
         names = [name for name, _ in model.named_parameters() if is_adapter(name)]
         ends = {name for name, sources in exported_parameters(model).items() if len(sources) > 1}
         for target in self.target_parameters if self.adapter is None else ():

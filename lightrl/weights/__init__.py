@@ -2,6 +2,7 @@
 
 Reading order:
     bucket.py         Bucket, the generator that cuts parameters into buckets, and ServerForm
+    block_fp8.py      linear weights in float8, with a scale per block
     digests.py        what a server that has the trainer's weights answers to a checksum
     gather_plan.py    which rank gets each parameter whole, and who sends it what
     disk.py           versions as safetensors folders, complete or absent, by one rank or several

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from lightrl.weights import block_fp8
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -79,16 +81,25 @@ class ServerForm:
     Args:
         dtype: of the floating-point parameters, such as `torch.bfloat16`; None keeps the trainer's.
         skip_names: Hugging Face names that the server does not take: the output head of a model with tied embeddings.
+        is_block_fp8: whether the server takes linear weights in block FP8.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None, skip_names: Collection[str] = ()) -> None:
+    def __init__(
+        self, dtype: torch.dtype | None = None, skip_names: Collection[str] = (), is_block_fp8: bool = False
+    ) -> None:
         self.dtype = dtype
         self.skip_names = frozenset(skip_names)
+        self.is_block_fp8 = is_block_fp8
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype | None = None) -> ServerForm:
         """Builds the form for a model of this config; a tied output head is the embedding, which is sent anyway."""
-        return cls(dtype, [OUTPUT_HEAD] if getattr(config, "tie_word_embeddings", False) else [])
+        skip_names = [OUTPUT_HEAD] if getattr(config, "tie_word_embeddings", False) else []
+        return cls(dtype, skip_names, block_fp8.is_served(config))
+
+    def quantized(self, bucket: Bucket) -> Bucket:
+        """The bucket with its linear weights in block FP8 if the server takes them so; the rest below expects that."""
+        return replace(bucket, tensors=block_fp8.quantized(bucket.tensors)) if self.is_block_fp8 else bucket
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) in the bucket's order; contiguous, without gradient."""
@@ -98,7 +109,11 @@ class ServerForm:
     def layout(self, bucket: Bucket) -> list[tuple[str, torch.dtype, torch.Size]]:
         """(name, dtype, shape) of each of `tensors`, without converting them."""
         return [
-            (name, self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape)
+            (name, self._dtype(name, tensor), tensor.shape)
             for name, tensor in bucket.tensors.items()
             if name not in self.skip_names
         ]
+
+    def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        is_quantized = tensor.dtype == block_fp8.FP8 or name.endswith(block_fp8.SCALE)
+        return tensor.dtype if self.dtype is None or not tensor.is_floating_point() or is_quantized else self.dtype

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lightrl.errors import WeightSyncError
+from lightrl.weights import block_fp8
 from lightrl.weights.bucket import OUTPUT_HEAD, Bucket, ServerForm
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class Digests:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightrl-digests")
         self._parts: dict[str, dict[int, Tensor]] = {}  # incomplete tensor → its parts
         self._running: list[Future[None]] = []
+        self._quantized: set[str] = set()  # tensors that servers hash in bfloat16, whatever dtype the others have
         self._digests: dict[ServerLayout, RankDigests] = {
             layout: [{} for _ in range(layout.num_ranks)] for layout in self._layouts
         }
@@ -171,12 +173,14 @@ class Digests:
         if not self._layouts:
             return
         added: list[tuple[str, int]] = []
-        for name, tensor in bucket.tensors.items():
+        for name, tensor in block_fp8.dequantized(bucket.tensors).items():
             if name in self._form.skip_names:
                 continue
             fused, index, num = _fused(name, getattr(self._config, "num_experts", 0))
             parts = self._parts.setdefault(fused, {})
             parts[index] = tensor.detach()
+            if bucket.tensors[name].dtype == block_fp8.FP8:
+                self._quantized.add(fused)
             added.append((fused, index))
             if len(parts) == num:
                 del self._parts[fused]
@@ -209,10 +213,11 @@ class Digests:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _hash(self, name: str, parts: list[Tensor]) -> None:
-        if self._form.dtype is not None:
+        is_cast = name not in self._quantized
+        if self._form.dtype is not None and is_cast:
             parts = [part.to(self._form.dtype) if part.is_floating_point() else part for part in parts]
         for layout in self._layouts:
-            cast = [part.to(layout.dtype) if part.is_floating_point() else part for part in parts]
+            cast = [part.to(layout.dtype) if part.is_floating_point() and is_cast else part for part in parts]
             digests = self._digests[layout]
             previous: tuple[list[Tensor], str] | None = None
             ep = layout.ep if ".experts." in name else 1

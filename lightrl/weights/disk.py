@@ -246,10 +246,12 @@ class SharedFolder:
     dtype: str | None  # torch's name, for floating-point parameters; None keeps the trainer's
     skip_names: list[str]
     timeout_s: float  # until every rank has written its share
+    is_block_fp8: bool = False
 
     @property
     def form(self) -> ServerForm:
-        return ServerForm(None if self.dtype is None else getattr(torch, self.dtype), self.skip_names)
+        dtype = None if self.dtype is None else getattr(torch, self.dtype)
+        return ServerForm(dtype, self.skip_names, self.is_block_fp8)
 
 
 class ShareWriter:
@@ -267,14 +269,15 @@ class ShareWriter:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def add(self, bucket: Bucket) -> None:
-        layout = self._form.layout(bucket)
-        if self.problem is not None or not layout:
+        if self.problem is not None or not self._form.layout(bucket):
             return
         path = self._place / f"model-{self._rank:04d}-{len(self.files) + 1:05d}.safetensors"
         for name, tensor in bucket.tensors.items():
             if not torch.isfinite(tensor).all():
                 self.problem = f"Parameter {name!r} has values that are not finite."
                 return
+        bucket = self._form.quantized(bucket)
+        layout = self._form.layout(bucket)
         try:
             self._place.mkdir(exist_ok=True)
             with path.open("wb", buffering=0) as file:

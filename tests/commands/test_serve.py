@@ -19,6 +19,7 @@ from lightrl.commands.serve import parse, serve, served_folder, usage
 from lightrl.engines.servers.registry import Registry
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
+from lightrl.testing import TINY_CONFIG
 
 POLICY = {"config": {"model_type": "qwen3"}, "tokenizer": "tiny.char_tokenizer"}
 
@@ -134,11 +135,29 @@ def test_an_unknown_flag_and_a_wrong_value_are_named():
 
 
 def test_a_served_folder_has_the_weights_and_no_end_token(tiny_folder, tmp_path):
-    folder = served_folder(ModelSpec.of(str(tiny_folder)), tmp_path / "served")
+    spec = ModelSpec.of(str(tiny_folder))
+    folder = served_folder(spec, spec.load_config(), tmp_path / "served")
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
     assert (folder / "model.safetensors").resolve() == (tiny_folder / "model.safetensors").resolve()
     assert not (folder / "generation_config.json").exists()
     assert (folder / "tokenizer.json").exists()
+
+
+def test_a_server_in_block_fp8_starts_from_a_quantized_config_without_weights(fake_python, tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 32}
+    config, ended = {**TINY_CONFIG, **sizes, "num_attention_heads": 4}, threading.Event()
+    configs = []
+
+    def say(text):
+        line = (tmp_path / "server-0.log").read_text()
+        configs.append(json.loads((Path(line.partition("--model-path ")[2].split()[0]) / "config.json").read_text()))
+        ended.set()
+
+    args = {"quantization": "fp8"}
+    spec = ModelSpec(config=config, tokenizer="tiny.char_tokenizer")
+    serve(spec, sglang_python=str(fake_python), server_args=args, until=ended, write=say, log_folder=tmp_path)
+    assert configs[0]["quantization_config"]["weight_block_size"] == [128, 128]
+    assert "--load-format dummy" in (tmp_path / "server-0.log").read_text()
 
 
 def test_servers_run_until_the_end_and_their_addresses_are_printed(fake_python, tiny_folder, tmp_path):

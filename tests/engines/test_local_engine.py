@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import engine_contract
 import pytest
 import torch
 from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
+from moe_cases import moe_model, sampled
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
@@ -34,9 +36,12 @@ from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, WeightSyncError
+from lightrl.experience import Experience
+from lightrl.functional import ImportanceWeights
 from lightrl.models.images import new_model
+from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
-from lightrl.weights import Bucket, bucketed
+from lightrl.weights import Bucket, block_fp8, bucketed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -49,6 +54,8 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+FP8_SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
+FP8_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -476,9 +483,68 @@ def test_bfloat16_weights_serve() -> None:
     case.engine.close()
 
 
+def rounded_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its linear weights in block FP8."""
+    rounded = copy.deepcopy(model)
+    rounded.load_state_dict(block_fp8.dequantized(block_fp8.quantized(dict(model.named_parameters()))), strict=False)
+    return rounded
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("fast_path", [True, False], ids=["fast path", "fallback"])
+def test_block_fp8_samples_with_rounded_weights_and_says_so(family: str, fast_path: bool) -> None:
+    model = moe_model(family, **FP8_SIZES)
+    trajectories = sampled(model, quantization="fp8", fast_path=fast_path)
+    experience = Experience.from_trajectories(trajectories)
+    for policy, is_equal in ((rounded_copy(model), True), (model, False)):
+        (outputs,) = SingleModel(policy, LogprobSettings()).forward([experience])
+        difference = (outputs.logprobs - experience.behavior_logprobs)[experience.loss_mask].abs().max()
+        assert (difference < 1e-4) == is_equal
+
+
+def test_with_importance_weights_the_expected_gradient_is_the_trainers_own() -> None:
+    """All completions of one token, each with the probability that the engine gives it."""
+    model, prompt = moe_model("qwen3", **FP8_SIZES).double(), [3, 7, 4]
+    engine = LocalEngine(dtype="float64", quantization="fp8")
+    engine.start(model.config)
+    try:
+        engine.load_weights([Bucket(dict(model.named_parameters()))], weight_version=0)
+        assert engine.dtypes() == {"float64", "float8_e4m3fn"}
+        found = engine.top_logprobs([*prompt, 0], model.config.vocab_size)[-1]
+    finally:
+        engine.close()
+    behavior = torch.tensor([logprob for logprob, _ in sorted(found, key=lambda pair: pair[1])])[:, None].double()
+    advantages = torch.linspace(-1, 2, len(behavior)).double()
+
+    def gradient(probabilities: torch.Tensor, weights: torch.Tensor | float) -> torch.Tensor:
+        logprobs = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], -1)
+        loss = -(probabilities * weights * advantages * logprobs).sum()
+        return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, list(model.parameters()))])
+
+    with torch.no_grad():
+        proximal = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], -1)[:, None]
+    weights = ImportanceWeights()(proximal, behavior, torch.ones_like(behavior, dtype=torch.bool))[:, 0]
+    expected = gradient(proximal[:, 0].exp(), 1.0)
+    corrected, plain = (gradient(behavior[:, 0].exp(), factor) for factor in (weights, 1.0))
+    assert (corrected - expected).norm() < 1e-5 * expected.norm()  # logprobs of the engine are float32
+    assert (plain - expected).norm() > 1e-3 * expected.norm()
+
+
+def test_a_model_whose_fp8_no_server_holds_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match="multiple of 128"):
+        LocalEngine(quantization="fp8").start(qwen3())
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [{"max_batch": 0}, {"threads": 0}, {"max_context": 1}, {"prefill_tokens": 0}, {"dtype": "float31"}],
+    [
+        {"max_batch": 0},
+        {"threads": 0},
+        {"max_context": 1},
+        {"prefill_tokens": 0},
+        {"dtype": "float31"},
+        {"quantization": "fp4"},
+    ],
     ids=lambda arguments: next(iter(arguments)),
 )
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, run
 from moe_cases import moe_model, sampled_by
 from real_servers import own_server, tiny_config, tiny_models
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
@@ -28,7 +28,7 @@ from lightrl.functional.rows import NATIVE
 from lightrl.models.conversion import checkpoint_tensors
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
-from lightrl.weights import bucketed
+from lightrl.weights import block_fp8, bucketed
 from lightrl.weights.disk import WeightFolder
 
 pytestmark = [pytest.mark.real_sglang, pytest.mark.extra]  # of test_real_sglang_runs.py one always runs
@@ -45,14 +45,16 @@ def test_the_contract_of_engines_holds_through_disk(check, real_server):
 
 
 @contextmanager
-def loaded(model: PreTrainedModel, server: dict[str, Any], **settings: Any) -> Iterator[SGLangEngine]:
-    """An engine that has sent new weights of a mixture and verified them by digests."""
+def loaded(
+    model: PreTrainedModel, server: dict[str, Any], spread: float = 0.2, **settings: Any
+) -> Iterator[SGLangEngine]:
+    """An engine that has sent changed weights and verified them by digests."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+            parameter.add_(torch.randn_like(parameter) * spread)
     named = [checkpoint_tensors(model, name, tensor) for name, tensor in model.named_parameters()]
     sent = [(name, tensor) for tensors in named for name, tensor in tensors.items()]
-    engine = SGLangEngine(urls=[server["url"]], timeouts=Timeouts(sync_s=60), **settings)
+    engine = SGLangEngine(urls=[server["url"]], timeouts=Timeouts(sync_s=60, startup_s=60), **settings)
     engine.start(model.config)
     try:
         engine.load_weights(bucketed(sent, BUCKET_BYTES), weight_version=0)
@@ -88,6 +90,29 @@ def test_a_mixture_is_verified_and_returns_its_routes(
             for routes in (experience.routes, None):  # the engine's are those that the trainer chooses
                 (outputs,) = SingleModel(model, LogprobSettings()).forward([replace(experience, routes=routes)])
                 assert torch.allclose(outputs.logprobs, experience.behavior_logprobs, atol=1e-4)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_block_fp8_is_verified_and_its_logprobs_are_the_rounded_models(
+    tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * tp_size))  # ranks may share a core
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(tiny_config(**sizes, num_key_value_heads=4), dtype=torch.float32)
+    served = block_fp8.served_config(model.config, tp_size)
+    with own_server(tmp_path, served, dtype="bfloat16", tp_size=tp_size, quantization="fp8") as server:
+        monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server["token"])
+        for transport in ("disk", "tensor"):
+            with loaded(model, server, spread=0.05, transport=transport, server_args={"quantization": "fp8"}) as engine:
+                assert engine.dtypes() == {"bfloat16", "float8_e4m3fn"}
+                experience = Experience.from_trajectories(sampled_by(engine))
+    rounded = block_fp8.dequantized(block_fp8.quantized(dict(model.named_parameters())))
+    model.load_state_dict(rounded, strict=False)
+    (outputs,) = SingleModel(model, LogprobSettings()).forward([experience])
+    difference = (outputs.logprobs - experience.behavior_logprobs)[experience.loss_mask].abs().mean()
+    # Servers round activations too, to 3 bits of mantissa; logprobs of another model differ by as much as they vary.
+    assert difference < 0.2 * outputs.logprobs[experience.loss_mask].std()
 
 
 def asked(server: dict[str, Any], *bodies: dict[str, Any], token: str | None = None) -> list[Any]:

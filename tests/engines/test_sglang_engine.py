@@ -54,6 +54,24 @@ def test_an_engine_of_servers_has_at_most_thirteen_settings():
     assert len(names - {"self", "settings"}) <= 13
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"server_args": {"quantization": "w8a8_int8"}},
+            "server_args.quantization must be fp8 or None, got 'w8a8_int8'",
+        ),
+        ({"server_args": {"quantization": "fp8"}}, "needs hidden_size to be a multiple of 128"),
+        ({"server_args": {"quantization": "fp8"}, "adapters": "served"}, "needs adapters='merged'"),
+        ({"server_args": {"quantization": "fp8"}, "transport": "distributed"}, "gloo has none"),
+    ],
+)
+def test_a_quantization_that_cannot_be_sent_is_refused_before_a_server_is_asked(settings, told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=told):
+        SGLangEngine(urls=["http://127.0.0.1:1"], **settings).start(CONFIG)
+
+
 ContractCase = Callable[..., EngineCase]
 
 

@@ -25,7 +25,7 @@ from lightrl.engines.sglang.client import SGLangClient, read_server_info
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
-from lightrl.weights import ServerForm, bucketed
+from lightrl.weights import ServerForm, block_fp8, bucketed
 from lightrl.weights.digests import RankDigests
 
 URL = "http://server"
@@ -244,6 +244,15 @@ def test_the_architectures_are_compared_also_of_a_server_of_another_host():
     assert "the trainer has Qwen3ForCausalLM" in str(problem)
 
 
+def test_a_checkpoint_in_fp8_is_named_if_the_run_does_not_say_so(tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 32}
+    plain, quantized = config_of(**sizes), block_fp8.served_config(config_of(**sizes))
+    quantized.save_pretrained(tmp_path)
+    info = ServerInfo(model_path=str(tmp_path))
+    assert other_model(quantized, {}, info, []) is None
+    assert "are quantized: set or omit trainer.engine.server_args.quantization" in str(other_model(plain, {}, info, []))
+
+
 def server_of(info: ServerInfo) -> Server:
     return Server(SGLangClient(URL), info=info)
 
@@ -274,7 +283,7 @@ def test_the_dtype_of_a_server_that_says_auto_is_the_one_that_matches(dtype):
 @pytest.mark.parametrize(
     ("info", "answer", "told"),
     [
-        (read_server_info({"quantization": "fp8", "device": "cpu"}), [], "quantization=fp8"),
+        (read_server_info({"quantization": "w8a8_int8", "device": "cpu"}), [], "quantization=w8a8_int8"),
         (read_server_info({"pp_size": 2, "device": "cpu"}), [], "pp_size=2"),
         (read_server_info({"moe_runner_backend": "flashinfer_trtllm"}), [], "moe_runner_backend=flashinfer_trtllm"),
         (ServerInfo("a", dtype=torch.float32), None, "does not report checksums"),

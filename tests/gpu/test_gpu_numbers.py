@@ -12,6 +12,7 @@ from lightrl.functional import hidden_logprobs
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.packed_attention import KERNELS, PackedRows, kernel_for
+from lightrl.weights.block_fp8 import quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
 
@@ -49,6 +50,12 @@ def test_logprobs_and_gradients_are_those_of_the_cpu(device: torch.device, famil
         logprobs, gradient = numbers(device, family, dtype, form, experience)
         assert (logprobs - expected[0]).abs().mean() < BOUND[dtype]
         assert (gradient - expected[1]).norm() < 2 * BOUND[dtype] * expected[1].norm()
+
+
+def test_block_fp8_has_the_bits_of_the_cpu(device: torch.device) -> None:
+    weight = torch.randn(200, 384, generator=torch.Generator().manual_seed(0)).mul(3).exp()
+    for found, expected in zip(quantize(weight.to(device)), quantize(weight), strict=True):
+        assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

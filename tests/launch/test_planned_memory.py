@@ -25,6 +25,7 @@ from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, ShardedExperie
 from lightrl.strategies.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_bytes
 from lightrl.testing import TINY_CONFIG
 from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket, ServerForm, block_fp8
 
 CONFIG = {**TINY_CONFIG, "max_position_embeddings": 256}  # tokens: prompts and 128 new ones
 EVEN_CONFIG = {**CONFIG, "vocab_size": 18}  # that tp 2 divides
@@ -127,6 +128,18 @@ def test_key_values_are_those_of_a_real_cache(ppo: PlannedRun) -> None:
     weights, key_values = engine_memory(ppo, ppo.engine, rows=3)
     assert key_values == real
     assert weights == sum(value.nbytes for value in model.parameters())
+
+
+def test_block_fp8_takes_what_a_servers_folder_does(ppo: PlannedRun) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "num_attention_heads": 2}
+    model: Any = tiny_spec(config={**CONFIG, **sizes, "num_key_value_heads": 2}).load_model()
+    config = block_fp8.served_config(model.config)
+    form = ServerForm.of(config, torch.bfloat16)
+    tensors = dict(form.tensors(form.quantized(Bucket(dict(model.named_parameters())))))
+    role = replace(ppo.roles[0], config=model.config, parameters=sum(value.numel() for value in model.parameters()))
+    engine = PlannedEngine("SGLangEngine", "servers", is_block_fp8=True)
+    weights, _ = engine_memory(replace(ppo, roles=(role,)), engine)
+    assert weights == pytest.approx(sum(tensor.nbytes for tensor in tensors.values()), rel=0.01)  # norms, scales
 
 
 def test_what_is_offloaded_waits_in_the_host() -> None:

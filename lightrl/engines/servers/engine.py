@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.files import check_local
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import own_prefix
@@ -147,13 +147,9 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         if urls is not None and servers is not None:
             raise ValueError(f"Set urls or servers, not both (urls={urls}, servers={servers}).")
         check_bounds(1, servers=servers, tp=tp)
-        for name, value, choices in (
-            ("transport", transport, ("disk", "distributed", "tensor", "delta", "cuda_ipc")),
-            ("placement", placement, ("separate", "colocated")),
-            ("adapters", adapters, ("merged", "served")),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}.")
+        check_choice(("disk", "distributed", "tensor", "delta", "cuda_ipc"), transport=transport)
+        check_choice(("separate", "colocated"), placement=placement)
+        check_choice(("merged", "served"), adapters=adapters)
         if adapters == "served" and placement == "colocated":
             raise ValueError(
                 "adapters='served' needs placement='separate': colocated servers give up their base before each "
@@ -266,6 +262,7 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         if self._is_open:
             raise EngineError(f"{type(self).__name__} is already started. Close it first.")
         self.check()
+        config = self.process_type.served_config(config, self.server_args, self.tp)
         urls = self._given_urls()
         receiver_urls: list[str] = []
         if (registry := registry_at(urls)) is not None:

@@ -93,6 +93,10 @@ def other_model(
         if None not in (getattr(text, name, None), getattr(served_text, name, None))
         and getattr(text, name) != getattr(served_text, name)
     ]
+    ours, theirs = (getattr(one, "quantization_config", None) is not None for one in (config, served))
+    if ours != theirs:
+        kind = "quantized" if theirs else "not quantized"
+        return f"its weights ({info.model_path}) are {kind}: set or omit trainer.engine.server_args.quantization"
     if differing:
         return f"its model ({info.model_path}, {served.model_type}) has {', '.join(differing)} (the trainer's)"
     return None

@@ -199,7 +199,7 @@ def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
         fields = json.dumps([started, info.get("random_seed"), info.get("launch_command")], sort_keys=True)
         identity = hashlib.sha256(fields.encode()).hexdigest()[:16]  # the command line may hold a key
     dtype = getattr(torch, str(info.get("dtype")), None)
-    problems = [name for name in _OTHER_LAYOUTS if info.get(name)]
+    problems = [name for name in _OTHER_LAYOUTS if info.get(name) and (name, info[name]) != ("quantization", "fp8")]
     sizes = ("pp_size", "attn_cp_size", "dcp_size", "moe_dp_size")
     problems += [name for name in sizes if int(info.get(name) or 1) > 1]
     problems += [name for name, plain in _PLAIN_EXPERTS.items() if info.get(name) not in (None, *plain)]

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
+from lightrl.checks.bounds import check_choice
 from lightrl.engines.servers.processes.command import flags
 from lightrl.engines.servers.processes.model_process import ModelProcess
+from lightrl.weights import block_fp8
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,6 +55,12 @@ class SGLangProcess(ModelProcess):
         "sleep_on_idle": True,  # else an idle server uses a core
         "enable_deterministic_inference": True,  # else SGLang ignores the seeds of requests; it costs nothing here
     }
+
+    @classmethod
+    def served_config(cls, config: PretrainedConfig, args: Mapping[str, Any], tp: int) -> PretrainedConfig:
+        quantization = cls.named(args).get("quantization")
+        check_choice(("fp8", None), **{"server_args.quantization": quantization})
+        return config if quantization is None else block_fp8.served_config(config, tp)
 
     def args_for(self, max_context: int | None, tp: int, seed: int) -> dict[str, Any]:
         # A context slightly above the model's: SGLang reserves up to 6 positions, which the trainer counts as usable.

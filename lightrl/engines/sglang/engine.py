@@ -23,7 +23,9 @@ class SGLangEngine(ServerEngine):
 
     Args:
         sglang_python: Python of the environment that has SGLang; for None see docs/serve-with-sglang.md.
-        settings: of `ServerEngine`; `server_args` such as `{mem_fraction_static: 0.8}`.
+        settings: of `ServerEngine`; `server_args` such as `{mem_fraction_static: 0.8}`. With `{quantization: fp8}`
+            linear weights are sent in block FP8 (weights/block_fp8.py), to servers of an FP8 checkpoint too; not run on
+            a GPU yet.
     """
 
     client_type = SGLangClient
@@ -32,6 +34,17 @@ class SGLangEngine(ServerEngine):
     def __init__(self, *, sglang_python: str | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         self.python = sglang_python
+
+    def check(self) -> None:
+        super().check()
+        if self.server_args.get("quantization") is None:
+            return
+        if self.adapters == "served":
+            raise ValueError("server_args.quantization needs adapters='merged'. Omit one of the two.")
+        if self.transport == "distributed" and not torch.cuda.is_available():
+            raise ValueError(
+                "transport='distributed' sends no float8 between CPUs: gloo has none. Set disk, or another."
+            )
 
     def start_args(self) -> dict[str, Any]:
         args: dict[str, Any] = {}

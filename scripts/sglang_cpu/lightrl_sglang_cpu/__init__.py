@@ -1,4 +1,5 @@
-"""SGLang without its GPU kernels: a launcher, platforms for CPU and GPU (platform.py, cuda.py), seeded sampling."""
+"""SGLang without its GPU kernels: a launcher, platforms for CPU and GPU (platform.py, cuda.py), seeded sampling and
+linear layers in block FP8."""
 
 import os
 

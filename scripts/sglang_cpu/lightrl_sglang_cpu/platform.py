@@ -5,7 +5,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from lightrl_sglang_cpu import seeded_sampling
+from lightrl_sglang_cpu import block_fp8, seeded_sampling
 
 
 class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
@@ -34,6 +34,7 @@ class PlainTorchPlatform(CpuDeviceMixin, SRTPlatform):
             return torch.empty(dims, dtype=dtype, device=device)
 
         seeded_sampling.install()
+        block_fp8.install()
         # --enable-deterministic-inference makes SGLang honor sampling_seed. Its kernels that give a row the same bits
         # in every batch are Triton's: without them a row differs by rounding (about 1e-6 nats).
         batch_invariant_ops.enable_batch_invariant_mode = lambda *_, **__: None

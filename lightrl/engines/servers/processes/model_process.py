@@ -14,10 +14,13 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightrl.engines.servers.processes.command import environment_for
 from lightrl.engines.servers.processes.process import ServerProcess
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class ModelProcess(ServerProcess):
@@ -96,6 +99,11 @@ class ModelProcess(ServerProcess):
         for name in sorted(cls.ours.keys() & named.keys()):
             raise ValueError(f"server_args has {name}, which lightrl sets. Remove it and use {cls.ours[name]}.")
         return named
+
+    @classmethod
+    def served_config(cls, config: PretrainedConfig, args: Mapping[str, Any], tp: int) -> PretrainedConfig:
+        """The config of a model on servers with these arguments; another one than the trainer's if they quantize it."""
+        return config
 
     @abstractmethod
     def args_for(self, max_context: int | None, tp: int, seed: int) -> dict[str, Any]:

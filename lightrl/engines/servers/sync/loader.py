@@ -115,8 +115,9 @@ class WeightLoader:
         if folder is None:
             return None
         folder.root.mkdir(parents=True, exist_ok=True)
-        dtype = None if folder.form.dtype is None else str(folder.form.dtype).removeprefix("torch.")
-        return SharedFolder(str(folder.root), dtype, sorted(folder.form.skip_names), self.timeouts.sync_s)
+        form = folder.form
+        dtype = None if form.dtype is None else str(form.dtype).removeprefix("torch.")
+        return SharedFolder(str(folder.root), dtype, sorted(form.skip_names), self.timeouts.sync_s, form.is_block_fp8)
 
     def release_memory(self) -> None:
         """Colocated servers release the memory of weights and key-values, until the next load; from another thread.
@@ -143,7 +144,7 @@ class WeightLoader:
         closing.join(self.timeouts.request_s)
 
     def _checked(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
-        """The buckets; raises if they are not the parameters of the first load, or not finite.
+        """The buckets as servers take them; raises if they are not the parameters of the first load, or not finite.
 
         Their digests are computed meanwhile, those of files that other ranks wrote from the files.
         """
@@ -155,6 +156,7 @@ class WeightLoader:
             # The last one carries the version: it is sent only if all is right.
             if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
                 raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
+            bucket = self.sync.verifier.form.quantized(bucket)
             if digests is not None:
                 for part in (*read_back(bucket.files), bucket):
                     digests.add(part)

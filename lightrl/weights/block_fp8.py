@@ -1,0 +1,125 @@
+"""Block FP8: linear weights in float8, with a scale per block of 128 × 128, for rollouts in half the memory.
+
+The form of FP8 checkpoints, such as Qwen3-8B-FP8: `q_proj.weight` [N, K] in float8_e4m3fn and `q_proj.weight_scale_inv`
+[N / 128, K / 128] in float32, by which a block is multiplied. Embedding, head, routers, norms and biases stay as they
+are. Scales are powers of two: float8 has as many bits of precision at each of them, products are exact in bfloat16, and
+kernels that need such scales (DeepGEMM on Blackwell) round nothing again.
+
+Source: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 3.3; transformers 5.17, integrations/finegrained_fp8.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+SCALE = "_scale_inv"  # after a weight's name
+# A config's `quantization_config`, as in the checkpoints.
+SERVED: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+_LARGEST = torch.finfo(FP8).max
+_SMALLEST_EXPONENT = -100  # of a scale: float8's smallest value times it is still normal in bfloat16
+_KEPT = re.compile(r"(.*\.)?(embed_tokens|lm_head|gate)\.weight")
+
+
+def served_config(config: PretrainedConfig, tp: int = 1) -> PretrainedConfig:
+    """A copy of a model's config that tells a server to hold the weights in block FP8.
+
+    Raises:
+        ValueError: if the family's layout on servers is unknown, or `tp` ranks would divide a block.
+    """
+    from lightrl.weights.digests import FAMILIES  # which needs this module
+
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"quantization='fp8' is for {', '.join(sorted(FAMILIES))}; the model is {config.model_type!r}, whose "
+            "weights on servers could not be verified. Omit quantization."
+        )
+    width = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {
+        "hidden_size": (config.hidden_size, 1),
+        "num_attention_heads * head_dim": (config.num_attention_heads * head_size, tp),
+        "num_key_value_heads * head_dim": (config.num_key_value_heads * head_size, min(tp, config.num_key_value_heads)),
+        width: (getattr(config, width), tp),
+    }
+    for name, (size, num_parts) in sizes.items():
+        if size % (BLOCK * num_parts):
+            raise ValueError(
+                f"quantization='fp8' with tp={tp} needs {name} to be a multiple of {BLOCK * num_parts}, got "
+                f"{size}. Use a smaller tp, or omit quantization."
+            )
+    served = copy.deepcopy(config)
+    served.quantization_config = SERVED
+    return served
+
+
+def is_served(config: PretrainedConfig) -> bool:
+    """Whether the config comes from `served_config`."""
+    return getattr(config, "quantization_config", None) == SERVED
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantizes [..., N, K]; a value that is not finite makes its block NaN.
+
+    Returns:
+        The weight in float8, and the scales [..., ceil(N / 128), ceil(K / 128)] in float32.
+    """
+    rows, columns = weight.shape[-2:]
+    padded = pad(weight.detach().float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., n, 128, k, 128]
+    largest = blocks.abs().amax(dim=(-3, -1))
+    fraction, exponent = torch.frexp(largest / _LARGEST)  # fraction: from 1/2 to below 1
+    exponent = (exponent - (fraction == 0.5).to(exponent.dtype)).clamp(min=_SMALLEST_EXPONENT)
+    scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
+    scaled = (blocks / scale[..., :, None, :, None]).clamp(-_LARGEST, _LARGEST).to(FP8)
+    return scaled.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous(), scale
+
+
+def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
+    """What `quantize` returned as [..., N, K] in bfloat16, exactly."""
+    rows, columns = weight.shape[-2:]
+    scales = scale.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
+    return (weight.float() * scales[..., :rows, :columns]).bfloat16()
+
+
+def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters as servers take them: each linear weight in float8, followed by its scales."""
+    served: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_linear(name, tensor):
+            served[name], served[name + SCALE] = quantize(tensor)
+        else:
+            served[name] = tensor
+    return served
+
+
+def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `quantized` returned, with each linear weight in bfloat16 and without scales."""
+    return {
+        name: dequantize(tensor, tensors[name + SCALE]) if tensor.dtype == FP8 else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(SCALE)
+    }
+
+
+def is_linear(name: str, tensor: Tensor) -> bool:
+    """Whether block FP8 quantizes this parameter."""
+    if tensor.dim() == 3:  # all experts of a block, as the trainer's module has them
+        return ".experts." in name
+    return tensor.dim() == 2 and name.endswith(".weight") and _KEPT.fullmatch(name) is None
