@@ -28,6 +28,7 @@ from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.engines.servers.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.servers.processes.keeper import end_all, keep, start_all
+from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.servers.processes.process import ServerProcess, make_servers, usable_token, write_model_folder
 from lightrl.engines.servers.registry import Announcement, ServerEntry
 from lightrl.engines.servers.sync.receivers import Receivers
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Kind = Literal["sglang", "vllm"]
-_PROCESSES: dict[Kind, Callable[..., ServerProcess]] = {"sglang": SGLangProcess, "vllm": VLLMProcess}
+_PROCESSES: dict[Kind, type[ModelProcess]] = {"sglang": SGLangProcess, "vllm": VLLMProcess}
 _ENGINES: dict[str, Kind] = {"SGLangEngine": "sglang", "VLLMEngine": "vllm"}
 _FROM_ENGINE = ("servers", "tp", "sglang_python", "vllm_python")
 _SERVER_ARG = "--server_args."

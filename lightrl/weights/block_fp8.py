@@ -82,7 +82,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows, columns = weight.shape[-2:]
     padded = pad(weight.detach().float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., n, 128, k, 128]
+    *groups, padded_rows, padded_columns = padded.shape
+    blocks = padded.reshape(*groups, padded_rows // BLOCK, BLOCK, padded_columns // BLOCK, BLOCK)
     largest = blocks.abs().amax(dim=(-3, -1))
     fraction, exponent = torch.frexp(largest / _LARGEST)  # fraction: from 1/2 to below 1
     exponent = (exponent - (fraction == 0.5).to(exponent.dtype)).clamp(min=_SMALLEST_EXPONENT)

@@ -27,7 +27,7 @@ from lightrl.engines.servers.sync.report import SyncFailed, SyncReport, SyncServ
 from lightrl.engines.servers.sync.server_sync import ServerSync
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, WeightSyncError
-from lightrl.weights import Bucket, SharedFolder
+from lightrl.weights import Bucket, ServerForm, SharedFolder
 from lightrl.weights.disk import read_back
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class WeightLoader:
     requests: RequestLoop
     sync: ServerSync
     timeouts: Timeouts
-    config: PretrainedConfig  # the policy's
+    config: PretrainedConfig  # of the servers' model
     is_colocated: bool = False  # the servers give their memory to the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
@@ -149,6 +149,7 @@ class WeightLoader:
         Their digests are computed meanwhile, those of files that other ranks wrote from the files.
         """
         shapes: dict[str, list[int]] = {}
+        form = ServerForm.of(self.config)
         verifier = self.sync.verifier if self.sync.verify else None
         digests = verifier.begin(weight_version, servers) if verifier is not None else None
         for bucket in buckets:
@@ -156,7 +157,7 @@ class WeightLoader:
             # The last one carries the version: it is sent only if all is right.
             if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
                 raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
-            bucket = self.sync.verifier.form.quantized(bucket)
+            bucket = form.quantized(bucket)
             if digests is not None:
                 for part in (*read_back(bucket.files), bucket):
                     digests.add(part)
