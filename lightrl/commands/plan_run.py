@@ -249,9 +249,8 @@ def _planned_engine(trainer: Any, policy: PlannedRole) -> PlannedEngine | None:
     engine: RolloutEngine = trainer.engine or LocalEngine()
     if isinstance(engine, ServerEngine):
         servers = engine.num_servers or len(engine.urls or ()) or 1
-        is_block_fp8 = engine.server_args.get("quantization") is not None
-        sizes: dict[str, Any] = {"servers": servers, "tp": engine.tp, "width": SERVED_BYTES}
-        return PlannedEngine(type(engine).__name__, place="servers", **sizes, is_block_fp8=is_block_fp8)
+        quantizes = isinstance(engine, SGLangEngine) and engine.server_args.get("quantization") is not None
+        return PlannedEngine(type(engine).__name__, "servers", servers, engine.tp, SERVED_BYTES, is_block_fp8=quantizes)
     if not isinstance(engine, LocalEngine):
         return None
     root = trainer.strategy.root_device

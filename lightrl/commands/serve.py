@@ -36,6 +36,7 @@ from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.vllm.command import VLLMProcess
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
+from lightrl.weights import block_fp8
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,7 +88,7 @@ def serve(
     """Starts servers and their weight receiver, prints their addresses, restarts and, on Ctrl-C, ends them.
 
     Args:
-        model: with a path, serves its weights; with a config, random ones until a run loads its own.
+        model: with a path, serves its weights; with a config, or quantized here, random ones until a run loads its own.
         engine: the kind of servers, `sglang` or `vllm`.
         servers: number of servers.
         tp: GPUs of each server.
@@ -116,8 +117,9 @@ def serve(
     with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-serve-"), ignore_cleanup_errors=True) as scratch:
         logs = log_folder or Path(tempfile.mkdtemp(prefix=own_prefix("lightrl-logs-", kept_s=LOGS_KEPT_S)))
         process, args = _PROCESSES[engine], server_args or {}
-        config = process.served_config(model.load_config(), args, tp)
-        has_weights = model.path is not None and "quantization" not in args  # else a run brings them
+        loaded = model.load_config()
+        config = process.served_config(loaded, args, tp)
+        has_weights = model.path is not None and block_fp8.is_block_fp8(config) == block_fp8.is_block_fp8(loaded)
         processes = make_servers(
             process, served_folder(model, config, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None,
             seed=seed, port=port or 0, args={**({} if has_weights else {"load_format": "dummy"}), **args},

@@ -2,8 +2,7 @@
 
 The form of FP8 checkpoints, such as Qwen3-8B-FP8: `q_proj.weight` [N, K] in float8_e4m3fn and `q_proj.weight_scale_inv`
 [N / 128, K / 128] in float32, by which a block is multiplied. Embedding, head, routers, norms and biases stay as they
-are. Scales are powers of two: float8 has as many bits of precision at each of them, products are exact in bfloat16, and
-kernels that need such scales (DeepGEMM on Blackwell) round nothing again.
+are. Scales are powers of two: float8 has as many bits of precision at each of them, and products are exact in bfloat16.
 
 Source: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 3.3; transformers 5.17, integrations/finegrained_fp8.py.
 """
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"  # after a weight's name
-# A config's `quantization_config`, as in the checkpoints.
-SERVED: dict[str, Any] = {
+# Of a config, as in the checkpoints.
+QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
@@ -34,14 +33,14 @@ SERVED: dict[str, Any] = {
 }
 _LARGEST = torch.finfo(FP8).max
 _SMALLEST_EXPONENT = -100  # of a scale: float8's smallest value times it is still normal in bfloat16
-_KEPT = re.compile(r"(.*\.)?(embed_tokens|lm_head|gate)\.weight")
+_UNQUANTIZED = re.compile(r"(.*\.)?(embed_tokens|lm_head|gate)\.weight")
 
 
-def served_config(config: PretrainedConfig, tp: int = 1) -> PretrainedConfig:
-    """A copy of a model's config that tells a server to hold the weights in block FP8.
+def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> PretrainedConfig:
+    """A copy of a model's config that tells a server of `tp` ranks to hold the weights in block FP8.
 
     Raises:
-        ValueError: if the family's layout on servers is unknown, or `tp` ranks would divide a block.
+        ValueError: if the family's layout on servers is unknown, or the ranks would divide a block.
     """
     from lightrl.weights.digests import FAMILIES  # which needs this module
 
@@ -56,7 +55,7 @@ def served_config(config: PretrainedConfig, tp: int = 1) -> PretrainedConfig:
         "hidden_size": (config.hidden_size, 1),
         "num_attention_heads * head_dim": (config.num_attention_heads * head_size, tp),
         "num_key_value_heads * head_dim": (config.num_key_value_heads * head_size, min(tp, config.num_key_value_heads)),
-        width: (getattr(config, width), tp),
+        width: (getattr(config, width), tp // ep if hasattr(config, "num_experts") else tp),
     }
     for name, (size, num_parts) in sizes.items():
         if size % (BLOCK * num_parts):
@@ -65,13 +64,14 @@ def served_config(config: PretrainedConfig, tp: int = 1) -> PretrainedConfig:
                 f"{size}. Use a smaller tp, or omit quantization."
             )
     served = copy.deepcopy(config)
-    served.quantization_config = SERVED
+    served.quantization_config = copy.deepcopy(QUANTIZATION_CONFIG)
     return served
 
 
-def is_served(config: PretrainedConfig) -> bool:
-    """Whether the config comes from `served_config`."""
-    return getattr(config, "quantization_config", None) == SERVED
+def is_block_fp8(config: PretrainedConfig) -> bool:
+    """Whether weights under this config are in block FP8."""
+    values = getattr(config, "quantization_config", None) or {}
+    return all(values.get(name) == value for name, value in QUANTIZATION_CONFIG.items())
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     fraction, exponent = torch.frexp(largest / _LARGEST)  # fraction: from 1/2 to below 1
     exponent = (exponent - (fraction == 0.5).to(exponent.dtype)).clamp(min=_SMALLEST_EXPONENT)
     scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
-    scaled = (blocks / scale[..., :, None, :, None]).clamp(-_LARGEST, _LARGEST).to(FP8)
+    scaled = (blocks / scale[..., :, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(FP8)
     return scaled.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous(), scale
 
 
@@ -123,4 +123,4 @@ def is_linear(name: str, tensor: Tensor) -> bool:
     """Whether block FP8 quantizes this parameter."""
     if tensor.dim() == 3:  # all experts of a block, as the trainer's module has them
         return ".experts." in name
-    return tensor.dim() == 2 and name.endswith(".weight") and _KEPT.fullmatch(name) is None
+    return tensor.dim() == 2 and name.endswith(".weight") and _UNQUANTIZED.fullmatch(name) is None

@@ -95,10 +95,10 @@ class ServerForm:
     def of(cls, config: PretrainedConfig, dtype: torch.dtype | None = None) -> ServerForm:
         """Builds the form for a model of this config; a tied output head is the embedding, which is sent anyway."""
         skip_names = [OUTPUT_HEAD] if getattr(config, "tie_word_embeddings", False) else []
-        return cls(dtype, skip_names, block_fp8.is_served(config))
+        return cls(dtype, skip_names, block_fp8.is_block_fp8(config))
 
     def quantized(self, bucket: Bucket) -> Bucket:
-        """The bucket with its linear weights in block FP8 if the server takes them so; the rest below expects that."""
+        """The bucket with its linear weights in block FP8 if the server takes them so, for `tensors` and `layout`."""
         return replace(bucket, tensors=block_fp8.quantized(bucket.tensors)) if self.is_block_fp8 else bucket
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:

@@ -89,6 +89,7 @@ def _split_mix(value: int) -> int:
 # present configs, so their layout could not be tried.
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
+_Part = tuple[Tensor, ...]  # a parameter; or a weight in float8 and its scales
 RankDigests = list[dict[str, str]]  # a dict for each rank: the server's parameter name → 16 hexadecimal digits
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -160,9 +161,8 @@ class Digests:
         self._layouts = list(layouts)
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightrl-digests")
-        self._parts: dict[str, dict[int, Tensor]] = {}  # incomplete tensor → its parts
+        self._parts: dict[str, dict[int, _Part]] = {}  # incomplete tensor → its parts
         self._running: list[Future[None]] = []
-        self._quantized: set[str] = set()  # tensors that servers hash in bfloat16, whatever dtype the others have
         self._digests: dict[ServerLayout, RankDigests] = {
             layout: [{} for _ in range(layout.num_ranks)] for layout in self._layouts
         }
@@ -173,21 +173,20 @@ class Digests:
         if not self._layouts:
             return
         added: list[tuple[str, int]] = []
-        for name, tensor in block_fp8.dequantized(bucket.tensors).items():
-            if name in self._form.skip_names:
+        for name, tensor in bucket.tensors.items():
+            if name in self._form.skip_names or name.endswith(block_fp8.SCALE):
                 continue
             fused, index, num = _fused(name, getattr(self._config, "num_experts", 0))
             parts = self._parts.setdefault(fused, {})
-            parts[index] = tensor.detach()
-            if bucket.tensors[name].dtype == block_fp8.FP8:
-                self._quantized.add(fused)
+            scale = bucket.tensors.get(name + block_fp8.SCALE)
+            parts[index] = (tensor.detach(),) if scale is None else (tensor, scale)
             added.append((fused, index))
             if len(parts) == num:
                 del self._parts[fused]
                 self._running.append(self._threads.submit(self._hash, fused, [parts[i] for i in range(num)]))
         for fused, index in added:
             if fused in self._parts:  # it ends in a later bucket, and this one must not stay alive
-                self._parts[fused][index] = self._parts[fused][index].clone()
+                self._parts[fused][index] = tuple(tensor.clone() for tensor in self._parts[fused][index])
 
     def wait(self) -> None:
         """Returns when the hashes of all buckets so far are done.
@@ -212,8 +211,10 @@ class Digests:
         """Ends the threads. May be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _hash(self, name: str, parts: list[Tensor]) -> None:
-        is_cast = name not in self._quantized
+    def _hash(self, name: str, given: list[_Part]) -> None:
+        # Servers hash what is quantized in bfloat16, whatever dtype the others have.
+        parts = [part[0] if len(part) == 1 else block_fp8.dequantize(*part) for part in given]
+        is_cast = len(given[0]) == 1
         if self._form.dtype is not None and is_cast:
             parts = [part.to(self._form.dtype) if part.is_floating_point() else part for part in parts]
         for layout in self._layouts:

@@ -160,6 +160,24 @@ def test_a_server_in_block_fp8_starts_from_a_quantized_config_without_weights(fa
     assert "--load-format dummy" in (tmp_path / "server-0.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("engine", "args", "is_dummy"),
+    [("sglang", {"quantization": "fp8"}, True), ("sglang", {"quantization": None}, False), ("sglang", {}, False),
+     ("vllm", {"quantization": "fp8"}, False)],
+)  # fmt: skip
+def test_servers_have_the_models_weights_unless_they_are_quantized_here(engine, args, is_dummy, tmp_path, monkeypatch):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 32}
+    Qwen3Config(**{**TINY_CONFIG, **sizes, "num_attention_heads": 4}).save_pretrained(tmp_path / "model")
+
+    def made(*_, args, **__):
+        assert args.get("load_format") == ("dummy" if is_dummy else None)
+        raise EngineError("made")
+
+    monkeypatch.setattr("lightrl.commands.serve.make_servers", made)
+    with pytest.raises(EngineError, match="made"):
+        serve(ModelSpec.of(str(tmp_path / "model")), engine=engine, server_args=args)
+
+
 def test_servers_run_until_the_end_and_their_addresses_are_printed(fake_python, tiny_folder, tmp_path):
     said, ended = [], threading.Event()
 

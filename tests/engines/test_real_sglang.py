@@ -100,7 +100,7 @@ def test_block_fp8_is_verified_and_its_logprobs_are_the_rounded_models(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(["0"] * tp_size))  # ranks may share a core
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(tiny_config(**sizes, num_key_value_heads=4), dtype=torch.float32)
-    served = block_fp8.served_config(model.config, tp_size)
+    served = block_fp8.quantized_config(model.config, tp_size)
     with own_server(tmp_path, served, dtype="bfloat16", tp_size=tp_size, quantization="fp8") as server:
         monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server["token"])
         for transport in ("disk", "tensor"):

@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from transformers import GPT2Config, Qwen3Config
 
 from lightrl.concurrency.owner import own_mark
@@ -30,6 +31,7 @@ from lightrl.engines.servers.processes.keeper import end_all, keep, restart, sta
 from lightrl.engines.servers.processes.process import HeldPort, RestartPolicy, ServerProcess, write_model_folder
 from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.errors import EngineError, EngineTimeout
+from lightrl.weights.block_fp8 import quantized_config
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems hold no port for somebody else")
 SMALL_SERVER = str(Path(__file__).with_name("small_server.py"))
@@ -573,3 +575,18 @@ def test_restarts_are_bounded_back_off_and_are_forgotten_after_a_long_run():
     assert [policy.delay_s(5) for _ in range(4)] == [1.0, 2.0, 4.0, None]
     assert policy.delay_s(600) == 1.0
     assert RestartPolicy(max_restarts=0).delay_s(10_000) is None
+
+
+@pytest.mark.parametrize(("capability", "given"), [((8, 0), None), ((8, 9), {}), ((9, 0), {}), ((10, 3), "triton")])
+def test_block_fp8_gets_kernels_that_take_new_weights(capability, given, tmp_path, monkeypatch):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    folder = write_model_folder(quantized_config(Qwen3Config(**sizes, head_dim=32)), tmp_path / "model")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if given is None:
+        with pytest.raises(ValueError, match=r"compute capability 8\.9 or more, .* this one has 8\.0\. Omit it"):
+            SGLangProcess(folder, python=sys.executable)
+        return
+    args = SGLangProcess(folder, python=sys.executable).args
+    names = ("fp8_gemm_backend", "moe_runner_backend")
+    assert {name: args[name] for name in names if name in args} == dict.fromkeys(names if given else (), given)

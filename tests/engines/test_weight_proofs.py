@@ -246,11 +246,15 @@ def test_the_architectures_are_compared_also_of_a_server_of_another_host():
 
 def test_a_checkpoint_in_fp8_is_named_if_the_run_does_not_say_so(tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 32}
-    plain, quantized = config_of(**sizes), block_fp8.served_config(config_of(**sizes))
-    quantized.save_pretrained(tmp_path)
-    info = ServerInfo(model_path=str(tmp_path))
-    assert other_model(quantized, {}, info, []) is None
-    assert "are quantized: set or omit trainer.engine.server_args.quantization" in str(other_model(plain, {}, info, []))
+    plain, quantized = config_of(**sizes), block_fp8.quantized_config(config_of(**sizes))
+    quantized.save_pretrained(tmp_path / "quantized")
+    plain.save_pretrained(tmp_path / "plain")
+    infos = {name: ServerInfo(model_path=str(tmp_path / name)) for name in ("plain", "quantized")}
+    assert other_model(quantized, {}, infos["quantized"], []) is None
+    told = str(other_model(plain, {}, infos["quantized"], []))
+    assert "are in block FP8: set trainer.engine.server_args.quantization to fp8" in told
+    told = str(other_model(quantized, {}, infos["plain"], []))
+    assert "are not block FP8: start it by lightrl serve or from such a checkpoint" in told
 
 
 def server_of(info: ServerInfo) -> Server:

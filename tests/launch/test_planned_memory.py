@@ -133,7 +133,7 @@ def test_key_values_are_those_of_a_real_cache(ppo: PlannedRun) -> None:
 def test_block_fp8_takes_what_a_servers_folder_does(ppo: PlannedRun) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "num_attention_heads": 2}
     model: Any = tiny_spec(config={**CONFIG, **sizes, "num_key_value_heads": 2}).load_model()
-    config = block_fp8.served_config(model.config)
+    config = block_fp8.quantized_config(model.config)
     form = ServerForm.of(config, torch.bfloat16)
     tensors = dict(form.tensors(form.quantized(Bucket(dict(model.named_parameters())))))
     role = replace(ppo.roles[0], config=model.config, parameters=sum(value.numel() for value in model.parameters()))

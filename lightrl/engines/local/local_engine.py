@@ -194,7 +194,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         elif model_context is not None and self._given_max_context > model_context:
             raise ValueError(f"max_context must be at most {model_context}, {CONTEXT}, got {self.max_context}.")
         if self.quantization is not None:
-            block_fp8.served_config(config)  # checks it
+            block_fp8.quantized_config(config)  # checks it
         self.choose_device()
         self.weight_version = -1
         self._vocab_size = text_config.vocab_size

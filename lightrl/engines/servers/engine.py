@@ -66,7 +66,7 @@ from lightrl.models.images import ImageReader
 from lightrl.models.lora import AdapterShape
 from lightrl.models.routes import RouteLayout
 from lightrl.trajectory import Sampling
-from lightrl.weights import Bucket, ServerForm, SharedFolder
+from lightrl.weights import Bucket, ServerForm, SharedFolder, block_fp8
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -399,7 +399,8 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         """The dtypes of the servers."""
         names = self._home.call(self._opened().members.dtypes(), self.timeouts.request_s * 2)
         auto = str(self.dtype_of_auto(self._config)).removeprefix("torch.")
-        return {auto if name == "auto" else name for name in names}
+        quantized = {"float8_e4m3fn"} if self._config is not None and block_fp8.is_block_fp8(self._config) else set()
+        return {auto if name == "auto" else name for name in names} | quantized
 
     def _opened(self) -> _Parts:
         if not self._is_open or self._parts is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightrl.weights import block_fp8
 from lightrl.weights.digests import DTYPES, ServerLayout
 
 if TYPE_CHECKING:
@@ -93,12 +94,12 @@ def other_model(
         if None not in (getattr(text, name, None), getattr(served_text, name, None))
         and getattr(text, name) != getattr(served_text, name)
     ]
-    ours, theirs = (getattr(one, "quantization_config", None) is not None for one in (config, served))
-    if ours != theirs:
-        kind = "quantized" if theirs else "not quantized"
-        return f"its weights ({info.model_path}) are {kind}: set or omit trainer.engine.server_args.quantization"
     if differing:
         return f"its model ({info.model_path}, {served.model_type}) has {', '.join(differing)} (the trainer's)"
+    if block_fp8.is_block_fp8(served) and not block_fp8.is_block_fp8(config):
+        return f"its weights ({info.model_path}) are in block FP8: set trainer.engine.server_args.quantization to fp8"
+    if block_fp8.is_block_fp8(config) and not block_fp8.is_block_fp8(served):
+        return f"its weights ({info.model_path}) are not block FP8: start it by lightrl serve or from such a checkpoint"
     return None
 
 

@@ -26,6 +26,21 @@ def dtype_of_auto(config: PretrainedConfig | None) -> torch.dtype:
     return torch.bfloat16 if getattr(config, "model_type", "").startswith("gemma") else torch.float16
 
 
+def _fp8_kernels() -> dict[str, Any]:
+    """Arguments for kernels that leave weights in block FP8 as they are loaded, so that new ones can be loaded."""
+    if not torch.cuda.is_available():
+        return {}
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):  # Marlin repacks them
+        raise ValueError(
+            f"server_args.quantization=fp8 needs GPUs of compute capability 8.9 or more, such as an H100; this one has "
+            f"{'.'.join(map(str, capability))}. Omit it."
+        )
+    if capability[0] == 10:  # DeepGEMM and TensorRT-LLM repack them
+        return {"fp8_gemm_backend": "triton", "moe_runner_backend": "triton"}
+    return {}
+
+
 class SGLangProcess(ModelProcess):
     """An SGLang server; see ModelProcess for the arguments."""
 
@@ -58,14 +73,17 @@ class SGLangProcess(ModelProcess):
 
     @classmethod
     def served_config(cls, config: PretrainedConfig, args: Mapping[str, Any], tp: int) -> PretrainedConfig:
-        quantization = cls.named(args).get("quantization")
+        named = cls.named(args)
+        quantization, ep = named.get("quantization"), int(named.get("ep_size") or 1)
         check_choice(("fp8", None), **{"server_args.quantization": quantization})
-        return config if quantization is None else block_fp8.served_config(config, tp)
+        return config if quantization is None else block_fp8.quantized_config(config, tp, ep)
 
-    def args_for(self, max_context: int | None, tp: int, seed: int) -> dict[str, Any]:
+    def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
+        max_context = config.get("max_position_embeddings")
+        kernels = {} if self.is_cpu_build or "quantization_config" not in config else _fp8_kernels()
         # A context slightly above the model's: SGLang reserves up to 6 positions, which the trainer counts as usable.
         context = {} if max_context is None else {"context_length": max_context + _RESERVED_TOKENS}
-        return {"random_seed": seed, **context, **({"tp_size": tp} if tp > 1 else {})}
+        return {"random_seed": seed, **context, **({"tp_size": tp} if tp > 1 else {}), **kernels}
 
     def command_line(self, secrets_file: str) -> list[str]:
         """The server's program and arguments; no shell sees them, and they contain no secret."""

@@ -40,11 +40,9 @@ class SGLangEngine(ServerEngine):
         if self.server_args.get("quantization") is None:
             return
         if self.adapters == "served":
-            raise ValueError("server_args.quantization needs adapters='merged'. Omit one of the two.")
+            raise ValueError("server_args.quantization needs adapters='merged'. Set it, or omit quantization.")
         if self.transport == "distributed" and not torch.cuda.is_available():
-            raise ValueError(
-                "transport='distributed' sends no float8 between CPUs: gloo has none. Set disk, or another."
-            )
+            raise ValueError("transport='distributed' cannot send float8 over gloo. Set disk, tensor or delta.")
 
     def start_args(self) -> dict[str, Any]:
         args: dict[str, Any] = {}

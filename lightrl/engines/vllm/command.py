@@ -27,7 +27,8 @@ class VLLMProcess(ModelProcess):
     }
     cpu_defaults: ClassVar[Mapping[str, Any]] = {"dtype": "float32", "enforce_eager": True}
 
-    def args_for(self, max_context: int | None, tp: int, seed: int) -> dict[str, Any]:
+    def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
+        max_context = config.get("max_position_embeddings")
         # One position more than the model's: a request that only computes logprobs generates a token too.
         context = {} if max_context is None else {"max_model_len": max_context + 1}
         return {"seed": seed, "tensor_parallel_size": tp, **context}

@@ -59,8 +59,7 @@ class ModelProcess(ServerProcess):
             )
         self.python, self.is_cpu_build = self.find_python(python)
         defaults = {**self.defaults, **(self.cpu_defaults if self.is_cpu_build else {})}
-        max_context = json.loads(file.read_text()).get("max_position_embeddings")
-        self.args = {**defaults, **self.args_for(max_context, tp, seed), **self.named(args or {})}
+        self.args = {**defaults, **self.args_for(json.loads(file.read_text()), tp, seed), **self.named(args or {})}
         super().__init__((), **settings)
 
     @classmethod
@@ -106,8 +105,8 @@ class ModelProcess(ServerProcess):
         return config
 
     @abstractmethod
-    def args_for(self, max_context: int | None, tp: int, seed: int) -> dict[str, Any]:
-        """Arguments for a model with so many positions, on so many GPUs."""
+    def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
+        """Arguments for a model of this config, on so many GPUs."""
 
     def environment(self) -> dict[str, str]:
         """Return `environment_for` of its Python, with the Hugging Face hub offline unless HF_HUB_OFFLINE says else."""

@@ -162,6 +162,8 @@ class WeightLoader:
                 for part in (*read_back(bucket.files), bucket):
                     digests.add(part)
             yield bucket
+            if form.is_block_fp8:
+                bucket.tensors.clear()  # a copy, which would stay while the next bucket is made
         self._shapes = shapes
 
     def _check_tensors(self, bucket: Bucket, shapes: dict[str, list[int]]) -> None:
