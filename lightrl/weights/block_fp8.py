@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
-SCALE = "_scale_inv"  # after a weight's name
-# Of a config, as in the checkpoints.
+SCALE = "_scale_inv"  # the suffix of a weight's scales
+# A config's entry, as in such checkpoints.
 QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -32,17 +32,17 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
     "weight_block_size": [BLOCK, BLOCK],
 }
 _LARGEST = torch.finfo(FP8).max
-_SMALLEST_EXPONENT = -100  # of a scale: float8's smallest value times it is still normal in bfloat16
+_SMALLEST_EXPONENT = -100  # its product with float8's smallest value is still normal in bfloat16
 _UNQUANTIZED = re.compile(r"(.*\.)?(embed_tokens|lm_head|gate)\.weight")
 
 
 def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> PretrainedConfig:
-    """A copy of a model's config that tells a server of `tp` ranks to hold the weights in block FP8.
+    """A copy of a model's config under which a server of `tp` ranks holds the weights in block FP8.
 
     Raises:
         ValueError: if the family's layout on servers is unknown, or the ranks would divide a block.
     """
-    from lightrl.weights.digests import FAMILIES  # which needs this module
+    from lightrl.weights.digests import FAMILIES  # digests.py imports this module
 
     if config.model_type not in FAMILIES:
         raise ValueError(
@@ -93,7 +93,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """What `quantize` returned as [..., N, K] in bfloat16, exactly."""
+    """Returns what `quantize` was given, rounded: [..., N, K] in bfloat16, exactly."""
     rows, columns = weight.shape[-2:]
     scales = scale.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
     return (weight.float() * scales[..., :rows, :columns]).bfloat16()
@@ -111,7 +111,7 @@ def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `quantized` returned, with each linear weight in bfloat16 and without scales."""
+    """Parameters without scales, each quantized weight in bfloat16: the inverse of `quantized`, up to its rounding."""
     return {
         name: dequantize(tensor, tensors[name + SCALE]) if tensor.dtype == FP8 else tensor
         for name, tensor in tensors.items()

@@ -45,7 +45,7 @@ class WeightLoader:
     requests: RequestLoop
     sync: ServerSync
     timeouts: Timeouts
-    config: PretrainedConfig  # of the servers' model
+    config: PretrainedConfig  # describes the servers' model
     is_colocated: bool = False  # the servers give their memory to the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
