@@ -45,9 +45,7 @@ class RewardModel(SupervisedModule):
         self.policy_role = self.policy_role.with_scalar_head()
 
     def configure_model(self) -> None:
-        if hasattr(self, "reward_model"):
-            return
-        self.reward_model = self.policy_role.load_model().train()
+        super().configure_model()
         self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # readers of the export need it for batches
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -50,6 +49,8 @@ class SupervisedModule(L.LightningModule):
     batch_type: type[Any] = object
     # The first part of the names that are logged per step.
     log_prefix: str = "train"
+    # The name of what `measure` returns to be minimized.
+    loss_name: str = "loss"
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class SupervisedModule(L.LightningModule):
             )
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
-        """The numbers to log, one for each trajectory, pair or token; `loss` is minimized.
+        """The numbers to log, one for each trajectory, pair or token; that under `loss_name` is minimized.
 
         `self.parallel(role).measure` gives a model's outputs under any strategy. For several ranks the batch has
         `share(rank, size)`, a batch or None, and `num_measured`, the count of these numbers.
@@ -109,6 +110,10 @@ class SupervisedModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Raises ValueError if the strategy cannot train this module."""
         check_strategy(self.trainer.strategy)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, self.trained_role):
+            setattr(self, self.trained_role, self.policy_role.load_model().train())
 
     def on_fit_start(self) -> None:
         if ranks_of(self.trainer.strategy).size > 1:
@@ -160,9 +165,9 @@ class SupervisedModule(L.LightningModule):
         fill_in(checkpoint, self.loaded_models(), [self.trained_role])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        means, number = self.means(self.measure, batch)
+        means, number = self.means(batch)
         self._log_means(self.log_prefix, {name: value.detach() for name, value in means.items()}, on_step=True)
-        return self.accumulated(means["loss"], number, batch_idx)
+        return self.accumulated(means[self.loss_name], number, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._log_evaluation("val", batch)
@@ -171,12 +176,12 @@ class SupervisedModule(L.LightningModule):
         self._log_evaluation("test", batch)
 
     def _log_evaluation(self, stage: str, batch: Any) -> None:
-        means, number = self.means(self.measure, batch)
+        means, number = self.means(batch)
         name = getattr(batch, "set_name", None)
         of_set = {} if name is None else {f"{key}/{name}": value for key, value in means.items()}
         self._log_means(stage, means | of_set, on_step=False, batch_size=number)
 
-    def means(self, measure: Callable[[Any], dict[str, Tensor]], batch: Any) -> tuple[dict[str, Tensor], int]:
+    def means(self, batch: Any) -> tuple[dict[str, Tensor], int]:
         """Means to log and minimize, and their count. Averaged over ranks they are those of the batch."""
         if not isinstance(batch, self.batch_type):
             made_by = _MADE_BY.get(self.batch_type, "a data module that makes these")
@@ -186,11 +191,11 @@ class SupervisedModule(L.LightningModule):
             )
         ranks = ranks_of(self.trainer.strategy)
         if ranks.dp_size == 1:
-            measured = measure(batch)
+            measured = self.measure(batch)
             return {name: values.mean() for name, values in measured.items()}, len(next(iter(measured.values())))
         share, number = batch.share(ranks.dp_rank, ranks.dp_size), batch.num_measured
         factor = 0.0 if share is None else ranks.dp_size / number  # FSDP averages gradients over ranks
-        measured = measure(batch.share(0, ranks.dp_size) if share is None else share)
+        measured = self.measure(batch.share(0, ranks.dp_size) if share is None else share)
         return {name: values.sum() * factor for name, values in measured.items()}, number
 
     def accumulated(self, loss: Tensor, number: int, batch_idx: int) -> Tensor:
