@@ -91,10 +91,6 @@ def _index_of_batch(trainer: RLTrainer) -> int:
     return int(loops[trainer.state.fn].batch_progress.current.ready)
 
 
-# Where Lightning keeps the loop's own state in a checkpoint, under `loops` and `fit_loop`.
-ROLLOUT_LOOP_KEY = "epoch_loop.automatic_optimization.state_dict"
-
-
 class RolloutLoop(_AutomaticOptimization):
     """One iteration of RL for each of Lightning's training batches, while `trainer.rollout` is open."""
 
