@@ -257,26 +257,21 @@ def attend(
     extra = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
     if extra or settings.get("dropout") or settings.get("is_causal") is False:
         raise NotPackable(f"Packed rows have causal attention without {', '.join(extra) or 'dropout'}.")
-    return _attend(query, key, value, packed_rows, settings.get("scaling"), settings.get("sliding_window")), None
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
-) -> Tensor:
+    group, keys, window = packed_rows.group, packed_rows.keys, settings.get("sliding_window")
     device = query.device.type
     dtype = _compute_dtype(device, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if rows.group is not None:
-        query, key, value = exchange(query, rows.group), exchange(key, rows.group), exchange(value, rows.group)
-    if window is not None and window >= rows.longest_keys:
+    if group is not None:
+        query, key, value = exchange(query, group), exchange(key, group), exchange(value, group)
+    if window is not None and window >= packed_rows.longest_keys:
         window = None
-    if rows.keys is not None:
-        key, value = key.index_select(2, rows.keys), value.index_select(2, rows.keys)
+    if keys is not None:
+        key, value = key.index_select(2, keys), value.index_select(2, keys)
     sizes = query.shape[-1], value.shape[-1]
-    kernel = rows.kernels.get(dtype) or kernel_for(query.device, dtype, *sizes, rows.keys is not None)
+    kernel = packed_rows.kernels.get(dtype) or kernel_for(query.device, dtype, *sizes, keys is not None)
     with torch.autocast(device, enabled=False):
-        output = KERNELS[kernel](query, key, value, rows, scale, window)
-    return output if rows.group is None else exchange(output, rows.group)
+        output = KERNELS[kernel](query, key, value, packed_rows, settings.get("scaling"), window)
+    return output if group is None else exchange(output, group), None
 
 
 @functools.cache
