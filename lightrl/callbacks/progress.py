@@ -134,11 +134,12 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             self._show_metrics(trainer, pl_module)
             self._repaint()
 
-    def on_train_end(self, *_: object) -> None:
-        self._close_bars()
+    def on_train_end(self, *_: object, **__: object) -> None:
+        self._close_phase_bar()
+        if self._is_training:
+            self.train_progress_bar.close()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._close_bars()
+    on_exception = on_train_end
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._show_phase("rollout", 0, self._num_trajectories)
@@ -276,11 +277,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if self._phase_bar is not None:
             self._phase_bar.close()
             self._phase_bar = None
-
-    def _close_bars(self) -> None:
-        self._close_phase_bar()
-        if self._is_training:
-            self.train_progress_bar.close()
 
 
 def num_batches_of_run(trainer: L.Trainer) -> int | None:
