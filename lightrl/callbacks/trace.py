@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
-from lightrl.strategies import Ranks, ranks_of
+from lightrl.strategies import Ranks, local, ranks_of
 from lightrl.trace import Event, MemoryPeaks, Summary, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
 from lightrl.trace.areas import SummaryJson, summary_text
 from lightrl.trace.spans import child_bytes
@@ -253,10 +253,7 @@ def role_bytes(module: RLModule, optimizers: Iterable[Optimizer]) -> dict[str, d
 
 
 def _num_bytes(tensor: Tensor | None) -> int:
-    if tensor is None:
-        return 0
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a sharded one has local rows
-    return int(local.numel() * local.element_size())
+    return 0 if tensor is None else local(tensor).nbytes
 
 
 def memory_text(summary: SummaryJson) -> str:
