@@ -93,7 +93,8 @@ class Ranks:
 
     def max_each(self, values: list[int]) -> list[int]:
         """The elementwise maximum over all ranks; every rank passes equally many values."""
-        return values
+        largest: list[int] = self.total(torch.tensor(values, dtype=torch.int64), "max").tolist()
+        return largest
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
         """The norm of all gradients, which may be sharded; the same on each rank."""
@@ -235,12 +236,6 @@ class ProcessRanks(Ranks):
             dist.all_reduce(total, group=self._dp_group)
         return total.to(tensor.device)
 
-    def max_each(self, values: list[int]) -> list[int]:
-        largest = torch.tensor(values, dtype=torch.int64)
-        with span("all_reduce", "collective"):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control_group)
-        return largest.tolist()
-
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
         total = square_norm(gradients, self.copies, self._device)
         with span("all_reduce of gradient norms", "collective"):
@@ -264,7 +259,8 @@ class ProcessRanks(Ranks):
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
         result = values.detach().cpu().clone()
         how = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(result, how, group=self.control_group)
+        with span("all_reduce", "collective"):
+            dist.all_reduce(result, how, group=self.control_group)
         return result
 
     def exchange(
