@@ -277,10 +277,7 @@ def _skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
 @contextlib.contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
     """Servers score a prompt at temperature 1, whatever the request says (SGLang 0.5.23)."""
-    before = getattr(model, "settings", None)
-    if before is None:
-        yield
-        return
+    before = model.settings
     model.settings = replace(before, temperature=1.0)
     try:
         yield
