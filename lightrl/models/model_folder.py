@@ -137,19 +137,9 @@ class ModelDescription:
         if config is not None and not merged and all(is_adapter(name) for name in tensors):
             save_adapter(tensors, config, folder)
         else:
-            save_model(self.build(tensors), folder)
-            self._save_processor(folder)
-
-    def _save_processor(self, folder: Path) -> None:
-        """The image processor of a model that sees images, from the model's source."""
-        from transformers import AutoConfig
-
-        values = json.loads(self.config)
-        source = values.pop("_name_or_path", "")
-        if "vision_config" in values:
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
-            config.name_or_path = source
-            save_processor(config, folder)
+            model = self.build(tensors)
+            save_model(model, folder)
+            save_processor(model.config, folder)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
         """The model with these weights, without copying them; adapters are merged into the base.
