@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -20,6 +19,7 @@ from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
+from lightrl.models.optimizer import with_schedule
 from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, ranks_of
 
 if TYPE_CHECKING:
@@ -143,11 +143,8 @@ class SupervisedModule(L.LightningModule):
         optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip under any mixed precision
         if not self.warmup_steps and self.lr_decay == "constant":
             return optimizer
-        num_steps = self.trainer.estimated_stepping_batches
-        if self.lr_decay != "constant" and num_steps == math.inf:
-            raise ValueError(f"lr_decay={self.lr_decay!r} needs the end of the run. Set max_steps or max_epochs.")
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._lr_factor(step, num_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        num_steps, warmup = self.trainer.estimated_stepping_batches, self.warmup_steps
+        return with_schedule(optimizer, num_steps, warmup, self.lr_decay, decay_start=warmup)
 
     def planned_roles(self) -> dict[str, Role]:
         """The models of a step by name, before any is loaded."""
@@ -228,11 +225,3 @@ class SupervisedModule(L.LightningModule):
             batch_size=batch_size,
             sync_dist=not on_step or ranks_of(self.trainer.strategy).dp_size > 1,
         )
-
-    def _lr_factor(self, step: int, num_steps: float) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        done = min(1.0, (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps))
-        if self.lr_decay == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * done))
-        return 1 - done if self.lr_decay == "linear" else 1.0
