@@ -183,11 +183,7 @@ class RolloutLoop(_AutomaticOptimization):
         groups: list[Group],
         trajectories: list[Trajectory],
     ) -> tuple[ShardedExperience, list[Trajectory]]:
-        """Drop rows without a reward, and what the loss reads together with them; all others stay where they are.
-
-        Raises:
-            ValueError: if none is left.
-        """
+        """Drop rows without a reward, and what the loss reads together with them; all others stay where they are."""
         units = experience.units(module.loss_unit)
         has_reward = [trajectory.reward is not None for trajectory in trajectories]
         rewarded_rows = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)

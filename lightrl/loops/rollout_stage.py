@@ -333,11 +333,7 @@ def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> N
 
 
 def _configured(trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
-    """The settings after every `configure_rollout` hook.
-
-    Raises:
-        TypeError: if a hook returns something else.
-    """
+    """The settings after every `configure_rollout` hook."""
     for hook in trainer.rl_hooks("configure_rollout"):
         changed: object = hook(settings)
         if not isinstance(changed, RolloutSettings):
