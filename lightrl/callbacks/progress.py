@@ -39,6 +39,7 @@ _SPEED = {
     "time/straggler_wait_s": "straggler_wait_s",
     "time/sync_s": "sync_s",
 }
+SHORT_NAMES = {**_LEARNING, **_SPEED}
 _OFTEN_ZERO = ("staleness", "straggler_wait_s", "failed_fraction", "truncated_fraction")
 _RUN_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
@@ -201,8 +202,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         held_out = metrics.get("val/accuracy_fraction", metrics.get("val/reward"))
         if held_out is not None:
             values["val/accuracy_fraction"] = float(held_out)
-        names = {**_LEARNING, **_SPEED}
-        first = {short: values.pop(name) for name, short in names.items() if name in values}
+        first = {short: values.pop(name) for name, short in SHORT_NAMES.items() if name in values}
         if "staleness" in first:
             first["staleness"] = f"{first['staleness']:g}"  # a whole number of versions
         return {**first, **values}
