@@ -85,7 +85,7 @@ SIZES = (8, 64, 512, 1024)
 def row_of(cost: Cost, machine: Machine) -> dict[str, Any]:
     gib = 2**30
     return {
-        "gpus": cost.gpus,
+        "gpus": cost.pp * cost.dp * cost.tp,
         "strategy": cost.strategy,
         "pp_dp_tp": f"{cost.pp} {cost.dp} {cost.tp}",
         "microbatches": cost.num_microbatches,

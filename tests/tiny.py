@@ -6,6 +6,7 @@ Shapes: B trajectories, T tokens, V = 17 tokens of the vocabulary.
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,6 +215,12 @@ def float_fields(experience: Experience) -> Iterator[tuple[str, Tensor]]:
     for name, value in experience.tensors().items():
         if value.dim() >= 2 and value.is_floating_point():
             yield name, value
+
+
+def rollout_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint has of the rollout."""
+    loops = torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"]
+    return loops["epoch_loop.automatic_optimization.state_dict"]["rollout"]
 
 
 class LargestTensor(TorchDispatchMode):

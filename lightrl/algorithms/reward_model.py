@@ -13,7 +13,7 @@ from torch import Tensor
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.data import PairBatch
 from lightrl.functional import bradley_terry_loss
-from lightrl.models import ModelSpec, ParallelModel, Role
+from lightrl.models import ModelSpec, Role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,25 +45,20 @@ class RewardModel(SupervisedModule):
         self.policy_role = self.policy_role.with_scalar_head()
 
     def configure_model(self) -> None:
-        if hasattr(self, "reward_model"):
-            return
-        self.reward_model = self.policy_role.load_model().train()
+        super().configure_model()
         self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # readers of the export need it for batches
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
-        rewards = trajectory_rewards(self.parallel(self.trained_role), batch)
+        # A trajectory's reward is the value at its last token, which the model gives for the token after it.
+        token_ids = torch.nn.functional.pad(batch.token_ids, (0, 1))
+        is_end = torch.arange(token_ids.shape[1], device=token_ids.device) == batch.lengths[:, None]
+        longer = PairBatch(token_ids, is_end, batch.lengths + 1)
+        values = self.parallel(self.trained_role).measure(longer.experience()).values
+        assert values is not None
+        rewards = values[is_end]
         chosen, rejected = rewards[0::2], rewards[1::2]
         return {
             "loss": bradley_terry_loss(chosen, rejected),
             "accuracy_fraction": (chosen > rejected).float(),
             "margin": (chosen - rejected).detach(),
         }
-
-
-def trajectory_rewards(model: ParallelModel, batch: PairBatch) -> Tensor:
-    """The reward of each trajectory, [2B]: the value at its last token, which `measure` gives for the token after."""
-    token_ids = torch.nn.functional.pad(batch.token_ids, (0, 1))
-    is_end = torch.arange(token_ids.shape[1], device=token_ids.device) == batch.lengths[:, None]
-    values = model.measure(PairBatch(token_ids, is_end, batch.lengths + 1).experience()).values
-    assert values is not None
-    return values[is_end]

@@ -24,22 +24,14 @@ class SFT(SupervisedModule):
     """
 
     batch_type = ChatBatch
+    log_prefix = "sft"
+    loss_name = "loss_nats"
 
     policy: PreTrainedModel
 
-    def configure_model(self) -> None:
-        if hasattr(self, "policy"):
-            return
-        self.policy = self.policy_role.load_model().train()
-
-    def training_step(self, batch: ChatBatch, batch_idx: int) -> Tensor:
-        means, number = self.means(lambda part: self.measure(part, topk=0), batch)
-        self._log_means("sft", means, on_step=True, batch_size=len(batch.token_ids))
-        return self.accumulated(means["loss_nats"], number, batch_idx)
-
-    def measure(self, batch: ChatBatch, *, topk: int = 1) -> dict[str, Tensor]:
-        """The loss of each loss token, [N]; with `topk` 1 also whether the most likely token is the right one."""
-        outputs = self.parallel("policy").measure(batch.experience(), topk=topk)
+    def measure(self, batch: ChatBatch) -> dict[str, Tensor]:
+        """The loss of each loss token, [N]; outside of training also whether the most likely token is the right one."""
+        outputs = self.parallel("policy").measure(batch.experience(), topk=0 if self.training else 1)
         losses = {"loss_nats": -outputs.logprobs[batch.loss_mask]}
         if outputs.teacher_topk_ids is None:
             return losses

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -21,6 +19,7 @@ from lightrl.data import ChatBatch, PairBatch
 from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw, context_tokens
 from lightrl.models.images import ImageReader
 from lightrl.models.model_folder import fill_in, keep_trained
+from lightrl.models.optimizer import with_schedule
 from lightrl.strategies import LogprobSettings, check_strategy, parallel_model, ranks_of
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ class SupervisedModule(L.LightningModule):
     batch_type: type[Any] = object
     # The first part of the names that are logged per step.
     log_prefix: str = "train"
+    # The name of what `measure` returns to be minimized.
+    loss_name: str = "loss"
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class SupervisedModule(L.LightningModule):
             )
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
-        """The numbers to log, one for each trajectory, pair or token; `loss` is minimized.
+        """The numbers to log, one for each trajectory, pair or token; that under `loss_name` is minimized.
 
         `self.parallel(role).measure` gives a model's outputs under any strategy. For several ranks the batch has
         `share(rank, size)`, a batch or None, and `num_measured`, the count of these numbers.
@@ -109,6 +110,10 @@ class SupervisedModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Raises ValueError if the strategy cannot train this module."""
         check_strategy(self.trainer.strategy)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, self.trained_role):
+            setattr(self, self.trained_role, self.policy_role.load_model().train())
 
     def on_fit_start(self) -> None:
         if ranks_of(self.trainer.strategy).size > 1:
@@ -138,11 +143,8 @@ class SupervisedModule(L.LightningModule):
         optimizer._step_supports_amp_scaling = False  # else Lightning refuses to clip under any mixed precision
         if not self.warmup_steps and self.lr_decay == "constant":
             return optimizer
-        num_steps = self.trainer.estimated_stepping_batches
-        if self.lr_decay != "constant" and num_steps == math.inf:
-            raise ValueError(f"lr_decay={self.lr_decay!r} needs the end of the run. Set max_steps or max_epochs.")
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._lr_factor(step, num_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        num_steps, warmup = self.trainer.estimated_stepping_batches, self.warmup_steps
+        return with_schedule(optimizer, num_steps, warmup, self.lr_decay, decay_start=warmup)
 
     def planned_roles(self) -> dict[str, Role]:
         """The models of a step by name, before any is loaded."""
@@ -160,9 +162,9 @@ class SupervisedModule(L.LightningModule):
         fill_in(checkpoint, self.loaded_models(), [self.trained_role])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        means, number = self.means(self.measure, batch)
+        means, number = self.means(batch)
         self._log_means(self.log_prefix, {name: value.detach() for name, value in means.items()}, on_step=True)
-        return self.accumulated(means["loss"], number, batch_idx)
+        return self.accumulated(means[self.loss_name], number, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._log_evaluation("val", batch)
@@ -171,12 +173,12 @@ class SupervisedModule(L.LightningModule):
         self._log_evaluation("test", batch)
 
     def _log_evaluation(self, stage: str, batch: Any) -> None:
-        means, number = self.means(self.measure, batch)
+        means, number = self.means(batch)
         name = getattr(batch, "set_name", None)
         of_set = {} if name is None else {f"{key}/{name}": value for key, value in means.items()}
         self._log_means(stage, means | of_set, on_step=False, batch_size=number)
 
-    def means(self, measure: Callable[[Any], dict[str, Tensor]], batch: Any) -> tuple[dict[str, Tensor], int]:
+    def means(self, batch: Any) -> tuple[dict[str, Tensor], int]:
         """Means to log and minimize, and their count. Averaged over ranks they are those of the batch."""
         if not isinstance(batch, self.batch_type):
             made_by = _MADE_BY.get(self.batch_type, "a data module that makes these")
@@ -186,11 +188,11 @@ class SupervisedModule(L.LightningModule):
             )
         ranks = ranks_of(self.trainer.strategy)
         if ranks.dp_size == 1:
-            measured = measure(batch)
+            measured = self.measure(batch)
             return {name: values.mean() for name, values in measured.items()}, len(next(iter(measured.values())))
         share, number = batch.share(ranks.dp_rank, ranks.dp_size), batch.num_measured
         factor = 0.0 if share is None else ranks.dp_size / number  # FSDP averages gradients over ranks
-        measured = measure(batch.share(0, ranks.dp_size) if share is None else share)
+        measured = self.measure(batch.share(0, ranks.dp_size) if share is None else share)
         return {name: values.sum() * factor for name, values in measured.items()}, number
 
     def accumulated(self, loss: Tensor, number: int, batch_idx: int) -> Tensor:
@@ -223,11 +225,3 @@ class SupervisedModule(L.LightningModule):
             batch_size=batch_size,
             sync_dist=not on_step or ranks_of(self.trainer.strategy).dp_size > 1,
         )
-
-    def _lr_factor(self, step: int, num_steps: float) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        done = min(1.0, (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps))
-        if self.lr_decay == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * done))
-        return 1 - done if self.lr_decay == "linear" else 1.0

@@ -116,8 +116,7 @@ class DynamicSampling(RLCallback):
         if self.oversample_fraction:
             num_given_up = drops.get("oversampled", 0)
             values["rollout/given_up_fraction"] = num_given_up / (num_given_up + len(groups))
-        for name, value in values.items():
-            module.log(name, float(value), on_step=True, on_epoch=False)
+        module.log_dict(values)
 
 
 class PromptCurriculum(RLCallback):
@@ -148,5 +147,4 @@ class PromptCurriculum(RLCallback):
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         for what in ("played", "skipped"):
             names = {f"{what}_again_success": f"rollout/{what}_success_fraction"}
-            for name, value in self._success.means(trainer.rollout.progress(), f"{what}_again", names).items():
-                module.log(name, value, on_step=True, on_epoch=False)
+            module.log_dict(self._success.means(trainer.rollout.progress(), f"{what}_again", names))

@@ -21,16 +21,17 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from lightrl.data import ChatBatch
 from lightrl.engines.abilities import HasReplicas, NamesDtypes, ScoresTokens
 from lightrl.errors import LightRLError, WeightSyncError
-from lightrl.experience import Experience
 from lightrl.functional import kl
 from lightrl.models import context_tokens
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import PACKED_ATTENTION, SingleModel, ranks_of
-from lightrl.trajectory import Group, JsonObject, Prompt, Trajectory
+from lightrl.trajectory import Group, JsonObject
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +227,10 @@ def trainer_scores(
     holders = ranks.of_role("policy")
     rows: list[list[float]] = []
     if holders.is_here:
-        experience = Experience.from_trajectories([_as_trajectory(row, ids) for row, ids in enumerate(sequences)])
+        token_ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True)
+        mask = pad_sequence([torch.arange(len(ids)) > 0 for ids in sequences], batch_first=True)
+        no_versions = torch.full_like(token_ids, -1)  # nothing was sampled, so no end token was masked
+        experience = ChatBatch(token_ids, mask).experience().with_tensors({"weight_versions": no_versions})
         model = module.parallel_models["policy"]
         plain = contextlib.nullcontext()
         context = plain if _skips_autocast(trainer, module) else trainer.precision_plugin.forward_context()
@@ -270,28 +274,10 @@ def _skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
     return isinstance(trainer.precision_plugin, MixedPrecision) and is_single and is_any_dtype
 
 
-def _as_trajectory(row: int, token_ids: list[int]) -> Trajectory:
-    return Trajectory(
-        prompt=Prompt(id=f"probe-{row}", token_ids=token_ids[:1]),
-        group_id=row,
-        sample=0,
-        token_ids=token_ids,
-        loss_mask=[False] + [True] * (len(token_ids) - 1),
-        behavior_logprobs=[0.0] * len(token_ids),
-        weight_versions=[-1] * len(token_ids),  # nothing was sampled, so no end token was masked
-        completion_ids=token_ids[1:],
-        completion="",
-        reward=0.0,
-    )
-
-
 @contextlib.contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
     """Servers score a prompt at temperature 1, whatever the request says (SGLang 0.5.23)."""
-    before = getattr(model, "settings", None)
-    if before is None:
-        yield
-        return
+    before = model.settings
     model.settings = replace(before, temperature=1.0)
     try:
         yield

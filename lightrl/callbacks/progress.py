@@ -39,6 +39,7 @@ _SPEED = {
     "time/straggler_wait_s": "straggler_wait_s",
     "time/sync_s": "sync_s",
 }
+SHORT_NAMES = {**_LEARNING, **_SPEED}
 _OFTEN_ZERO = ("staleness", "straggler_wait_s", "failed_fraction", "truncated_fraction")
 _RUN_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
@@ -134,11 +135,12 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             self._show_metrics(trainer, pl_module)
             self._repaint()
 
-    def on_train_end(self, *_: object) -> None:
-        self._close_bars()
+    def on_train_end(self, *_: object, **__: object) -> None:
+        self._close_phase_bar()
+        if self._is_training:
+            self.train_progress_bar.close()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._close_bars()
+    on_exception = on_train_end
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._show_phase("rollout", 0, self._num_trajectories)
@@ -200,8 +202,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         held_out = metrics.get("val/accuracy_fraction", metrics.get("val/reward"))
         if held_out is not None:
             values["val/accuracy_fraction"] = float(held_out)
-        names = {**_LEARNING, **_SPEED}
-        first = {short: values.pop(name) for name, short in names.items() if name in values}
+        first = {short: values.pop(name) for name, short in SHORT_NAMES.items() if name in values}
         if "staleness" in first:
             first["staleness"] = f"{first['staleness']:g}"  # a whole number of versions
         return {**first, **values}
@@ -276,11 +277,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if self._phase_bar is not None:
             self._phase_bar.close()
             self._phase_bar = None
-
-    def _close_bars(self) -> None:
-        self._close_phase_bar()
-        if self._is_training:
-            self.train_progress_bar.close()
 
 
 def num_batches_of_run(trainer: L.Trainer) -> int | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torchmetrics import Metric
 
+from lightrl.callbacks.progress import SHORT_NAMES
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
     from lightrl.trajectory import Group, JsonObject, Trajectory
 
 log = logging.getLogger(__name__)
-
-PROGRESS_BAR_METRICS = {
-    "rollout/reward", "rollout/accuracy_fraction", "rollout/tokens_per_s", "staleness/max_versions",
-    "time/straggler_wait_s", "time/sync_s",
-}  # fmt: skip
 
 THROWN_AWAY = {
     "thrown_away_tokens": "rollout/dropped_length_tokens",
@@ -328,7 +324,7 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
 
 def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
     for name, value in values.items():
-        module.log(name, value, prog_bar=name in PROGRESS_BAR_METRICS, on_step=True, on_epoch=False)
+        module.log(name, value, prog_bar=name in SHORT_NAMES, on_step=True, on_epoch=False)
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -104,17 +104,13 @@ class RunFiles(RLCallback):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / "README.txt", "\n".join(lines) + "\n")
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._close_log()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._close_log()
-
-    def _close_log(self) -> None:
+    def _close_log(self, *_: object, **__: object) -> None:
         if self._log_file is not None:
             logging.getLogger("lightrl").removeHandler(self._log_file)
             self._log_file.close()
             self._log_file = None
+
+    teardown = on_exception = _close_log
 
 
 _EVERY_S = 1.0  # within a phase
@@ -247,12 +243,9 @@ class ProblemLog(RLCallback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.add("trainer", "error", f"{type(exception).__name__}: {exception}")
-        self._close()  # Lightning calls no teardown after an error
+        self.teardown()  # Lightning calls none after an error
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def teardown(self, *_: object, **__: object) -> None:
         if self._handler is not None:
             logging.getLogger("lightrl").removeHandler(self._handler)
         self._handler = self._trainer = None

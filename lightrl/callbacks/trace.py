@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
-from lightrl.strategies import Ranks, ranks_of
+from lightrl.strategies import Ranks, local, ranks_of
 from lightrl.trace import Event, MemoryPeaks, Summary, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
 from lightrl.trace.areas import SummaryJson, summary_text
 from lightrl.trace.spans import child_bytes
@@ -100,7 +100,7 @@ class Trace(RLCallback):
         """Joins the files once every rank has written its own."""
         if self._tape is None:
             return
-        self._close()
+        self.teardown()
         ranks_of(trainer.strategy).gather_json(None, timeout_s=_TIMEOUT_S)
         if not trainer.is_global_zero:
             return
@@ -125,10 +125,14 @@ class Trace(RLCallback):
         """The iteration in which it happened is the one to look at."""
         if self._tape is not None:
             self._add(trainer.global_step, self._tape.take(), time.perf_counter_ns(), is_whole=False)
-        self._close()
+        self.teardown()
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._close()
+    def teardown(self, *_: object, **__: object) -> None:
+        if self._tape is not None:
+            keep(None)
+            self._tape = None
+        while self._undo:
+            self._undo.pop()()
 
     def _add(self, iteration: int, events: list[Event], now_ns: int, *, is_whole: bool = True) -> None:
         if is_whole and self._rank == 0:
@@ -142,13 +146,6 @@ class Trace(RLCallback):
             self._file.add(iteration, self._since_ns, events, memory)
         except OSError as error:
             self._stop_writing(error)
-
-    def _close(self) -> None:
-        if self._tape is not None:
-            keep(None)
-            self._tape = None
-        while self._undo:
-            self._undo.pop()()
 
     def _stop_writing(self, error: OSError) -> None:
         self._file = None
@@ -256,10 +253,7 @@ def role_bytes(module: RLModule, optimizers: Iterable[Optimizer]) -> dict[str, d
 
 
 def _num_bytes(tensor: Tensor | None) -> int:
-    if tensor is None:
-        return 0
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a sharded one has local rows
-    return int(local.numel() * local.element_size())
+    return 0 if tensor is None else local(tensor).nbytes
 
 
 def memory_text(summary: SummaryJson) -> str:

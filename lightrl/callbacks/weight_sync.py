@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +19,6 @@ from lightrl.errors import WeightSyncError, WeightSyncUndone
 from lightrl.models import ParallelModel
 from lightrl.models.lora import Part
 from lightrl.module import RLModule
-from lightrl.rollout import Rollout
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.strategies.offload import HOST, move_state
@@ -166,23 +165,19 @@ class WeightSync(RLCallback):
         """Loads a version, probes the engine and calls the hook."""
         logprobs = self._probe.trainer_side(trainer, module, weight_version)
         ranks = ranks_of(trainer.strategy)
+
+        def load() -> None:
+            buckets = _gathered(self._shares.buckets(trainer, module, BUCKET_BYTES), ranks)
+            trainer.rollout.load_weights(buckets, weight_version=weight_version)
+
         with ranks.own_deadline():  # the engine's
-            _load(
-                trainer.rollout,
-                lambda: _gathered(self._shares.buckets(trainer, module, BUCKET_BYTES), ranks),
-                weight_version,
-            )
+            try:
+                load()
+            except WeightSyncUndone as error:  # it serves the version before: one lost answer ends no run
+                log.warning("Trying the same weight sync once more: %s", error)
+                load()
             self._metrics = self._probe.compare(trainer, module, logprobs)
             trainer.call_rl_hook("on_weights_synced", weight_version)
-
-
-def _load(rollout: Rollout, buckets: Callable[[], Iterable[Bucket]], weight_version: int) -> None:
-    """Loads a version; once more if the engine failed and serves the one before: one lost answer ends no run."""
-    try:
-        rollout.load_weights(buckets(), weight_version=weight_version)
-    except WeightSyncUndone as error:
-        log.warning("Trying the same weight sync once more: %s", error)
-        rollout.load_weights(buckets(), weight_version=weight_version)
 
 
 def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:

@@ -44,15 +44,14 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
         The estimate for each token, [B, T], nats.
     """
     check_same_shape(logprobs=logprobs, reference_logprobs=reference_logprobs)
+    check_choice(get_args(KLEstimator), estimator=estimator)
     difference = logprobs - reference_logprobs.detach()
     if estimator == "k1":
         return difference
     if estimator == "k2":
         return difference.square() / 2
-    if estimator == "k3":
-        # expm1 keeps the digits that exp(-d) - 1 + d loses when the policies are close.
-        return (-difference).clamp(max=MAX_LOG_RATIO).expm1() + difference
-    raise ValueError(f"estimator must be k1, k2 or k3, got {estimator!r}.")
+    # expm1 keeps the digits that exp(-d) - 1 + d loses when the policies are close.
+    return (-difference).clamp(max=MAX_LOG_RATIO).expm1() + difference
 
 
 @dataclass

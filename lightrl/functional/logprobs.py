@@ -100,7 +100,7 @@ def token_logprobs(
     targets = token_ids[:, 1:].flatten(0, 1)
 
     def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        return _logits_logprobs(predictions[rows], targets[rows], temperature, _mask_of(mask, rows), True)
+        return _logits_logprobs(predictions[rows], targets[rows], temperature, mask_of(mask, rows), True)
 
     if supports is None or not len(supports.limited):
         logprobs, entropy = read(slice(None))
@@ -177,11 +177,11 @@ def hidden_logprobs(
             f"token_ids must be [N] and hidden [N, H], got shapes {tuple(token_ids.shape)} and {tuple(hidden.shape)}. "
             "Gather both at predicting_positions."
         )
-    hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
+    hidden, weight, bias, chunk_tokens = prepared(hidden, weight, bias, chunk_tokens)
     mask = _checked(temperature, masked_ids, masked_rows, hidden)
 
     def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        part, ids, part_mask = hidden[rows], token_ids[rows], _mask_of(mask, rows)
+        part, ids, part_mask = hidden[rows], token_ids[rows], mask_of(mask, rows)
         num = part.shape[0]
         if num <= chunk_tokens and (are_few_logits(num, weight.shape[0]) or not can_compile(part.device.type)):
             return _logits_logprobs(linear(part, weight, bias), ids, temperature, part_mask, entropy_gradient)
@@ -217,12 +217,12 @@ def hidden_topk(
         num: at most V.
         num_ids: only the first `num_ids` ids; None for all.
     """
-    hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
+    hidden, weight, bias, chunk_tokens = prepared(hidden, weight, bias, chunk_tokens)
     mask = _checked(1.0, masked_ids, masked_rows, hidden)
     parts = [torch.empty(0, num, dtype=torch.int64, device=hidden.device)]
     with torch.autocast(hidden.device.type, enabled=False):
-        for chunk in _chunks(hidden.shape[0], chunk_tokens):
-            parts.append(_largest(linear(hidden[chunk], weight, bias), num, num_ids, _mask_of(mask, chunk)))
+        for chunk in chunks(hidden.shape[0], chunk_tokens):
+            parts.append(_largest(linear(hidden[chunk], weight, bias), num, num_ids, mask_of(mask, chunk)))
     return torch.cat(parts)
 
 
@@ -242,14 +242,14 @@ def token_topk(
     return torch.nn.functional.pad(topk.view(*predictions.shape[:2], num), (0, 0, 1, 0))
 
 
-def _largest(logits: Tensor, num: int, num_ids: int | None, mask: _Mask | None) -> Tensor:
-    scores = _scores(logits, 1.0, mask)[:, :num_ids]
+def _largest(logits: Tensor, num: int, num_ids: int | None, mask: Mask | None) -> Tensor:
+    scores = masked_scores(logits, 1.0, mask)[:, :num_ids]
     if num > scores.shape[1]:
         raise ValueError(f"num must be at most {scores.shape[1]}, the number of token ids, got {num}.")
     return scores.topk(num, dim=1).indices
 
 
-def _prepared(
+def prepared(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_tokens: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """The tensors in the head's dtype, and the size of a chunk."""
@@ -285,12 +285,12 @@ def are_few_logits(num: int, vocabulary: int) -> bool:
 
 
 # (masked_ids [K], masked_rows bool [N]), or None if every id could be sampled.
-_Mask = tuple[Tensor, Tensor]
+Mask = tuple[Tensor, Tensor]
 
 
 def _checked(
     temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, hidden: Tensor | None = None
-) -> _Mask | None:
+) -> Mask | None:
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}. For greedy logprobs use 1.")
     if masked_ids is None and masked_rows is None:
@@ -307,13 +307,13 @@ def _check_one_token_each(token_ids: Tensor, dim: int) -> None:
         raise ValueError("Only sampled tokens have logprobs within their supports: token_ids needs one per position.")
 
 
-def _masked(values: Tensor, mask: _Mask, number: float) -> Tensor:
+def _masked(values: Tensor, mask: Mask, number: float) -> Tensor:
     """[N, V] with `number` at the (row, id) pairs that the mask removes; nothing asks the device how many there are."""
     ids, rows = mask
     return values.index_copy(1, ids, values.index_select(1, ids).masked_fill(rows[:, None], number))
 
 
-def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
+def masked_scores(logits: Tensor, temperature: float, mask: Mask | None) -> Tensor:
     """[N, V] logits of any dtype -> the scores that the softmax gets."""
     if logits.dtype.itemsize < 4:
         logits = logits.float()
@@ -325,9 +325,9 @@ def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
     return logits
 
 
-def _distribution(logits: Tensor, temperature: float, mask: _Mask | None) -> tuple[Tensor, Tensor]:
+def _distribution(logits: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, Tensor]:
     """[N, V] logits of any dtype -> (log-probabilities, probabilities)."""
-    log_probabilities = torch.log_softmax(_scores(logits, temperature, mask), dim=-1)
+    log_probabilities = torch.log_softmax(masked_scores(logits, temperature, mask), dim=-1)
     return log_probabilities, log_probabilities.exp()
 
 
@@ -342,7 +342,7 @@ def _gather(log_probabilities: Tensor, probabilities: Tensor, token_ids: Tensor)
     return logprobs, -torch.linalg.vecdot(probabilities, log_probabilities)
 
 
-def _logits_gradient(
+def logits_gradient(
     log_probabilities: Tensor | None,
     probabilities: Tensor,
     token_ids: Tensor,
@@ -350,9 +350,13 @@ def _logits_gradient(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     temperature: float,
-    mask: _Mask | None,
+    mask: Mask | None,
+    is_here: Tensor | None = None,
 ) -> Tensor:
-    """d loss / d logits, [N, V]: of a logprob it is onehot - p, of the entropy -p · (log p + entropy)."""
+    """d loss / d logits, [N, V]: of a logprob it is onehot - p, of the entropy -p · (log p + entropy).
+
+    `is_here`: False where a token is among another rank's logits; None if these are all.
+    """
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(token_ids, dtype=entropy.dtype)
     grad_logprobs = _columns(grad_logprobs)
@@ -364,7 +368,8 @@ def _logits_gradient(
         constant = total + grad_entropy * entropy
         slope = torch.addcmul(constant[:, None], log_probabilities, grad_entropy[:, None])
         gradient = slope.mul_(probabilities).neg_()
-    gradient.scatter_add_(1, _columns(token_ids), grad_logprobs)
+    own = grad_logprobs if is_here is None else torch.where(is_here, grad_logprobs, 0)
+    gradient.scatter_add_(1, _columns(token_ids), own)
     if temperature != 1:
         gradient /= temperature
     if mask is not None:
@@ -373,7 +378,7 @@ def _logits_gradient(
 
 
 def _logits_logprobs(
-    logits: Tensor, token_ids: Tensor, temperature: float, mask: _Mask | None, entropy_gradient: bool
+    logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     results: tuple[Tensor, Tensor] = _LogitsLogprobs.apply(logits, token_ids, temperature, mask, entropy_gradient)  # type: ignore[no-untyped-call]
     return results
@@ -384,7 +389,7 @@ class _LogitsLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float, mask: _Mask | None, entropy_gradient: bool
+        ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         log_probabilities, probabilities = _distribution(logits, temperature, mask)
         logprobs, entropy = _gather(log_probabilities, probabilities, token_ids)
@@ -400,7 +405,7 @@ class _LogitsLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         log_probabilities, probabilities, token_ids, entropy = ctx.saved_tensors
         scores, settings = (log_probabilities, probabilities), (ctx.temperature, ctx.mask)
-        gradient = _logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, *settings)
+        gradient = logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, *settings)
         return gradient.to(ctx.dtype), None, None, None, None
 
 
@@ -415,15 +420,15 @@ class _HeadLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         token_ids: Tensor,
         temperature: float,
-        mask: _Mask | None,
+        mask: Mask | None,
         entropy_gradient: bool,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         read, _ = _passes(hidden.device.type)
         parts = []
-        for chunk in _chunks(hidden.shape[0], chunk_tokens):
+        for chunk in chunks(hidden.shape[0], chunk_tokens):
             logits = linear(hidden[chunk], weight, bias)
-            parts.append(read(logits, token_ids[chunk], temperature, _mask_of(mask, chunk)))
+            parts.append(read(logits, token_ids[chunk], temperature, mask_of(mask, chunk)))
         logprobs, *saved = (torch.cat(values) for values in zip(*parts, strict=True))
         entropy = saved[0]
         ctx.set_materialize_grads(False)
@@ -443,10 +448,10 @@ class _HeadLogprobs(torch.autograd.Function):
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if ctx.needs_input_grad[2] else None
-        for chunk in _chunks(hidden.shape[0], ctx.chunk_tokens):
+        for chunk in chunks(hidden.shape[0], ctx.chunk_tokens):
             rows = (None if value is None else value[chunk] for value in (grad_logprobs, grad_entropy, *saved))
             logits = linear(hidden[chunk], weight, bias)
-            gradient = gradient_of(logits, token_ids[chunk], ctx.temperature, _mask_of(ctx.mask, chunk), *rows)
+            gradient = gradient_of(logits, token_ids[chunk], ctx.temperature, mask_of(ctx.mask, chunk), *rows)
             if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0, dtype=sum_dtype)
             if grad_hidden is not None:
@@ -471,7 +476,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _read(logits: Tensor, token_ids: Tensor, temperature: float, mask: _Mask | None) -> tuple[Tensor, ...]:
+def _read(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
     """Logprobs and entropies of a chunk's logits [n, V]."""
     return _gather(*_distribution(logits, temperature, mask), token_ids)
 
@@ -480,14 +485,14 @@ def _gradient(
     logits: Tensor,
     token_ids: Tensor,
     temperature: float,
-    mask: _Mask | None,
+    mask: Mask | None,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
     """The gradient of a chunk's logits, [n, V] in their dtype."""
     scores = _distribution(logits, temperature, mask)
-    gradient = _logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, temperature, mask)
+    gradient = logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, temperature, mask)
     return gradient.to(logits.dtype)
 
 
@@ -495,8 +500,8 @@ def _gradient(
 # largest score and the logarithm of the sum as well, so that the backward reads the logits once.
 
 
-def _fused_read(logits: Tensor, token_ids: Tensor, temperature: float, mask: _Mask | None) -> tuple[Tensor, ...]:
-    scores = _scores(logits, temperature, mask)
+def _fused_read(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
+    scores = masked_scores(logits, temperature, mask)
     largest = scores.amax(1, keepdim=True)
     shifted = scores - largest
     powers = shifted.exp()
@@ -510,14 +515,14 @@ def _fused_gradient(
     logits: Tensor,
     token_ids: Tensor,
     temperature: float,
-    mask: _Mask | None,
+    mask: Mask | None,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     entropy: Tensor,
     largest: Tensor,
     normalizer: Tensor,
 ) -> Tensor:
-    log_probabilities = _scores(logits, temperature, mask) - largest[:, None] - normalizer[:, None]
+    log_probabilities = masked_scores(logits, temperature, mask) - largest[:, None] - normalizer[:, None]
     slope = torch.zeros_like(entropy)[:, None]
     if grad_logprobs is not None:
         slope = slope + _columns(grad_logprobs).sum(1, keepdim=True)
@@ -546,7 +551,7 @@ def _compiled(function: _Pass) -> _Pass:
     """The function as a kernel for any number of rows; the vocabulary is a constant of it."""
     fused = torch.compile(function)
 
-    def call(logits: Tensor, token_ids: Tensor, temperature: float, mask: _Mask | None, *rows: Tensor | None) -> Any:
+    def call(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None, *rows: Tensor | None) -> Any:
         rows = tuple(None if value is None else value.detach().contiguous() for value in rows)
         for value in (logits, token_ids, *rows, *(() if mask is None else mask[1:])):
             if value is not None:
@@ -556,9 +561,9 @@ def _compiled(function: _Pass) -> _Pass:
     return call
 
 
-def _chunks(num: int, chunk_tokens: int) -> list[slice]:
+def chunks(num: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, min(start + chunk_tokens, num)) for start in range(0, num, chunk_tokens)]
 
 
-def _mask_of(mask: _Mask | None, chunk: slice | Tensor) -> _Mask | None:
+def mask_of(mask: Mask | None, chunk: slice | Tensor) -> Mask | None:
     return None if mask is None else (mask[0], mask[1][chunk])

@@ -6,13 +6,13 @@ token it describes: `logprobs[b, t]` is the log-probability of `token_ids[b, t]`
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightrl.checks.bounds import check_same_shape
+from lightrl.checks.bounds import check_choice, check_same_shape
 from lightrl.functional.importance import policy_ratio
 from lightrl.functional.reduction import neutralize
 
@@ -272,10 +272,9 @@ def preference_loss(margin: Tensor, *, kl_coef: float = 0.1, kind: PreferenceLos
         kl_coef: β (DPO) or τ (IPO) of the papers: the larger, the closer the policy stays to the reference.
         kind: which loss.
     """
+    check_choice(get_args(PreferenceLoss), kind=kind)
     if kl_coef <= 0:
         raise ValueError(f"kl_coef must be above 0 (0.1 is usual), got {kl_coef}.")
     if kind == "sigmoid":
         return -logsigmoid(kl_coef * margin)
-    if kind == "ipo":
-        return (margin - 1 / (2 * kl_coef)).square()
-    raise ValueError(f"kind must be sigmoid or ipo, got {kind!r}.")
+    return (margin - 1 / (2 * kl_coef)).square()

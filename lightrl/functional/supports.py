@@ -86,7 +86,9 @@ def joined_supports(parts: Sequence[tuple[int, Sequence[int] | None]]) -> TokenA
 
 def support_ends(codes: Sequence[int] | _Ints) -> _Ints:
     """The end of each token's code in these bytes, int64 [T]."""
-    return np.flatnonzero(_is_end(np.asarray(codes, np.uint8))) + 1
+    data = np.asarray(codes, np.uint8)
+    is_first = np.append(True, data < 128)[:-1]  # byte of a number
+    return np.flatnonzero((data < 2) & is_first) + 1
 
 
 def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:
@@ -109,12 +111,6 @@ def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:
     totals = np.where(is_end, 0, numbers - 1).cumsum()
     before = np.concatenate([[0], totals[ends[:-1]]])
     return numbers[ends] == 1, counts, totals[~is_end] - before.repeat(counts) - 1
-
-
-def _is_end(data: _Ints) -> _Ints:
-    follows = np.concatenate([[False], data[:-1] >= 128]) if len(data) else np.zeros(0, bool)
-    ends: _Ints = (data < 2) & ~follows
-    return ends
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.strategies import Ranks
+
+_Handler = Callable[[int, FrameType | None], None]
+_IGNORED: dict[signal.Signals, _Handler] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, frame: None)
 
 
 class InterruptGate:
@@ -33,21 +36,15 @@ class InterruptGate:
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
         """Inside, the first SIGINT is remembered instead of raised. Does nothing off the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         previous = signal.getsignal(signal.SIGINT)
 
-        def handler(number: int, frame: FrameType | None) -> None:
+        def interrupt(number: int, frame: FrameType | None) -> None:
             if self.is_held and callable(previous):
                 previous(number, frame)
             self.is_held = True
 
-        signal.signal(signal.SIGINT, handler)
-        try:
+        with _handled_by({signal.SIGINT: interrupt}):
             yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
 
     @contextlib.contextmanager
     def raised_at_once(self, ranks: Ranks) -> Iterator[None]:
@@ -56,28 +53,19 @@ class InterruptGate:
         With several ranks only rank 0 is ended: the others wait for its message. A second SIGTERM is not
         raised.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        on_interrupt, on_terminate = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        previous = signal.getsignal(signal.SIGTERM)
         has_come = False
 
         def terminate(number: int, frame: FrameType | None) -> None:
             nonlocal has_come
             is_first, has_come = not has_come, True
-            if ranks.size == 1 and callable(on_terminate):
-                on_terminate(number, frame)  # Lightning's notes it; with several ranks it waits for the others
+            if ranks.size == 1 and callable(previous):
+                previous(number, frame)  # Lightning's notes it; with several ranks it waits for the others
             if is_first:
                 raise SIGTERMException
 
-        signal.signal(signal.SIGTERM, terminate if ranks.is_main else _ignore)
-        if not ranks.is_main:
-            signal.signal(signal.SIGINT, _ignore)
-        try:
+        with _handled_by({signal.SIGTERM: terminate} if ranks.is_main else _IGNORED):
             yield
-        finally:
-            signal.signal(signal.SIGINT, on_interrupt)
-            signal.signal(signal.SIGTERM, on_terminate)
 
     @contextlib.contextmanager
     def held_back_on_all_ranks(self, ranks: Ranks) -> Iterator[None]:
@@ -86,26 +74,27 @@ class InterruptGate:
         A terminal sends Ctrl-C to all processes and Slurm SIGTERM to all tasks; a rank that stopped by itself would
         leave the others in the middle of a collective. A second Ctrl-C on rank 0 is not held back.
         """
-        if ranks.size == 1 or threading.current_thread() is not threading.main_thread():
-            yield
-            return
 
         def terminate(number: int, frame: FrameType | None) -> None:
             self.is_terminated = True
 
-        on_interrupt = signal.getsignal(signal.SIGINT)
-        on_terminate = signal.signal(signal.SIGTERM, terminate if ranks.is_main else _ignore)
-        try:
-            if ranks.is_main:
-                with self.held_back():
-                    yield
-            else:
-                signal.signal(signal.SIGINT, _ignore)
+        if ranks.size == 1:
+            yield
+        elif ranks.is_main:
+            with _handled_by({signal.SIGTERM: terminate}), self.held_back():
                 yield
-        finally:
-            signal.signal(signal.SIGINT, on_interrupt)
-            signal.signal(signal.SIGTERM, on_terminate)
+        else:
+            with _handled_by(_IGNORED):
+                yield
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
+@contextlib.contextmanager
+def _handled_by(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
+    """Inside, these signals have these handlers; nothing changes off the main thread, where Python allows none."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main_thread}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

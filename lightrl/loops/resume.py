@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import io
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,18 +30,6 @@ log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]  # settings by name or path, or a part of a checkpoint
 OptimizerSettings = list[list[Settings]]  # optimizers, their groups, and each group's numbers by name
-
-
-def optimizer_settings(optimizers: Iterable[torch.optim.Optimizer]) -> OptimizerSettings:
-    """Numbers that `configure_optimizers` set: `lr` without its factor, whether it has one, etc."""
-    return [
-        [
-            {name: value for name, value in group.items() if isinstance(value, float | tuple)}
-            | {"lr": group.get("initial_lr", group["lr"]), "is_scheduled": "initial_lr" in group}
-            for group in optimizer.param_groups
-        ]
-        for optimizer in optimizers
-    ]
 
 
 def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
@@ -152,8 +140,15 @@ class Resume:
         torch.set_rng_state(state_dict["torch_rng"])
 
     def keep_settings(self) -> None:
-        """Keeps what `configure_optimizers` set, before any checkpoint's state."""
-        self._optimizers = optimizer_settings(self.trainer.optimizers)
+        """Keeps the numbers that `configure_optimizers` set, before any checkpoint's state; `lr` without its factor."""
+        self._optimizers = [
+            [
+                {name: value for name, value in group.items() if isinstance(value, float | tuple)}
+                | {"lr": group.get("initial_lr", group["lr"]), "is_scheduled": "initial_lr" in group}
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self.trainer.optimizers
+        ]
 
     def apply_settings(self) -> None:
         """Reports which settings of a resumed fit are not the checkpoint's, and gives the optimizers its own."""

@@ -57,29 +57,6 @@ class RewardedGroups(list[Group]):
         return self
 
 
-def evaluate(trainer: RLTrainer, batch: object, on_wait: OnWait) -> RewardedGroups:
-    """Roll out and reward the prompts of a batch.
-
-    Args:
-        trainer: evaluates an RLModule.
-        batch: prompts, or rows of a user's own loader.
-        on_wait: see Rollout.
-    """
-    module = cast("RLModule", trainer.lightning_module)
-    groups = trainer.rollout.evaluate(
-        prompts_of(
-            batch,
-            module.tokenizer,
-            name=f"{cast('TrainerFn', trainer.state.fn).value}-{_index_of_batch(trainer)}",
-            max_prompt_tokens=module.max_prompt_tokens,
-        ),
-        sampling=with_stop_tokens(module.validation_sampling, module.stop_token_ids()),
-        num_samples=module.validation_group_size,
-        on_wait=on_wait,
-    )
-    return RewardedGroups(groups)
-
-
 def _index_of_batch(trainer: RLTrainer) -> int:
     """Within its loop: ids, and with them the seeds, are the same in each validation."""
     loops: dict[Any, Any] = {
@@ -89,10 +66,6 @@ def _index_of_batch(trainer: RLTrainer) -> int:
         TrainerFn.PREDICTING: trainer.predict_loop,
     }
     return int(loops[trainer.state.fn].batch_progress.current.ready)
-
-
-# Where Lightning keeps the loop's own state in a checkpoint, under `loops` and `fit_loop`.
-ROLLOUT_LOOP_KEY = "epoch_loop.automatic_optimization.state_dict"
 
 
 class RolloutLoop(_AutomaticOptimization):
@@ -210,11 +183,7 @@ class RolloutLoop(_AutomaticOptimization):
         groups: list[Group],
         trajectories: list[Trajectory],
     ) -> tuple[ShardedExperience, list[Trajectory]]:
-        """Drop rows without a reward, and what the loss reads together with them; all others stay where they are.
-
-        Raises:
-            ValueError: if none is left.
-        """
+        """Drop rows without a reward, and what the loss reads together with them; all others stay where they are."""
         units = experience.units(module.loss_unit)
         has_reward = [trajectory.reward is not None for trajectory in trajectories]
         rewarded_rows = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)
@@ -342,10 +311,18 @@ class RolloutLoop(_AutomaticOptimization):
         return experience
 
     def rewarded_groups(self, batch: object) -> list[Group]:
-        """The groups of a validation, test or predict batch."""
-        groups = evaluate(self.trainer, batch, self._waiting())
+        """Roll out and reward the prompts of a validation, test or predict batch, or rows of a user's own loader."""
+        trainer = self.trainer
+        module = cast("RLModule", trainer.lightning_module)
+        name = f"{cast('TrainerFn', trainer.state.fn).value}-{_index_of_batch(trainer)}"
+        groups = trainer.rollout.evaluate(
+            prompts_of(batch, module.tokenizer, name=name, max_prompt_tokens=module.max_prompt_tokens),
+            sampling=with_stop_tokens(module.validation_sampling, module.stop_token_ids()),
+            num_samples=module.validation_group_size,
+            on_wait=self._waiting(),
+        )
         self._report_drops()
-        return groups
+        return RewardedGroups(groups)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = self.resume.state_dict()

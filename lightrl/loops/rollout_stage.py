@@ -239,23 +239,18 @@ class RolloutStage:
             settings = dataclasses.replace(settings, defers_rewards=True)
         settings = _of_rank_0(settings, ranks)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
-        failures = None if trainer.fast_dev_run else folder / "failed_rewards.jsonl"
-        start = functools.partial(self._start_controller, module, failures, settings, prompts, folder)
+        written = None if trainer.fast_dev_run else folder
+        start = functools.partial(self._start_controller, module, settings, prompts, written)
         if ranks.size == 1:
             return start()
         return SharedRollout(start, ranks, run_seed=trainer.run_seed, settings=settings)
 
     def _start_controller(
-        self,
-        module: RLModule,
-        failures: Path | None,
-        settings: RolloutSettings,
-        prompts: PromptStream | None,
-        folder: Path,
+        self, module: RLModule, settings: RolloutSettings, prompts: PromptStream | None, folder: Path | None
     ) -> RolloutController:
-        """Reward worker, engine and controller; on rank 0 only."""
+        """Reward worker, engine and controller; on rank 0 only. They write files to the folder, if there is one."""
         worker = _make_reward_worker(module) if self._reward_worker is None else self._reward_worker
-        self._reward_worker = worker if failures is None else FailureLog(worker, failures)
+        self._reward_worker = worker if folder is None else FailureLog(worker, folder / "failed_rewards.jsonl")
         self._reward_worker.start()
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
@@ -281,7 +276,7 @@ class RolloutStage:
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
             prompts=prompts,
-            folder=None if failures is None else folder,
+            folder=folder,
         )
 
 
@@ -338,11 +333,7 @@ def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> N
 
 
 def _configured(trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
-    """The settings after every `configure_rollout` hook.
-
-    Raises:
-        TypeError: if a hook returns something else.
-    """
+    """The settings after every `configure_rollout` hook."""
     for hook in trainer.rl_hooks("configure_rollout"):
         changed: object = hook(settings)
         if not isinstance(changed, RolloutSettings):

@@ -137,19 +137,9 @@ class ModelDescription:
         if config is not None and not merged and all(is_adapter(name) for name in tensors):
             save_adapter(tensors, config, folder)
         else:
-            save_model(self.build(tensors), folder)
-            self._save_processor(folder)
-
-    def _save_processor(self, folder: Path) -> None:
-        """The image processor of a model that sees images, from the model's source."""
-        from transformers import AutoConfig
-
-        values = json.loads(self.config)
-        source = values.pop("_name_or_path", "")
-        if "vision_config" in values:
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
-            config.name_or_path = source
-            save_processor(config, folder)
+            model = self.build(tensors)
+            save_model(model, folder)
+            save_processor(model.config, folder)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
         """The model with these weights, without copying them; adapters are merged into the base.
@@ -316,7 +306,8 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
         for key in [key for key in state if key.startswith(f"{name}.")]:
             if name not in saved or (role.lora is not None and key not in trained_names):
                 del state[key]
-    checkpoint["models"] = describe({name: pair for name, pair in models.items() if name in saved})
+    kept = {name: ModelDescription.of(*pair) for name, pair in models.items() if name in saved}
+    checkpoint["models"] = {name: dict(vars(description)) for name, description in kept.items()}
 
 
 def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
@@ -332,11 +323,6 @@ def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) 
                 checkpoint["state_dict"].setdefault(key, value)
 
 
-def describe(models: Models) -> dict[str, dict[str, str | None]]:
-    """The content of `checkpoint["models"]`: role → ModelDescription as plain data."""
-    return {name: dict(vars(ModelDescription.of(model, role))) for name, (model, role) in models.items()}
-
-
 def parse_descriptions(saved: Any) -> dict[str, ModelDescription]:
-    """The inverse of `describe`; empty for a checkpoint without descriptions."""
+    """Role → description, from `checkpoint["models"]`; empty for a checkpoint without descriptions."""
     return {role: ModelDescription(**values) for role, values in (saved or {}).items()}

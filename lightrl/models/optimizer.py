@@ -52,6 +52,7 @@ def with_schedule(
     warmup: float,
     lr_decay: Literal["constant", "linear", "cosine"],
     min_lr_ratio: float = 0.0,
+    decay_start: int = 0,
 ) -> dict[str, Any]:
     """Builds the return value of `configure_optimizers`: a linear warm-up and a decay, stepped once per iteration.
 
@@ -59,6 +60,7 @@ def with_schedule(
         num_iterations: of the whole run; infinite if it has no known end.
         warmup: iterations, or below 1 the share of the run.
         min_lr_ratio: of the learning rate at the end of the decay.
+        decay_start: the iteration from which on it decays.
     """
     if num_iterations == math.inf and (lr_decay != "constant" or 0 < warmup < 1):
         setting = f"{lr_decay=}" if lr_decay != "constant" else f"warmup_iterations={warmup}"
@@ -69,9 +71,8 @@ def with_schedule(
         warm = min(1.0, (iteration + 1) / max(1, warmup_iterations))
         if lr_decay == "constant":
             return warm
-        left = max(0.0, 1 - iteration / num_iterations)
-        if lr_decay == "cosine":
-            left = 0.5 * (1 - math.cos(math.pi * left))
+        done = min(1.0, max(0, iteration - decay_start) / max(1, num_iterations - decay_start))
+        left = 1 - done if lr_decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return warm * (min_lr_ratio + (1 - min_lr_ratio) * left)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

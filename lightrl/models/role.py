@@ -150,10 +150,13 @@ def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError if more than a few ids are other tokens in the role's own tokenizer than in the policy's."""
+    from transformers.utils import cached_file
+
     source = spec.tokenizer or spec.path
     if source == (policy.tokenizer or policy.path):
         return
-    if spec.tokenizer is None and not _has_tokenizer(str(spec.path)):
+    own_file = "tokenizer_config.json"  # without it transformers makes an empty tokenizer
+    if not spec.tokenizer and not cached_file(spec.path, own_file, _raise_exceptions_for_missing_entries=False):
         return
     theirs = {index: token for token, index in spec.load_tokenizer().get_vocab().items()}
     ours = sorted((index, token) for token, index in tokenizer.get_vocab().items())
@@ -170,14 +173,6 @@ def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTr
         f"Use a {role} of the policy's family. If its model does read the policy's ids, set its tokenizer to "
         f"{policy.tokenizer or policy.path}."
     )
-
-
-def _has_tokenizer(source: str) -> bool:
-    """Whether a folder or hub repository has a tokenizer's files; without them Transformers makes an empty one."""
-    from transformers.utils import cached_file
-
-    file: object = cached_file(source, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
-    return file is not None
 
 
 def trainable_policy(policy: str | ModelSpec | Role) -> Role:

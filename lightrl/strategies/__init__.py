@@ -2,7 +2,7 @@
 
 Reading order:
     single.py             one process, one device: no padding, logprobs from hidden states
-    packed_attention.py   attention over a packed row, without a mask of its width; context_parallel.py: over ranks
+    packed_attention.py   attention over a packed row, without a mask of its width; context parallelism
     shared_prefix.py      a group's prompt goes through the model once, or once for several completions
     branches.py           a trajectory that is a tree of conversations, as rows
     halves.py             two threads for a small model

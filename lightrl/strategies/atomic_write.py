@@ -32,20 +32,15 @@ class Progress:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._num_at_disk = 0
-
-    @property
-    def is_at_disk(self) -> bool:
-        """Whether the writer waits for the disk, not for other ranks."""
-        return self._num_at_disk > 0
+        self.num_at_disk = 0  # how often the writer waits for the disk; 0: it waits for other ranks
 
     @contextlib.contextmanager
     def at_disk(self) -> Iterator[None]:
-        self._num_at_disk += 1
+        self.num_at_disk += 1
         try:
             yield
         finally:
-            self._num_at_disk -= 1
+            self.num_at_disk -= 1
 
 
 class TrackedFile(io.FileIO):
@@ -147,7 +142,7 @@ class BackgroundWrites:
         stalled_s, num_bytes, warns_at_s = 0.0, -1, _WARN_EVERY_S
         while not wait([write.done], _STEP_S).done:
             progress = write.progress
-            if progress.num_bytes != num_bytes or not progress.is_at_disk:
+            if progress.num_bytes != num_bytes or not progress.num_at_disk:
                 stalled_s, num_bytes, warns_at_s = 0.0, progress.num_bytes, _WARN_EVERY_S
                 continue
             stalled_s += _STEP_S  # counted in waits, not by the clock: a process that was stopped is no disk that hangs

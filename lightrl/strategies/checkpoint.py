@@ -72,7 +72,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         if not self.save_async:
             write = functools.partial(torch.save, checkpoint)
-            self._writes.run(target, functools.partial(_write, target, write, num_tensor_bytes(checkpoint)))
+            num_bytes = sum(leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, torch.Tensor))
+            self._writes.run(target, functools.partial(_write, target, write, num_bytes))
             return
         copy = io.BytesIO()
         torch.save(checkpoint, copy)
@@ -112,11 +113,6 @@ def _write(target: Path, write: Callable[[IO[bytes]], object], num_bytes: int, p
 def _discard(part: Path) -> None:
     with contextlib.suppress(OSError):  # the disk is read-only now, and the write has failed too
         part.unlink(missing_ok=True)
-
-
-def num_tensor_bytes(tree: object) -> int:
-    """Counts the bytes of all tensors in nested containers."""
-    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 @contextlib.contextmanager

@@ -69,17 +69,12 @@ class Cost:
     sent_bytes: float
     bubble_fraction: float
     compute_s: float
-    communication_s: float  # not hidden behind compute
     step_s: float
     reduce_every_microbatch: bool = False  # FSDP2Strategy's setting
 
     @property
     def memory_bytes(self) -> float:
         return self.state_bytes + self.gathered_bytes + self.activation_bytes + self.logit_bytes
-
-    @property
-    def gpus(self) -> int:
-        return self.pp * self.dp * self.tp
 
 
 def num_parameters(config: PretrainedConfig) -> int:
@@ -196,7 +191,6 @@ def fsdp2_cost(
         sent_bytes=sent + exchanged,
         bubble_fraction=0.0,
         compute_s=compute,
-        communication_s=max(0.0, communication - compute),
         step_s=max(compute, communication),  # gathers hide behind the compute where there is enough of it
         reduce_every_microbatch=reduce_every_microbatch,
     )
@@ -250,7 +244,6 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
         sent_bytes=sent_dp + sent_tp + sent_pp,
         bubble_fraction=bubble,
         compute_s=compute,
-        communication_s=communication,
         step_s=compute / (1 - bubble) + communication,
     )
 

@@ -366,16 +366,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     ) -> ParallelModel:
         """The ParallelModel of a role's model that `setup` has sharded."""
         ranks = self.ranks.of_role(role)
-        return self._model_here(model, settings, ranks, value_head, role) if ranks.is_here else OtherRanksModel()
-
-    def _model_here(
-        self,
-        model: PreTrainedModel,
-        settings: LogprobSettings,
-        ranks: Ranks,
-        value_head: torch.nn.Linear | None,
-        role: str,
-    ) -> ParallelModel:
+        if not ranks.is_here:
+            return OtherRanksModel()
         return FSDP2Model(
             model,
             settings,

@@ -9,6 +9,15 @@ trial on a few tokens finds:
     flex    torch's flex attention, compiled, over the blocks that a trajectory touches
     sdpa    SDPA on rectangles of trajectories of like length; always works, and is the CPU's
 
+Context parallelism cuts a row into equal parts, one for each of `cp` ranks, and attention exchanges heads. All else is
+computed token by token. Each rank has the results of its own tokens; their sum is the row's:
+
+    cp 2, 4 heads       rank 0                               rank 1
+    a packed row        its first half                       its second half
+    in attention        heads 0 and 1 of the whole row       heads 2 and 3 of the whole row
+
+Source: DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
+
 Shapes: T tokens of the row, N trajectories, D head size, tensors of attention [1, heads, T, D].
 """
 
@@ -17,16 +26,17 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightrl.functional import rectangles, to_device
-from lightrl.strategies.context_parallel import exchange
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -257,26 +267,48 @@ def attend(
     extra = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
     if extra or settings.get("dropout") or settings.get("is_causal") is False:
         raise NotPackable(f"Packed rows have causal attention without {', '.join(extra) or 'dropout'}.")
-    return _attend(query, key, value, packed_rows, settings.get("scaling"), settings.get("sliding_window")), None
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
-) -> Tensor:
+    group, keys, window = packed_rows.group, packed_rows.keys, settings.get("sliding_window")
     device = query.device.type
     dtype = _compute_dtype(device, value.dtype)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if rows.group is not None:
-        query, key, value = exchange(query, rows.group), exchange(key, rows.group), exchange(value, rows.group)
-    if window is not None and window >= rows.longest_keys:
+    if group is not None:
+        query, key, value = exchange(query, group), exchange(key, group), exchange(value, group)
+    if window is not None and window >= packed_rows.longest_keys:
         window = None
-    if rows.keys is not None:
-        key, value = key.index_select(2, rows.keys), value.index_select(2, rows.keys)
+    if keys is not None:
+        key, value = key.index_select(2, keys), value.index_select(2, keys)
     sizes = query.shape[-1], value.shape[-1]
-    kernel = rows.kernels.get(dtype) or kernel_for(query.device, dtype, *sizes, rows.keys is not None)
+    kernel = packed_rows.kernels.get(dtype) or kernel_for(query.device, dtype, *sizes, keys is not None)
     with torch.autocast(device, enabled=False):
-        output = KERNELS[kernel](query, key, value, rows, scale, window)
-    return output if rows.group is None else exchange(output, rows.group)
+        output = KERNELS[kernel](query, key, value, packed_rows, settings.get("scaling"), window)
+    return output if group is None else exchange(output, group), None
+
+
+def exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Give part i of M in [1, M, N, D] to rank i, and join what came: [1, M / cp, cp · N, D].
+
+    Before attention M are heads, repeated if cp does not divide them, and N tokens; after it, the reverse.
+    """
+    cp = group.size()
+    if values.shape[1] % cp:
+        values = values.repeat_interleave(math.lcm(cp, int(values.shape[1])) // int(values.shape[1]), 1)
+    parts = values[0].reshape(cp, -1, *values.shape[2:]).contiguous()
+    received = all_to_all_single_autograd(parts, None, None, group).view_as(parts)  # [cp, M / cp, N, D]
+    return received.transpose(0, 1).flatten(1, 2)[None]
+
+
+class Total(torch.autograd.Function):
+    """Sum over the ranks, which compute the same loss of it; gradients, which are averaged later, become cp-fold."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.cp = group.size()
+        dist.all_reduce(summed := values.clone(), group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.cp, None
 
 
 @functools.cache

@@ -31,8 +31,8 @@ from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.packed_attention import make_packable
 from lightrl.strategies.pipeline import HeldActivations
 from lightrl.strategies.planned_gather import PlannedGather
-from lightrl.strategies.ranks import ProcessRanks, Ranks
-from lightrl.strategies.role_mesh import Place, check_meshes, make_place, planned_roles
+from lightrl.strategies.ranks import ProcessRanks
+from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.tensor_plans import check_adapters, check_model, check_schedule, check_sizes, check_world
@@ -106,8 +106,7 @@ class Parallel3DStrategy(FSDP2Strategy):
             )
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
-        planned = planned_roles(module)
-        for name, role in planned.items():
+        for name, role in planned_roles(module).items():
             if role.spec.url is not None:
                 continue
             pp, tp = (self.pp, self.tp) if role.mesh is None else (role.mesh.pp, role.mesh.tp)
@@ -179,15 +178,17 @@ class Parallel3DStrategy(FSDP2Strategy):
         """A role with its own mesh may have no pipeline, and then nothing to interleave."""
         return (self.schedule, self.stages_per_rank) if pp > 1 or pp == self.pp else ("1F1B", 1)
 
-    def _model_here(
+    def parallel_model(
         self,
         model: PreTrainedModel,
         settings: LogprobSettings,
-        ranks: Ranks,
-        value_head: torch.nn.Linear | None,
-        role: str,
-    ) -> Parallel3DModel:
-        assert isinstance(ranks, ProcessRanks)
+        *,
+        role: str = "policy",
+        value_head: torch.nn.Linear | None = None,
+    ) -> Parallel3DModel | OtherRanksModel:
+        ranks = self.ranks.of_role(role)
+        if not isinstance(ranks, ProcessRanks):
+            return OtherRanksModel()
         return Parallel3DModel(self._splits[model], settings, group=ranks.control_group)
 
 

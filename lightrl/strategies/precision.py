@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -14,11 +14,8 @@ from torch.optim import Optimizer
 
 from lightrl.models.moe import moe_blocks, router_of
 
-
-class ClipsByNorm(Protocol):
-    """A strategy that clips gradients itself."""
-
-    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None: ...
+if TYPE_CHECKING:
+    from lightrl.strategies.fsdp2 import FSDP2Strategy
 
 
 class LeavesBatches(Precision):
@@ -31,7 +28,7 @@ class LeavesBatches(Precision):
 class ClipsByStrategy(Precision):
     """Precision for parameters that are sharded over ranks."""
 
-    strategy: ClipsByNorm
+    strategy: FSDP2Strategy
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.strategy.clip_by_norm(optimizer, clip_val)

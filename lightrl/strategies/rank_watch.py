@@ -102,15 +102,6 @@ def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float
     )
 
 
-def silence_message(rank: int, state: RankState | None, timeout_s: float) -> str:
-    """The error about a rank whose process publishes nothing; `state` is the last that it published."""
-    place = "since the start" if state is None else f"since it was {state.place} on {state.host}"
-    return (
-        f"Rank {rank} has not been heard of for hang_timeout_s={timeout_s:g}, {place}. Its process is stopped or "
-        f"blocked, or it {_GONE}."
-    )
-
-
 class RankWatch:
     """Publishes this rank's state and watches the others, from threads of its own, until `close`.
 
@@ -331,7 +322,13 @@ class RankWatch:
         return {rank: state for rank, state in states.items() if state is None or not state.has_ended}
 
     def _silence_of(self, rank: int) -> str:
-        return silence_message(rank, self._states.get(rank, (None, 0.0))[0], self._hang_timeout_s)
+        """The error about a rank whose process publishes nothing."""
+        state, _ = self._states.get(rank, (None, 0.0))
+        place = "since the start" if state is None else f"since it was {state.place} on {state.host}"
+        return (
+            f"Rank {rank} has not been heard of for hang_timeout_s={self._hang_timeout_s:g}, {place}. Its process is "
+            f"stopped or blocked, or it {_GONE}."
+        )
 
     def _report(self, error: BaseException) -> Failure | None:
         """The message about this rank's error. A broken connection is another's error: None until it is clear whose."""

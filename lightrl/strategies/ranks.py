@@ -67,6 +67,7 @@ class Ranks:
     first_rank = 0  # world rank of rank 0
     dp_members: Sequence[Sequence[int]] = ((0,),)  # world ranks of each dp rank
     is_here = True  # whether this process is one of them
+    watch: RankWatch | None = None  # of this process, where there are several
 
     @property
     def is_main(self) -> bool:
@@ -93,7 +94,8 @@ class Ranks:
 
     def max_each(self, values: list[int]) -> list[int]:
         """The elementwise maximum over all ranks; every rank passes equally many values."""
-        return values
+        largest: list[int] = self.total(torch.tensor(values, dtype=torch.int64), "max").tolist()
+        return largest
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
         """The norm of all gradients, which may be sharded; the same on each rank."""
@@ -129,29 +131,42 @@ class Ranks:
     @contextlib.contextmanager
     def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
         """Names what this rank does inside, for the error about a rank that hangs."""
+        if self.watch is not None:
+            self.watch.enter(name, has_own_deadline=has_own_deadline)
         yield
+        if self.watch is not None:
+            self.watch.leave()  # not after an error: its report names the phase
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool = True) -> Iterator[None]:
         """Within a phase: what happens inside has its own timeout, or no longer has one."""
-        yield
+        with contextlib.nullcontext() if self.watch is None else self.watch.own_deadline(is_on):
+            yield
 
     def begin(self) -> None:
         """Startup, including engines, is over."""
+        if self.watch is not None:
+            self.watch.begin()
 
     def step(self) -> None:
         """Reports progress within a long phase."""
+        if self.watch is not None:
+            self.watch.step()
 
     @property
     def failed_before(self) -> str | None:
         """The other rank that raised an error first, and the error; None if there is none."""
-        return None
+        return None if self.watch is None else self.watch.failed_before
 
     def fail(self, error: BaseException) -> None:
         """Reports that this rank failed, which ends the others, unless they have the same error."""
+        if self.watch is not None and not is_on_all_ranks(error):
+            self.watch.fail(error)
 
     def close(self) -> None:
         """Reports that this rank is about to end."""
+        if self.watch is not None:
+            self.watch.close()
 
 
 class ProcessRanks(Ranks):
@@ -179,7 +194,7 @@ class ProcessRanks(Ranks):
         self.first_rank = dist.get_global_rank(control_group, 0)
         self.dp_rank = dist.get_rank(dp_group)
         self.dp_size = dist.get_world_size(dp_group)
-        self.watch = watch
+        self.watch: RankWatch = watch
         self.copies: list[Tensor] = []  # parameters of this rank that another rank counts in norms
         self.roles: dict[str, Ranks] = {}  # roles with their own mesh
         self._dp_group = dp_group
@@ -199,34 +214,6 @@ class ProcessRanks(Ranks):
     def of_role(self, role: str) -> Ranks:
         return self.roles.get(role, self)
 
-    @contextlib.contextmanager
-    def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
-        self.watch.enter(name, has_own_deadline=has_own_deadline)
-        yield
-        self.watch.leave()  # not after an error: its report names the phase
-
-    @contextlib.contextmanager
-    def own_deadline(self, is_on: bool = True) -> Iterator[None]:
-        with self.watch.own_deadline(is_on):
-            yield
-
-    def begin(self) -> None:
-        self.watch.begin()
-
-    def step(self) -> None:
-        self.watch.step()
-
-    @property
-    def failed_before(self) -> str | None:
-        return self.watch.failed_before
-
-    def fail(self, error: BaseException) -> None:
-        if not is_on_all_ranks(error):
-            self.watch.fail(error)
-
-    def close(self) -> None:
-        self.watch.close()
-
     def sum_(self, tensor: Tensor) -> Tensor:
         if self.dp_size == 1:
             return tensor
@@ -234,12 +221,6 @@ class ProcessRanks(Ranks):
         with span("all_reduce", "collective"):
             dist.all_reduce(total, group=self._dp_group)
         return total.to(tensor.device)
-
-    def max_each(self, values: list[int]) -> list[int]:
-        largest = torch.tensor(values, dtype=torch.int64)
-        with span("all_reduce", "collective"):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control_group)
-        return largest.tolist()
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
         total = square_norm(gradients, self.copies, self._device)
@@ -264,7 +245,8 @@ class ProcessRanks(Ranks):
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
         result = values.detach().cpu().clone()
         how = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(result, how, group=self.control_group)
+        with span("all_reduce", "collective"):
+            dist.all_reduce(result, how, group=self.control_group)
         return result
 
     def exchange(

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightrl.experience import Experience
-from lightrl.models import Backward, LossFunction, Outputs, Role, RoleMesh
+from lightrl.models import Role, RoleMesh
 from lightrl.models.conversion import Names
 from lightrl.models.lora import Part
 from lightrl.strategies.ranks import START_TIMEOUT, OtherRanks, ProcessRanks, Ranks, allow_long_waits
@@ -27,13 +26,6 @@ from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     import lightning as L
-
-
-@runtime_checkable
-class HasRoles(Protocol):
-    """A module with models by role: an RLModule."""
-
-    def models(self) -> dict[str, Role]: ...
 
 
 @dataclass(frozen=True)
@@ -44,20 +36,16 @@ class Place:
     ranks: Ranks
 
 
-def roles_of(module: object) -> dict[str, Role]:
-    """The module's roles by name; none for a module without roles."""
-    return module.models() if isinstance(module, HasRoles) else {}
-
-
-def planned_roles(module: object) -> dict[str, Role]:
+def planned_roles(module: Any) -> dict[str, Role]:
     """The roles of an RLModule or of one that trains on data; none for another module."""
-    planned: dict[str, Role] = module.planned_roles() if hasattr(module, "planned_roles") else roles_of(module)
-    return planned
+    name = "planned_roles" if hasattr(module, "planned_roles") else "models"
+    roles: dict[str, Role] = getattr(module, name, dict)()
+    return roles
 
 
 def role_meshes(module: object) -> dict[str, RoleMesh]:
     """The meshes of the roles that have their own."""
-    return {name: role.mesh for name, role in roles_of(module).items() if role.mesh is not None}
+    return {name: role.mesh for name, role in planned_roles(module).items() if role.mesh is not None}
 
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
@@ -96,20 +84,13 @@ def empty_out(model: torch.nn.Module) -> None:
 class OtherRanksModel:
     """The ParallelModel of a role that lives on other ranks: never called here, without parameters."""
 
-    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("This rank does not hold the model.")
 
-    def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        raise AssertionError("This rank does not hold the model.")
-
-    def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        raise AssertionError("This rank does not hold the model.")
+    forward = forward_backward = measure = move_to = _refuse
 
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "merged", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
         """One empty bucket."""
         yield Bucket({}, is_last=True)
-
-    def move_to(self, device: torch.device) -> None:
-        raise AssertionError("This rank does not hold the model.")

@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from lightrl.checks.files import nearest_folder
@@ -30,12 +30,12 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
     answers = ranks.gather_json([socket.gethostname(), has_left], timeout_s=_ARRIVE_WITHIN_S)
     missing: list[tuple[int, str]] = []
     if ranks.is_main:
-        left = [rank for rank, (_, has_left) in enumerate(answers) if has_left]
-        unseen = set(range(ranks.size)) - set(_wait_for(folder, left, mark))
-        missing = [(rank, answers[rank][0]) for rank in sorted(unseen)]
-        for name in (mark, *(f"{mark}-{rank}" for rank in left)):
+        marks = {rank: folder / f"{mark}-{rank}" for rank, (_, has_left) in enumerate(answers) if has_left}
+        present = _appeared(marks.values())
+        missing = [(rank, host) for rank, (host, _) in enumerate(answers) if marks.get(rank) not in present]
+        for path in (folder / mark, *marks.values()):
             with contextlib.suppress(OSError):
-                (folder / name).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
     return [(rank, host) for rank, host in ranks.broadcast_json(missing)]
 
 
@@ -55,11 +55,8 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
 
 def leave_mark(folder: Path, rank: int, mark: str) -> bool:
     """Whether this rank sees rank 0's mark in the folder, and has left one for rank 0."""
-    deadline = time.monotonic() + VISIBLE_WITHIN_S
-    while not (folder / mark).exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_S)
+    if not _appeared([folder / mark]):
+        return False
     try:
         (folder / f"{mark}-{rank}").touch()
     except OSError:
@@ -67,11 +64,11 @@ def leave_mark(folder: Path, rank: int, mark: str) -> bool:
     return True
 
 
-def _wait_for(folder: Path, ranks: list[int], mark: str) -> list[int]:
-    """Finds on rank 0 the ranks whose mark appears."""
+def _appeared(paths: Collection[Path]) -> list[Path]:
+    """Waits until all of these files exist, or for `VISIBLE_WITHIN_S`; returns those that do."""
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while True:
-        there = [rank for rank in ranks if (folder / f"{mark}-{rank}").exists()]
-        if len(there) == len(ranks) or time.monotonic() > deadline:
-            return there
+        present = [path for path in paths if path.exists()]
+        if len(present) == len(paths) or time.monotonic() > deadline:
+            return present
         time.sleep(_LOOK_S)

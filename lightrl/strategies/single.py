@@ -52,9 +52,8 @@ from lightrl.models.lora import Part, exported_parameters, held_tensors
 from lightrl.models.moe import moe_blocks
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.strategies.branches import branch_rows
-from lightrl.strategies.context_parallel import Total
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
-from lightrl.strategies.packed_attention import TOLERANCE, PackedRows, arguments, is_flash, make_packable
+from lightrl.strategies.packed_attention import TOLERANCE, PackedRows, Total, arguments, is_flash, make_packable
 from lightrl.strategies.precision import set_expert_precision
 from lightrl.strategies.shared_prefix import (
     CALL_OVERHEAD_TOKENS,

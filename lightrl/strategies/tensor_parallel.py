@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from lightrl.functional.logprobs import Mask, chunks, logits_gradient, mask_of, masked_scores, prepared
 from lightrl.functional.supports import Supports, support_scores
 
 if TYPE_CHECKING:
@@ -172,13 +173,13 @@ def vocab_parallel_logprobs(
         group: of the tp axis; None for one rank.
         cap: logits are cap · tanh(logits / cap) before the temperature; None for no cap.
     """
-    hidden, weight, first, mask = _prepared(hidden, weight, group, masked_ids, masked_rows)
+    hidden, weight, _, chunk_tokens = prepared(hidden, weight, None, _chunk_tokens(weight))
+    first, mask = _own_part(weight, group, masked_ids, masked_rows)
     ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first
 
     def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        part_mask = None if mask is None else (mask[0], mask[1][rows])
         logprobs, entropy = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden[rows], weight, ids[rows], temperature, group, cap, entropy_gradient, part_mask
+            hidden[rows], weight, ids[rows], temperature, group, cap, entropy_gradient, mask_of(mask, rows)
         )
         return logprobs.view(token_ids[rows].shape), entropy
 
@@ -191,7 +192,7 @@ def vocab_parallel_logprobs(
             weight,
             None,
             supports,
-            chunk_tokens=_chunk_tokens(weight),
+            chunk_tokens=chunk_tokens,
             first_id=first,
             total=None if group is None else functools.partial(dist.all_reduce, group=group),
         )
@@ -219,12 +220,13 @@ def vocab_parallel_topk(
         num: at most V.
         num_ids: only among this many first ids; None for all.
     """
-    hidden, weight, first, mask = _prepared(hidden, weight, group, masked_ids, masked_rows)
+    hidden, weight, _, chunk_tokens = prepared(hidden, weight, None, _chunk_tokens(weight))
+    first, mask = _own_part(weight, group, masked_ids, masked_rows)
     own = min(num, weight.shape[0])
     scores = hidden.new_empty(0, own, dtype=torch.float32)
     ids = torch.empty(0, own, dtype=torch.int64, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
-        for chunk in _chunks(hidden, weight):
+        for chunk in chunks(hidden.shape[0], chunk_tokens):
             chunk_scores, _ = _scores(hidden, weight, 1.0, cap, mask, chunk)
             if num_ids is not None:
                 chunk_scores[:, max(0, num_ids - first) :] = -torch.inf
@@ -242,56 +244,30 @@ def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _prepared(
-    hidden: Tensor,
-    weight: Tensor,
-    group: dist.ProcessGroup | None,
-    masked_ids: Tensor | None,
-    masked_rows: Tensor | None,
-) -> tuple[Tensor, Tensor, int, _Mask | None]:
-    """Hidden states and head in the head's compute dtype, this rank's first id, and its part of the mask."""
-    rank = 0 if group is None else dist.get_rank(group)
-    first = rank * weight.shape[0]
-    mask = None
-    if masked_ids is not None and masked_rows is not None:
-        here = masked_ids[(masked_ids >= first) & (masked_ids < first + weight.shape[0])] - first
-        mask = (here, masked_rows)
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return hidden, weight, first, mask
+def _own_part(
+    weight: Tensor, group: dist.ProcessGroup | None, masked_ids: Tensor | None, masked_rows: Tensor | None
+) -> tuple[int, Mask | None]:
+    """This rank's first id, and its part of the mask."""
+    first = 0 if group is None else dist.get_rank(group) * weight.shape[0]
+    if masked_ids is None or masked_rows is None:
+        return first, None
+    return first, (masked_ids[(masked_ids >= first) & (masked_ids < first + weight.shape[0])] - first, masked_rows)
 
 
 def _chunk_tokens(weight: Tensor) -> int:
     return max(1, _CHUNK_LOGITS // max(1, weight.shape[0]))
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    step = _chunk_tokens(weight)
-    return [slice(start, start + step) for start in range(0, max(1, hidden.shape[0]), step)]
-
-
-# (ids [K] of this rank's part that could not be sampled, bool [N] at which positions).
-_Mask = tuple[Tensor, Tensor]
-
-
 def _scores(
-    hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, mask: _Mask | None, chunk: slice
+    hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, mask: Mask | None, chunk: slice
 ) -> tuple[Tensor, Tensor | None]:
     """[n, V / tp] in float32: the softmax's input, and with a cap d score / d logit times the temperature."""
-    logits = nn.functional.linear(hidden[chunk], weight)
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
-    slope = None
+    logits, slope = nn.functional.linear(hidden[chunk], weight), None
     if cap is not None:
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
         bent = torch.tanh(logits / cap)
         logits, slope = bent * cap, 1 - bent.square()
-    scores = logits / temperature
-    if mask is not None:
-        # The lowest finite number instead of -inf: its probability is 0, and 0 times it is 0.
-        lowest = scores.new_tensor(torch.finfo(scores.dtype).min)
-        scores = scores.index_put((mask[1][chunk].nonzero(), mask[0]), lowest)
-    return scores, slope
+    return masked_scores(logits, temperature, mask_of(mask, chunk)), slope
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -307,13 +283,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         cap: float | None,
         entropy_gradient: bool,
-        mask: _Mask | None,
+        mask: Mask | None,
     ) -> tuple[Tensor, Tensor]:
         is_here = (ids >= 0) & (ids < weight.shape[0])
         ids = torch.where(is_here, ids, 0)
-        chunks = _chunks(hidden, weight)
+        ctx.chunks = chunks(max(1, hidden.shape[0]), _chunk_tokens(weight))
         parts = []
-        for chunk in chunks:
+        for chunk in ctx.chunks:
             scores, _ = _scores(hidden, weight, temperature, cap, mask, chunk)
             largest = scores.amax(1)
             shifted = scores - largest[:, None]
@@ -338,35 +314,22 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(hidden, weight, ids, is_here, normalizer, entropy)
-        ctx.temperature, ctx.cap, ctx.mask, ctx.chunks = temperature, cap, mask, chunks
+        ctx.temperature, ctx.cap, ctx.mask = temperature, cap, mask
         return sums[2:].T - normalizer[:, None], entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, is_here, normalizer, entropy = ctx.saved_tensors
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(ids, dtype=entropy.dtype)
         grad_hidden = torch.empty_like(hidden)
         # Summed in float32 at least: in bfloat16 hundreds of chunks would lose most small contributions.
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for chunk in ctx.chunks:
             scores, slope = _scores(hidden, weight, ctx.temperature, ctx.cap, ctx.mask, chunk)
             log_probabilities = scores - normalizer[chunk, None]
-            probabilities = log_probabilities.exp()
-            # d logprob / d score = onehot - p; d entropy / d score = -p · (log p + entropy).
-            constant = grad_logprobs[chunk].sum(1)
-            if grad_entropy is None:
-                gradient = probabilities * -constant[:, None]
-            else:
-                constant = constant + grad_entropy[chunk] * entropy[chunk]
-                inner = torch.addcmul(constant[:, None], log_probabilities, grad_entropy[chunk, None])
-                gradient = -probabilities * inner
-            gradient.scatter_add_(1, ids[chunk], torch.where(is_here[chunk], grad_logprobs[chunk], 0))
-            gradient /= ctx.temperature
-            if ctx.mask is not None:
-                masked = (ctx.mask[1][chunk].nonzero(), ctx.mask[0])
-                gradient.index_put_(masked, gradient.new_zeros(()))
+            grads = [None if value is None else value[chunk] for value in (grad_logprobs, grad_entropy)]
+            scores_of_chunk = log_probabilities, log_probabilities.exp(), ids[chunk], entropy[chunk], grads[0], grads[1]
+            gradient = logits_gradient(*scores_of_chunk, ctx.temperature, mask_of(ctx.mask, chunk), is_here[chunk])
             if slope is not None:
                 gradient *= slope
             gradient = gradient.to(hidden.dtype)

@@ -205,11 +205,9 @@ def split_layers(config: PretrainedConfig, num_stages: int) -> list[range]:
     The embedding counts for the first stage, which also holds the most activations, and the output head for the last.
     """
     embedding = config.vocab_size * config.hidden_size / layer_parameters(config)
-    load = [0.0] * num_stages
+    counts, load = [1] * num_stages, [1.0] * num_stages
     load[0] += embedding
     load[-1] += embedding
-    counts = [1] * num_stages
-    load = [value + 1 for value in load]
     for _ in range(config.num_hidden_layers - num_stages):
         lightest = min(range(num_stages), key=lambda stage: load[stage])
         counts[lightest] += 1

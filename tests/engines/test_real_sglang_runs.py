@@ -10,16 +10,15 @@ from statistics import mean
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from real_servers import tiny_config
+from tiny import rollout_state
 from torch.utils.data import DataLoader
 
 import lightrl
 from lightrl import GRPO, ModelSpec, Prompt, PromptDataModule, RLCallback, SGLangEngine, StalenessControl, Trajectory
 from lightrl.engines import Timeouts
 from lightrl.engines.engine import Completion
-from lightrl.loops.rollout_loop import ROLLOUT_LOOP_KEY
 from lightrl.trajectory import Sampling
 
 pytestmark = [
@@ -129,9 +128,7 @@ def fit(server: dict[str, Any], folder: Path, *, ckpt_path: Path | None = None, 
 def test_a_resumed_run_continues_what_was_in_flight(real_server: Any, tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     fit(real_server, tmp_path / "first", callbacks=[save], enable_checkpointing=True)
-    checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
-    written = checkpoint["loops"]["fit_loop"][ROLLOUT_LOOP_KEY]["rollout"]["written"]
-    parts = [Completion.from_state(item) for _, item in written]
+    parts = [Completion.from_state(item) for _, item in rollout_state(tmp_path / "step=2.ckpt")["written"]]
     assert "abort" in {part.finish_reason for part in parts}  # begun and not done
     resumed = fit(real_server, tmp_path / "resumed", max_steps=5, ckpt_path=tmp_path / "step=2.ckpt")
     assert resumed.trained == [[4, 5], [6, 7], [8, 9]]

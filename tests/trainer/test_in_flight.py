@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny import rollout_state
 from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer
 
 from lightrl import FakeEngine, LocalEngine, ModelSpec, RLCallback, Sampling, StalenessControl, Trajectory
 from lightrl.engines.engine import Completion
-from lightrl.loops.rollout_loop import ROLLOUT_LOOP_KEY
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
 POLICY = ModelSpec(config={**CONFIG, "max_position_embeddings": 128}, tokenizer="tiny_run.tokenizer", seed=3)
@@ -66,7 +65,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("engine", [LocalEngine, FakeEngine])
 def test_a_resumed_run_keeps_the_tokens_that_were_in_flight(engine: Any, checkpoint: Path, tmp_path: Path) -> None:
-    saved = torch.load(checkpoint, weights_only=True)["loops"]["fit_loop"][ROLLOUT_LOOP_KEY]["rollout"]
+    saved = rollout_state(checkpoint)
     parts = [Completion.from_state(item) for _, item in saved["written"]]
     assert {part.finish_reason for part in parts} >= {"abort"}
     resumed = fit(tmp_path, engine(), ckpt_path=checkpoint)

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from tiny import rollout_state
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
 from tree_workflow import Tree
 
 from lightrl import Experience, Group, Sampling, StalenessControl, Trajectory, TrajectoryDataModule, TrajectoryLog
-from lightrl.loops.rollout_loop import ROLLOUT_LOOP_KEY
 
 SETTINGS: dict[str, Any] = {"workflow": Tree, "num_minibatches": 2, "decoupled": True, "microbatch_tokens": 40}
 
@@ -64,8 +63,7 @@ def test_a_run_with_trees_resumes_and_repeats_from_its_files_to_the_bit(tmp_path
 def test_finished_trees_that_wait_in_a_checkpoint_are_trained_after_it(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     whole = fit(tmp_path, save, StalenessControl(max_staleness=2), WaitForGroups(2 * BATCH_SIZE))
-    loops = torch.load(tmp_path / "step=1.ckpt", weights_only=True)["loops"]
-    groups = [Group.from_state(state) for state in loops["fit_loop"][ROLLOUT_LOOP_KEY]["rollout"]["finished"]]
+    groups = [Group.from_state(state) for state in rollout_state(tmp_path / "step=1.ckpt")["finished"]]
     waiting = [trajectory for group in groups for trajectory in group.trajectories]
     assert len(waiting) == 2 * BATCH_SIZE * GROUP_SIZE
     resumed = fit(tmp_path / "resumed", StalenessControl(max_staleness=2), ckpt_path=tmp_path / "step=1.ckpt")

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny import rollout_state
 from tiny_run import CONFIG, EOS, Digits, TinyGRPO, make_trainer
 
 from lightrl import Experience, LocalEngine, ModelSpec, RLCallback, Sampling, StalenessControl
 from lightrl.engines.engine import Completion
 from lightrl.experience import row_codes
 from lightrl.functional import Supports
-from lightrl.loops.rollout_loop import ROLLOUT_LOOP_KEY
 
 POLICY = ModelSpec(config={**CONFIG, "max_position_embeddings": 128}, tokenizer="tiny_run.tokenizer", seed=3)
 SAMPLING = Sampling(max_new_tokens=100, min_new_tokens=100, top_p=0.9, top_k=6, temperature=0.8)
@@ -86,5 +86,4 @@ def test_supports_stay_with_their_tokens_through_syncs_and_a_resume(tmp_path: Pa
 
 
 def saved_parts(path: Path) -> Any:
-    checkpoint = torch.load(path, weights_only=True)
-    return checkpoint["loops"]["fit_loop"][ROLLOUT_LOOP_KEY]["rollout"]["written"]
+    return rollout_state(path)["written"]

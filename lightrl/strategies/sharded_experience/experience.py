@@ -194,7 +194,6 @@ class ShardedExperience:
 
     @property
     def local(self) -> Experience:
-        """The rows that this rank answers for, each on one rank, padded; with one rank all."""
         return self.dense() if self.ranks.size == 1 else self.dense(self.local_rows)
 
     @property
@@ -204,7 +203,6 @@ class ShardedExperience:
 
     @property
     def local_rows(self) -> Tensor:
-        """The index of each row of `local`, int64 [b]."""
         if self.ranks.size == 1:
             return torch.arange(len(self))
         return (self.rows["_owner"] == self.ranks.rank).nonzero()[:, 0]
@@ -220,11 +218,9 @@ class ShardedExperience:
         return int(self.lengths.max()) if len(self) else 0
 
     def units(self, unit: LossUnit) -> list[list[int]]:
-        """Return the rows of each unit that the loss reads as a whole; see `Experience.units`."""
         return units_of(self.group_ids.tolist(), unit)
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
-        """Sum, or take the maximum of, what each rank computed from its `local`."""
         return self.ranks.total(values, operation)
 
     def with_tensors(self, tensors: Mapping[str, Tensor | TokenRows | OnLossTokens]) -> ShardedExperience:
