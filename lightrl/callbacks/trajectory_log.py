@@ -153,9 +153,9 @@ class TrajectoryLog(RLCallback):
             order, parts = experience.microbatch_rows(module.microbatch_tokens)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 outputs = module.parallel_models["policy"].forward([part.to(module.device) for part in parts])
-            for numbers, output in zip(order, outputs, strict=True):
-                for row, logprobs in zip(numbers, output.logprobs.float().cpu().tolist(), strict=True):
-                    rows[row] = logprobs
+                for numbers, output in zip(order, outputs, strict=True):  # computed here, one after the other
+                    for row, logprobs in zip(numbers, output.logprobs.float().cpu().tolist(), strict=True):
+                        rows[row] = logprobs
         return cast("list[list[float]]", ranks.broadcast_json(rows)) if holders.size < ranks.size else rows
 
     def _write(self, iteration: int, records: Sequence[JsonMapping], tokenizer: _Tokenizer | None) -> None:

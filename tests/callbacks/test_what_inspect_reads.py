@@ -41,6 +41,15 @@ def test_the_trainers_logprobs_are_written_where_asked_for(settings: Any, num: i
         torch.testing.assert_close(torch.tensor(one["trainer_logprobs"]), engine, rtol=0, atol=1e-4)
 
 
+def test_the_trainers_logprobs_are_of_the_precision_that_it_trains_in(tmp_path: Path) -> None:
+    log = TrajectoryLog(table_every_n_iterations=None, score_per_iteration=3)
+    module = TinyGRPO(microbatch_tokens=12)
+    make_trainer(tmp_path, callbacks=[log], max_steps=1, precision="bf16-mixed").fit(module, datamodule=Digits())
+    one, *_ = records(tmp_path)
+    difference = torch.tensor(one["trainer_logprobs"]) - torch.tensor(one["trajectory"]["behavior_logprobs"])
+    assert 1e-4 < difference.abs().max() < 0.1  # the engine's are float32, which agrees to 1e-6
+
+
 def test_logprobs_that_the_update_needs_are_written_without_asking(tmp_path: Path) -> None:
     log = TrajectoryLog(1, table_every_n_iterations=None)
     callbacks = [log, StalenessControl(0)]
