@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.files import check_local
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import own_prefix
@@ -147,13 +147,9 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         if urls is not None and servers is not None:
             raise ValueError(f"Set urls or servers, not both (urls={urls}, servers={servers}).")
         check_bounds(1, servers=servers, tp=tp)
-        for name, value, choices in (
-            ("transport", transport, ("disk", "distributed", "tensor", "delta", "cuda_ipc")),
-            ("placement", placement, ("separate", "colocated")),
-            ("adapters", adapters, ("merged", "served")),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}.")
+        check_choice(("disk", "distributed", "tensor", "delta", "cuda_ipc"), transport=transport)
+        check_choice(("separate", "colocated"), placement=placement)
+        check_choice(("merged", "served"), adapters=adapters)
         if adapters == "served" and placement == "colocated":
             raise ValueError(
                 "adapters='served' needs placement='separate': colocated servers give up their base before each "
@@ -200,7 +196,6 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     @property
     def gateway(self) -> Gateway | None:
-        """The gateway that requests go through."""
         return self._members.gateway if self._members is not None else None
 
     def gpus(self) -> list[int] | None:
@@ -399,7 +394,6 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         return self._opened().loader.shared_folder()
 
     def dtypes(self) -> set[str]:
-        """The dtypes of the servers."""
         names = self._home.call(self._opened().members.dtypes(), self.timeouts.request_s * 2)
         auto = str(self.dtype_of_auto(self._config)).removeprefix("torch.")
         return {auto if name == "auto" else name for name in names}
