@@ -55,6 +55,7 @@ from fake_sglang import server as fake
 from fake_sglang.faults import Fault
 from fake_sglang.process import FakeServerProcess
 from fake_sglang.script import Run, ScriptedModel
+from forked import end_with_parent
 from transformers import Qwen3Config
 
 import lightrl
@@ -64,7 +65,6 @@ from benchmarks.lengths import lognormal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from benchmarks.stream_order import ks_distance
 from examples.quickstart.task import LargestDigit, tokenizer
-from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import Completion, RolloutEngine, SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling

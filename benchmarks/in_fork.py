@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-
-from lightrl.concurrency.parent_guard import end_with_parent
+from forked import end_with_parent
 
 
 def in_fork(play: Callable[[], None], output: Path, variables: Mapping[str, object] | None = None) -> int:

@@ -43,10 +43,10 @@ from aiohttp import web
 from fake_sglang import server as fake
 from fake_sglang.process import FakeServerProcess
 from fake_sglang.script import ScriptedModel
+from forked import end_with_parent
 from transformers import Qwen3Config
 
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
-from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import SGLangEngine
 from lightrl.engines.servers.connection import raise_open_files
 from lightrl.engines.servers.fleet import ServerFleet

@@ -206,7 +206,6 @@ class TokenArray(Sequence[_Number]):
 
     @classmethod
     def joined(cls, parts: Iterable[Sequence[float]], code: str, *, as_runs: bool = False) -> TokenArray[_Number]:
-        """All parts, one after another."""
         arrays = [part if isinstance(part, TokenArray) and part.code == code else cls(part, code) for part in parts]
         if as_runs:
             return cls.of_runs([run for part in arrays for run in part.runs()], code)
@@ -236,7 +235,6 @@ class TokenArray(Sequence[_Number]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the numbers take."""
         return len(self._values) + len(self._ends)
 
     def runs(self) -> list[tuple[_Number, int]]:
@@ -517,7 +515,6 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, record: JsonMapping) -> Trajectory:
-        """Decodes `to_json`."""
         values = {**record, "prompt": Prompt(**record["prompt"])}
         texts = {name: values[name] for name in TOKEN_FIELDS if isinstance(values.get(name), str)}
         values.update((name, TokenArray.of_text(text, TOKEN_FIELDS[name][0])) for name, text in texts.items())
@@ -569,7 +566,6 @@ class Group:
 
     @classmethod
     def from_state(cls, state: JsonMapping) -> Group:
-        """Decodes `state_dict`."""
         prompt = Prompt(**state["prompt"])
         return cls(state["id"], prompt, [Trajectory.from_text(text, prompt) for text in state["trajectories"]])
 

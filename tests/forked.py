@@ -296,5 +296,17 @@ def _python_path() -> list[str]:
     return [str(Path(entry).absolute()) for entry in value.split(os.pathsep)] if value else []
 
 
+def end_with_parent() -> None:
+    """Ends this process soon after its parent; a thread watches."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.25)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lightrl-parent", daemon=True).start()
+
+
 def _prctl(option: int, value: Any) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import forked
 import torch
 
-from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.experience import Experience
 
@@ -127,7 +126,7 @@ def _fork(size: int, rank: int, port: int, on_rank: Callable[[int], None]) -> in
     child = os.fork()
     if child:
         return child
-    end_with_parent()
+    forked.end_with_parent()
     code = 0
     try:
         if size > 1:

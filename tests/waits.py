@@ -22,7 +22,6 @@ SLOWLY = {"seconds_per_token": 0.05}  # of a fake server; `pace(0)` lets it writ
 class Deadlines(Timeouts):
     """Timeouts of which a test sets each by itself."""
 
-    connect_s: float = 60.0
     hang_s: float = 30.0
     probe_interval_s: float = 0.1
     server_wait_s: float = 900.0

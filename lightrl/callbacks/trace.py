@@ -15,8 +15,8 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
 from lightrl.strategies import Ranks, local, ranks_of
-from lightrl.trace import Event, MemoryPeaks, Summary, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
-from lightrl.trace.areas import SummaryJson, summary_text
+from lightrl.trace import Event, MemoryPeaks, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
+from lightrl.trace.areas import AreaTimes, SummaryJson, summary_of, summary_text
 from lightrl.trace.spans import child_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class Trace(RLCallback):
         ranks = ranks_of(trainer.strategy)
         self._folder = Path(folder) / "trace"
         self._rank = trainer.global_rank
-        self._summary, self._memory = Summary(), MemoryPeaks()
+        self._times: list[AreaTimes] = []
+        self._memory = MemoryPeaks()
         self._children: dict[str, int] = {}
         self._cost_s = 0.0
         offset_ns = _offset_ns(ranks)
@@ -105,7 +106,7 @@ class Trace(RLCallback):
         if not trainer.is_global_zero:
             return
         rollout: Any = getattr(trainer, "rollout", None)
-        summary = self._summary.to_json(overlaps=rollout.settings.max_staleness > 0)
+        summary = summary_of(self._times, overlaps=rollout.settings.max_staleness > 0)
         if summary is None:
             return
         summary["memory_peak_mib"] = _in_mib(self._memory.peaks)
@@ -136,7 +137,7 @@ class Trace(RLCallback):
 
     def _add(self, iteration: int, events: list[Event], now_ns: int, *, is_whole: bool = True) -> None:
         if is_whole and self._rank == 0:
-            self._summary.add(area_times(events, self._since_ns, now_ns))
+            self._times.append(area_times(events, self._since_ns, now_ns))
             self._children = {name: max(size, self._children.get(name, 0)) for name, size in child_bytes().items()}
         if self._file is None:
             return

@@ -26,11 +26,9 @@ def user_code(translate: Callable[[BaseException], Exception], *unchanged: type[
         raise translate(error) from error
 
 
-def named_user_code(
-    name: str, *, on: str = "", error_type: type[LightRLError] = RolloutError
-) -> AbstractContextManager[None]:
-    """Replaces each error raised inside, but for ours, by an `error_type` that names the code and `on` what it ran."""
-    return user_code(lambda error: error_type(f"{name} raised {error!r}{on and f' on {on}'}."), LightRLError)
+def named_user_code(name: str, *, on: str = "") -> AbstractContextManager[None]:
+    """Replaces each error raised inside, but for ours, by a RolloutError that names the code and `on` what it ran."""
+    return user_code(lambda error: RolloutError(f"{name} raised {error!r}{on and f' on {on}'}."), LightRLError)
 
 
 def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., Any]:

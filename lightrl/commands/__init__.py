@@ -12,7 +12,7 @@ Reading order:
     launch.py         starts ranks and servers on one machine or many
     status.py         shows what a run and its launch do
     inspect.py        shows runs in the browser, or exports them as one file
-    export.py         turns a checkpoint into a Hugging Face folder; hub.py: pushes it, with a model card
+    export.py         turns a checkpoint into a Hugging Face folder; pushes it to a hub, with a model card
 
 May import: everything. To add a command: a module with `run(args) -> exit code`, and its line in main.py.
 """

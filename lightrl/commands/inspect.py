@@ -33,10 +33,7 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; a free one if 0")
     parser.add_argument("--export", type=Path, metavar="PAGE.html", help="write one file instead, to send to somebody")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
-    try:
-        options = parser.parse_args(list(args))
-    except SystemExit as end:
-        return int(end.code or 0)
+    options = parser.parse_args(list(args))
     try:
         answers = Answers(find_runs(options.runs))
         if options.export is not None:

@@ -150,7 +150,6 @@ def _mesh_text(mesh: RoleMesh) -> str:
 
 
 def where(call: ModelCall) -> str:
-    """Names the place where a call runs."""
     own = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
     if call.url is not None:
         return "server"
@@ -160,7 +159,6 @@ def where(call: ModelCall) -> str:
 
 
 def run(args: Sequence[str]) -> int:
-    """Runs `lightrl plan` with these arguments; returns the exit code."""
     if any(item in ("-h", "--help") for item in args):
         sys.stdout.write(_HELP)
         return 0

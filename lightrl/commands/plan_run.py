@@ -87,10 +87,9 @@ class UnstartedCLI(LightRLCLI):
         return TrainerSettings.of(self.config_init[self.config.subcommand].trainer)
 
     def before_fit(self) -> None:
-        """Needs no checkpoint."""
+        """Needs no checkpoint, and after the fit no run folder."""
 
-    def after_fit(self) -> None:
-        """Has no run folder."""
+    after_fit = before_fit
 
 
 def planned(module: Any, trainer: Any, data: Any) -> PlannedRun | None:

@@ -154,29 +154,25 @@ async def _keep_all(servers: Sequence[ServerProcess], receiver: ServerProcess, e
 
 def entries(servers: Sequence[ServerProcess], receivers: Receivers, host: str) -> list[ServerEntry]:
     """Describes the servers as the registry knows them."""
-    name = _reachable_name(host)
+    name = socket.gethostname() if host in _ANY else host
     (receiver,) = (f"http://{name}:{urlsplit(url).port}" for url in receivers.urls)
     return [ServerEntry(f"http://{name}:{server.port}", receiver) for server in servers]
-
-
-def _reachable_name(host: str) -> str:
-    return socket.gethostname() if host in _ANY else host
 
 
 def usage(
     servers: Sequence[ServerProcess], receivers: Receivers, token: str, host: str, register: Path | None, kind: Kind
 ) -> str:
     """Lists the servers' addresses, and what to type to use them."""
-    name = _reachable_name(host)
-    addresses = ",".join(f"{name}:{server.port}" for server in servers)
+    announced = entries(servers, receivers, host)
+    urls, receiver = [entry.url for entry in announced], str(announced[0].receiver)
+    addresses = ",".join(url.removeprefix("http://") for url in urls)
     if register is not None:
         addresses = f"file://{register.absolute()}"
-    (receiver,) = (f"{name}:{urlsplit(url).port}" for url in receivers.urls)
     engine = next(name for name, one in _ENGINES.items() if one == kind)
     lines = [
-        *("Ready:", *(f"  http://{name}:{server.port}  log {server.log_file}" for server in servers)),
+        *("Ready:", *(f"  {url}  log {server.log_file}" for url, server in zip(urls, servers, strict=True))),
         *("For runs on these servers:", f"  export LIGHTRL_SERVER_ADDRS={addresses}"),
-        f"  export {RECEIVER_VARIABLE}={receiver}  # for transport: delta",
+        f"  export {RECEIVER_VARIABLE}={receiver.removeprefix('http://')}  # for transport: delta",
         *(f"  export LIGHTRL_SERVER_TOKEN={token}", f"  lightrl fit --config run.yaml --trainer.engine {engine}"),
     ]
     if host not in _LOOPBACK:
@@ -271,7 +267,6 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
         "--token_file", type=Path | None, help="file with the token; else LIGHTRL_SERVER_TOKEN, or a random one"
     )
     parser.add_function_arguments(serve, skip={"model", "until", "write", "token"})
-    token = None
     parser.set_defaults(settings)
     if any(arg.partition("=")[0] == "--token" for arg in rest):
         raise UsageError(
@@ -288,11 +283,10 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     if policy is None:
         raise ValueError("lightrl serve needs a model. Add --model PATH, or --config with model.init_args.policy.")
     file = values.pop("token_file")
-    if file is not None:
-        token = file.read_text().strip()
-        if not token:
-            raise ValueError(f"--token_file={file} is empty. Write the token into it.")
-    return {**values, "model": model_of(policy), "token": token or os.environ.get(TOKEN_VARIABLE)}
+    token = os.environ.get(TOKEN_VARIABLE) if file is None else file.read_text().strip()
+    if file is not None and not token:
+        raise ValueError(f"--token_file={file} is empty. Write the token into it.")
+    return {**values, "model": model_of(policy), "token": token}
 
 
 def _with_value(arg: str, following: str) -> str:

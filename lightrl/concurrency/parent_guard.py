@@ -1,4 +1,4 @@
-"""Child processes that end with their parent: `end_with_parent` for Python, GuardedProcesses for any commands.
+"""GuardedProcesses: commands that end with their parent.
 
 A guard is this file as a script, without packages; PARENT_PID 0 is its own:
 
@@ -23,7 +23,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -32,22 +31,10 @@ _TICK_S = 0.25
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def end_with_parent() -> None:
-    """Ends this process soon after its parent; a thread watches."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        wait_for_parent(parent)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lightrl-parent", daemon=True).start()
-
-
-def wait_for_parent(parent: int, pipe: int | None = None, *, until: Callable[[], object] = lambda: False) -> None:
+def wait_for_parent(parent: int, pipe: int, *, until: Callable[[], object]) -> None:
     """Returns when the process `parent` is gone, when nothing can write to `pipe` any more, or when `until` is true."""
     poller = select.poll()
-    if pipe is not None:
-        poller.register(pipe, 0)  # a hang-up is always reported
+    poller.register(pipe, 0)  # a hang-up is always reported
     while os.getppid() == parent and not until() and not poller.poll(_TICK_S * 1000):
         pass
 

@@ -11,7 +11,7 @@ import itertools
 import logging
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -159,29 +159,19 @@ def check_template(prompt_template: str) -> None:
         raise ValueError(f"prompt_template={prompt_template!r} {problem}. Use {{prompt}}, or a column by its name.")
 
 
+@dataclass(eq=False)
 class ChatRenderer:
-    """Renders messages as token ids with the chat template, or as plain text if there is none.
+    """Renders messages as token ids with the chat template, or as plain text if there is none."""
 
-    Args:
-        tokenizer: the policy's.
-        image_reader: how the policy reads images; None for a text-only policy.
-        max_tokens: the longest prompt allowed; None for no limit.
-        min_tokens: shorter prompts are dropped; None for no limit.
-        overflow: what to do with longer prompts.
-    """
+    tokenizer: PreTrainedTokenizerBase  # the policy's
+    _: KW_ONLY
+    image_reader: ImageReader | None = None  # how the policy reads images; None for a text-only policy
+    max_tokens: int | None = None  # the longest prompt allowed; None for no limit
+    min_tokens: int | None = None  # shorter prompts are dropped; None for no limit
+    overflow: Literal["error", "drop"] = "error"  # what to do with longer prompts
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        image_reader: ImageReader | None = None,
-        max_tokens: int | None = None,
-        min_tokens: int | None = None,
-        overflow: Literal["error", "drop"] = "error",
-    ) -> None:
-        self.tokenizer, self.image_reader = tokenizer, image_reader
-        self.max_tokens, self.min_tokens, self.overflow = max_tokens, min_tokens, overflow
-        self.template = ChatTemplate(tokenizer, image_reader)
+    def __post_init__(self) -> None:
+        self.template = ChatTemplate(self.tokenizer, self.image_reader)
         self.template.check_generation_prompt()
 
     def _text(self, messages: Messages, arguments: JsonMapping) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -72,13 +72,13 @@ def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
     return token_ids, loss_mask, lengths
 
 
+@dataclass(eq=False)
 class ReadAhead(Generic[Item]):
     """Items by number; a thread makes the next one while the present one is used."""
 
-    def __init__(self, make: Callable[[int], Item]) -> None:
-        self._make = make
-        self._present: tuple[int, Item] | None = None
-        self._next: tuple[int, Future[Item]] | None = None
+    make: Callable[[int], Item]
+    _present: tuple[int, Item] | None = None
+    _next: tuple[int, Future[Item]] | None = None
 
     def __getitem__(self, number: int) -> Item:
         if self._present is None or self._present[0] != number:
@@ -96,25 +96,23 @@ class ReadAhead(Generic[Item]):
     def _begin(self, number: int) -> None:
         if not self.wait(READ_TIMEOUT_S):  # two threads would count the rows of a window twice
             raise TimeoutError(f"Reading ahead has not ended within {READ_TIMEOUT_S:g} s. The data's disk may hang.")
-        self._next = (number, submit(lambda: self._make(number), name="lightrl-data"))
+        self._next = (number, submit(lambda: self.make(number), name="lightrl-data"))
 
 
+@dataclass(eq=False)
 class Windows:
     """Batch after batch of the rows that are kept, over one epoch of the data after another.
 
     A window is the next `BATCHES * batch_size` kept rows. Where it begins shows when the window before it is read, so
     the checkpoint holds that.
-
-    Args:
-        read: the rows at some positions of the data; None for a dropped row, ValueError for a bad one.
-        seed: of the order of a window's batches.
-        sorts: by length the rows of a window, and shuffles its batches; False keeps the order of the positions.
     """
 
-    def __init__(self, read: Callable[[Sequence[int]], list[Made]], batch_size: int, *, seed: int, sorts: bool) -> None:
-        self.batch_size, self.seed = batch_size, seed
-        self._read, self._sorts = read, sorts
-        self._starts: dict[int, int] = {0: 0}  # last windows → position of their first row
+    read: Callable[[Sequence[int]], list[Made]]  # the rows at some positions of the data
+    batch_size: int
+    _: KW_ONLY
+    seed: int  # of the order of a window's batches
+    sorts: bool  # by length the rows of a window, and shuffles its batches; False keeps the order of the positions
+    _starts: dict[int, int] = field(default_factory=lambda: {0: 0})  # last windows → position of their first row
 
     def state_dict(self) -> JsonObject:
         return {"starts": sorted(self._starts.items())}
@@ -135,7 +133,7 @@ class Windows:
         for earlier_window in range(max(number for number in self._starts if number <= window), window):
             self._rows(earlier_window)
         rows = self._rows(window)
-        if not self._sorts:
+        if not self.sorts:
             return cut(rows, self.batch_size)
         batches = cut(sorted(rows, key=lambda row: row.num_tokens), self.batch_size)
         return [batches[index] for index in epoch_order(BATCHES, f"{self.seed}/batches", window).tolist()]
@@ -147,7 +145,7 @@ class Windows:
         num_dropped = 0
         while len(rows) < num:
             positions = range(position, position + min(ROWS_AT_ONCE, num - len(rows)))
-            for item in without_errors(self._read(positions)):
+            for item in without_errors(self.read(positions)):
                 position += 1
                 num_dropped = num_dropped + 1 if item is None else 0
                 if isinstance(item, CompletedPrompt):
@@ -203,7 +201,6 @@ class CompletionDataModule(PromptDataModule):
         return [completion_after(prompt.messages or [], chat, f"{where}: {column!r}") for column, chat in chats]
 
     def _chats(self, row: Row, where: str) -> dict[str, Messages]:
-        """The messages of a row's completions, by column."""
         chats = {}
         for setting, column in self.completion_columns.items():
             value = require_column(row, column, setting, where=where)
@@ -228,11 +225,9 @@ class CompletionDataModule(PromptDataModule):
         return max(read_messages(given, "user", column=self.prompt_column, where=where), shared, key=len)
 
     def collate(self, rows: Sequence[CompletedPrompt]) -> Any:
-        """A batch of these rows."""
         raise NotImplementedError
 
     def _prompts_of(self, rows: SplitRows, prompt_of: Callable[[LocatedRow], Prompt | None]) -> RowPrompts:
-        """The prompts with their completions."""
         prompts = super()._prompts_of(rows, prompt_of)
         tokenizer, _, image_reader = self.policy_inputs()
         renderer = ChatRenderer(tokenizer, image_reader=image_reader, max_tokens=self._most_tokens)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
@@ -89,29 +89,27 @@ def sources_of(source: Source | None) -> list[DataSource]:
     return sources
 
 
+@dataclass(eq=False)
 class MixtureOrder:
     """The row at each position, as an index into the rows of all sources concatenated.
 
     Turns are spread evenly, so shares hold within any range of positions, to about one row. One source gives one
     `epoch_order` after another.
-
-    Args:
-        sizes: rows of each source; None for one that is streamed, which has an order of its own.
-        weights: of each source.
-        seed: of the orders.
-        shuffle: False keeps each source's rows in order.
     """
 
-    def __init__(
-        self, sizes: Sequence[int | None], weights: Sequence[float], *, seed: int, shuffle: bool = True
-    ) -> None:
+    sizes: Sequence[int | None]  # rows of each source; None for one that is streamed, which has an order of its own
+    weights: Sequence[float]  # of each source
+    _: KW_ONLY
+    seed: int  # of the orders
+    shuffle: bool = True  # False keeps each source's rows in order
+
+    def __post_init__(self) -> None:
+        sizes, weights = list(self.sizes), list(self.weights)
         if len(sizes) != len(weights) or not sizes or 0 in sizes:
             raise ValueError(
-                f"Each source needs a weight and at least one row, got {list(sizes)} rows and weights {list(weights)}. "
+                f"Each source needs a weight and at least one row, got {sizes} rows and weights {weights}. "
                 "Remove sources without rows."
             )
-        self.sizes, self.weights = list(sizes), list(weights)
-        self.seed, self.shuffle = seed, shuffle
         shares = _shares(weights)
         # the k-th of n turns of a source stands at (k + 1/2)/n of the cycle
         turns = sorted(((k + 0.5) / num, source) for source, num in enumerate(shares) for k in range(num))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 MAX_CHECKED = 10_000  # train rows that are all checked at the start
 NUM_CHECKED = 1_000  # first rows checked if there are more; ROWS_AT_ONCE if they are streamed
 
-T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
 
 _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
@@ -131,7 +130,8 @@ class PromptDataModule(L.LightningDataModule):
         )
         check_choice(("error", "drop"), prompt_overflow=prompt_overflow)
         check_template(prompt_template)
-        self.sources = _by_split(sources_of(train), sources_of(validation), sources_of(test))
+        given: dict[Split, Source | None] = {"train": train, "validation": validation, "test": test}
+        self.sources = {split: sources_of(source) for split, source in given.items()}
         for split, sources in self.sources.items():
             if split != "train" or len(sources) == 1:
                 for source in sources:
@@ -268,7 +268,6 @@ class PromptDataModule(L.LightningDataModule):
 
     @property
     def order_seed(self) -> int:
-        """Seed of the order of train prompts."""
         return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
 
     def _filter(self) -> Callable[[LocatedRow], bool]:
@@ -429,10 +428,6 @@ def _row_of(item: object, where: str) -> Row:
     if not isinstance(item, Mapping):
         raise ValueError(f"{where} must be a dict of columns, got a {type(item).__name__}.")
     return json_able(dict(item))
-
-
-def _by_split(train: T, validation: T, test: T) -> dict[Split, T]:
-    return {"train": train, "validation": validation, "test": test}
 
 
 def smallest(*limits: int | None) -> int | None:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, overload
@@ -61,23 +62,23 @@ class LocatedRow(NamedTuple):
 Made: TypeAlias = "Prompt | ValueError | None"
 
 
+@dataclass(eq=False)
 class Rows(Sequence[Row]):
     """Rows by index from 0, each read when it is asked for, and none kept."""
 
-    def __init__(self, num_rows: int, read: Callable[[int], Row]) -> None:
-        self._num_rows = num_rows
-        self._read = read
+    num_rows: int
+    read: Callable[[int], Row]
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self.num_rows
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        chosen = range(self._num_rows)[index]
-        return [self._read(row) for row in chosen] if isinstance(chosen, range) else self._read(chosen)
+        chosen = range(self.num_rows)[index]
+        return [self.read(row) for row in chosen] if isinstance(chosen, range) else self.read(chosen)
 
 
 def read_rows(
@@ -440,6 +441,4 @@ def _problem(error: BaseException) -> str:
     return "a number has too many digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
-TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": read_lines, ".json": read_json, ".csv": read_csv
-}  # fmt: skip
+TEXT_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {".jsonl": read_lines, ".json": read_json, ".csv": read_csv}

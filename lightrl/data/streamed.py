@@ -9,10 +9,10 @@ keeps the one from which what is in flight can be read again, so that a resume n
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -54,34 +54,22 @@ class StreamedRow(NamedTuple):
     place: int  # in the shard, from 0
 
 
+@dataclass(eq=False)
 class StreamedRows:
-    """The rows of one source by their number, counted over all passes; how many a pass has is not known.
+    """The rows of one source by their number, counted over all passes; how many a pass has is not known."""
 
-    Args:
-        name: of the source, for messages.
-        shards: each is read from its start to its end in every pass.
-        seed: of the orders, with the pass and the block.
-        shuffle: False reads shards and rows in order.
-        buffer_rows: rows that are shuffled with one another.
-        max_rows: of a pass; None for all.
-        row_of: an item of a shard, and where it is, to a row; raises ValueError if it is none.
-    """
+    name: str  # of the source, for messages
+    shards: Sequence[OpenShard]  # each is read from its start to its end in every pass
+    _: KW_ONLY
+    seed: int | str  # of the orders, with the pass and the block
+    shuffle: bool  # False reads shards and rows in order
+    buffer_rows: int  # rows that are shuffled with one another
+    max_rows: int | None = None  # of a pass; None for all
+    # Makes a row of an item of a shard, given where it is; raises ValueError if it is none.
+    row_of: Callable[[object, str], Any] = lambda item, where: item
 
-    def __init__(
-        self,
-        name: str,
-        shards: Sequence[OpenShard],
-        *,
-        seed: int | str,
-        shuffle: bool,
-        buffer_rows: int,
-        max_rows: int | None = None,
-        row_of: Callable[[object, str], Any] = lambda item, where: item,
-    ) -> None:
-        self.name, self.shards = name, shards
-        self.seed, self.shuffle = seed, shuffle
-        self.block_rows = buffer_rows if shuffle else min(buffer_rows, ROWS_AT_ONCE)
-        self.max_rows, self._row_of = max_rows, row_of
+    def __post_init__(self) -> None:
+        self.block_rows = self.buffer_rows if self.shuffle else min(self.buffer_rows, ROWS_AT_ONCE)
         self._marks = [Mark()]  # blocks that were read, and the next one
         self._blocks: dict[int, list[StreamedRow]] = {}  # the last ones, by number, in the order of training
         self._reader: Iterator[tuple[list[StreamedRow], Mark]] | None = None  # at the last mark
@@ -105,7 +93,7 @@ class StreamedRows:
 
     def row(self, item: StreamedRow) -> Any:
         """Raises ValueError if the source has something else there."""
-        return self._row_of(item.item, self.where(item))
+        return self.row_of(item.item, self.where(item))
 
     def where(self, item: StreamedRow) -> str:
         """Names a row in messages."""
@@ -238,4 +226,4 @@ def shards_of(make: Callable[[], Iterable[Any]]) -> list[OpenShard]:
     if not isinstance(dataset, datasets.IterableDataset):
         return [make]
     num = dataset.num_shards  # each shard is a new object, which begins at its first row
-    return [functools.partial(dataset.shard, num, index) for index in range(num)]
+    return [partial(dataset.shard, num, index) for index in range(num)]

@@ -263,41 +263,26 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
 
     async def _sleep(self, seconds: float) -> None:
         """Passes a token boundary: sleeps, then waits while the engine is paused or loads; raises if it is closed."""
-        entry = (asyncio.get_running_loop(), asyncio.Event())
-        if seconds > 0:
-            with self._lock:
-                self._sleepers.add(entry)
-            try:
-                await self._sleep_unless_closed(entry[1], seconds)
-            finally:
-                with self._lock:
-                    self._sleepers.discard(entry)
-        else:
+        loop, woken = entry = asyncio.get_running_loop(), asyncio.Event()
+        deadline = loop.time() + seconds
+        if seconds <= 0:
             await asyncio.sleep(0)
         while True:
+            left_s = deadline - loop.time()
             with self._lock:
                 if self._is_closed:
-                    break
-                if not (self._is_paused or self._is_loading):
+                    raise EngineError("FakeEngine was closed before the completion was finished.")
+                if left_s <= 0 and not (self._is_paused or self._is_loading):
                     return
-                entry[1].clear()
+                woken.clear()
                 self._sleepers.add(entry)
             try:
-                await entry[1].wait()
+                await asyncio.wait_for(woken.wait(), left_s if 0 < left_s < math.inf else None)
+            except asyncio.TimeoutError:
+                continue
             finally:
                 with self._lock:
                     self._sleepers.discard(entry)
-        raise EngineError("FakeEngine was closed before the completion was finished.")
-
-    async def _sleep_unless_closed(self, woken: asyncio.Event, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + seconds
-        while not self._is_closed and loop.time() < deadline:
-            woken.clear()
-            try:
-                await asyncio.wait_for(woken.wait(), None if math.isinf(deadline) else deadline - loop.time())
-            except asyncio.TimeoutError:
-                return
 
     def _wake_sleepers(self) -> None:
         with self._lock:

@@ -286,7 +286,6 @@ class Timeline:
         self._scanned: dict[Path, tuple[int, int]] = {}  # file → inode, and bytes that were searched
 
     def iterations(self) -> list[int]:
-        """List the traced iterations."""
         for path in trace_files(self._folder):
             self._scan(path)
         return sorted({iteration for marks in self._marks.values() for iteration, _ in marks})

@@ -141,7 +141,6 @@ class TrajectoryIndex:
         return record
 
     def group_of(self, iteration: int, group: int) -> list[Json]:
-        """The rows of a group in an iteration."""
         page = self.page(f"iteration={iteration} group={group}", "sample", descending=False, limit=1000)
         return list(page["rows"])
 

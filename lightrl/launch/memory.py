@@ -6,6 +6,7 @@ that commands/plan_run.py reads from the run's classes; `misfits` looks for sett
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -422,11 +423,7 @@ def _sizes(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedR
 
 def _largest(most: int, resized: Callable[[int], PlannedRun], fits: Callable[[PlannedRun], bool]) -> int:
     """The largest size below `most`, which does not fit, that fits; 0 if there is none."""
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(resized(middle)) else (low, middle)
-    return low
+    return bisect.bisect_left(range(1, most), True, key=lambda size: not fits(resized(size)))
 
 
 def ranks_text(ranks: range) -> str:

@@ -409,7 +409,6 @@ def table(plan: Plan) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """The drawing, the table and the notes of a plan."""
     layout = plan.layout
     on = "" if plan.on_cpu else f", {plan.gpus_per_host} GPUs each"
     servers = count_text(layout.servers, "server")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -26,11 +26,10 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 
 class TorchrunLauncher(Launcher):
-    """Writes a plan's scripts; `write` gets what to start where."""
+    """Writes a plan's scripts."""
 
-    def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stdout.write) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._write = write
 
     def files(self) -> Mapping[str, str]:
         """`trainer-HOST.sh` and `servers-HOST.sh`; further arguments of the former are those of `lightrl fit`."""
@@ -44,8 +43,8 @@ class TorchrunLauncher(Launcher):
             for name, process in self._scripts().items()
         ]
         text = "\n".join(lines)
-        self._write(f"\nStart these, all at once; each writes its log below {self.plan.folder}:\n{text}\n")
-        self._write("After a failure start all again, the trainer's with `--ckpt_path last`.\n")
+        sys.stdout.write(f"\nStart these, all at once; each writes its log below {self.plan.folder}:\n{text}\n")
+        sys.stdout.write("After a failure start all again, the trainer's with `--ckpt_path last`.\n")
 
     def _scripts(self) -> dict[str, Process]:
         """One for each host and role; the first rank of a host stands for all of them."""
@@ -77,9 +76,9 @@ _TRAINER = "node"  # the replicated job, and its container, of Kubeflow's runtim
 
 
 class KubernetesLauncher(Launcher):
-    """Writes a plan's manifests; `write` gets what to apply."""
+    """Writes a plan's manifests."""
 
-    def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stdout.write) -> None:
+    def __init__(self, plan: Plan) -> None:
         options = plan.launch.options
         if unknown := sorted(options.keys() - set(_OPTIONS)):
             raise ValueError(f"launch.options of kubernetes are {', '.join(_OPTIONS)}, got {', '.join(unknown)}.")
@@ -89,7 +88,6 @@ class KubernetesLauncher(Launcher):
             raise ValueError("launcher: kubernetes cannot colocate: two pods do not share a GPU. Use separate.")
         self.plan = plan
         self.name = options.get("name", "lightrl")
-        self._write = write
 
     def files(self) -> Mapping[str, str]:
         """The manifests, and the scripts that the pods start."""
@@ -102,9 +100,9 @@ class KubernetesLauncher(Launcher):
         """Prints what to apply."""
         LaunchState(self.plan).set({}, state="written")
         names = " ".join(f"-f {self.plan.folder}/{name}" for name in self.files() if name.endswith(".yaml"))
-        self._write(f"\nThe claim must hold {self.plan.folder}. Then:\n  kubectl apply {names}\n")
-        self._write("When the TrainJob is complete, delete the servers:\n")
-        self._write(f"  kubectl delete {names}\n")
+        sys.stdout.write(f"\nThe claim must hold {self.plan.folder}. Then:\n  kubectl apply {names}\n")
+        sys.stdout.write("When the TrainJob is complete, delete the servers:\n")
+        sys.stdout.write(f"  kubectl delete {names}\n")
 
     def train_job(self) -> JsonObject:
         """The trainer: as many nodes as it has hosts."""

@@ -18,7 +18,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightrl.errors import LightRLError
@@ -67,9 +67,9 @@ exit $code
 
 
 class SlurmLauncher(Launcher):
-    """Submits a plan with sbatch; `write` gets the followed output of rank 0, a line at a time."""
+    """Submits a plan with sbatch; the followed output of rank 0 goes to stderr."""
 
-    def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
+    def __init__(self, plan: Plan) -> None:
         for name in [*plan.launch.options, *plan.launch.server_options]:
             if name in _OURS:
                 why = "; a run cannot be a job array" if name == "array" else ", which the launch sets"
@@ -82,7 +82,6 @@ class SlurmLauncher(Launcher):
             )
         self.plan = plan
         self.job: str | None = None
-        self._write = write
 
     def files(self) -> Mapping[str, str]:
         """The job's script, and those of its steps."""
@@ -91,11 +90,10 @@ class SlurmLauncher(Launcher):
         return {**files, "servers.sh": self._servers(servers)} if servers else files
 
     def start(self) -> None:
-        """Submits the job."""
         state = LaunchState(self.plan)
         self.job = _call("sbatch", "--parsable", f"{self.plan.folder}/job.sh").split(";")[0]
         state.set({}, state="submitted", job=self.job)
-        self._write(f"Submitted job {self.job}. squeue --job {self.job} shows it, scancel {self.job} ends it.\n")
+        sys.stderr.write(f"Submitted job {self.job}. squeue --job {self.job} shows it, scancel {self.job} ends it.\n")
 
     def wait(self) -> int:
         """Follows the job until it has ended, over its restarts; 0 if it completed."""
@@ -105,11 +103,11 @@ class SlurmLauncher(Launcher):
             match = re.search(r"JobState=(\w+)", _call("scontrol", "show", "job", str(self.job)))
             state = match[1] if match else "UNKNOWN"
             if state != shown:
-                self._write(f"job {self.job}: {state.lower()}\n")
+                sys.stderr.write(f"job {self.job}: {state.lower()}\n")
                 shown = state
             paths = list(Path(self.plan.folder).glob("*/trainer-0.log"))
             if log is None and paths:
-                log = FollowedLog(paths[0], "trainer-0 | ", self._write, from_start=True)
+                log = FollowedLog(paths[0], "trainer-0 | ", sys.stderr.write, from_start=True)
             if log is not None:
                 log.follow()
             if state not in _NOT_ENDED:
@@ -120,7 +118,7 @@ class SlurmLauncher(Launcher):
         """Asks the trainer to save its checkpoint and end; then the job ends by itself."""
         if self.job is not None:
             _call("scancel", "--batch", "--signal=TERM", self.job)
-            self._write(f"Job {self.job} is asked to end. scancel {self.job} ends it at once.\n")
+            sys.stderr.write(f"Job {self.job} is asked to end. scancel {self.job} ends it at once.\n")
 
     def _job(self) -> str:
         plan, launch = self.plan, self.plan.launch

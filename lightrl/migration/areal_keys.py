@@ -184,11 +184,8 @@ def normalization(name: str) -> dict[str, Rule]:
         return Outcome({"model.advantage_mean": None, "model.advantage_std": None})
 
     def leave_one_out(value: bool, areal: Leaves) -> Outcome:
-        return (
-            to("model.leave_one_out")(value, areal)
-            if value and not has_critic(areal)
-            else only(False, else_="")(value, areal)
-        )
+        rule = to("model.leave_one_out") if value and not has_critic(areal) else only(False, else_="")
+        return rule(value, areal)
 
     return {
         section: whole,

@@ -117,10 +117,7 @@ def run(args: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="lightrl convert", description=_DESCRIPTION)
     parser.add_argument("file", metavar="AREAL.yaml", type=Path)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML there instead of to stdout")
-    try:
-        options = parser.parse_args(list(args))
-    except SystemExit as end:
-        return int(end.code or 0)
+    options = parser.parse_args(list(args))
     try:
         tree = _read(options.file)
         result = convert(tree)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import json
 import math
 import re
@@ -26,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Literal, get_args
 
+from lightrl.checks.user_code import function_of
 from lightrl.rewards.sandbox import Limits, Run, Sandbox
 from lightrl.trajectory import Trajectory
 
@@ -170,7 +170,6 @@ def _from_json(text: str) -> object:
 
 
 def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0) -> TestResult:
-    """Run one test on a program."""
     if isinstance(test, Mapping) and "stdin" in test:
         run = sandbox.run(program, str(test["stdin"]), limits)
         is_right = run.exit_code == 0 and same_output(run.stdout, str(test["stdout"]), tolerance)
@@ -264,6 +263,5 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
 
 @functools.lru_cache(maxsize=8)
 def _sandbox(path: str) -> Sandbox:
-    module, _, name = path.rpartition(".")
-    sandbox: Sandbox = getattr(importlib.import_module(module), name)()
+    sandbox: Sandbox = function_of(path, "sandbox")()
     return sandbox

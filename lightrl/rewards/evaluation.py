@@ -7,22 +7,19 @@ file of this package imports torch, and workers do not import this one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torchmetrics import MeanMetric, Metric, SumMetric
 
 from lightrl.trajectory import Group
 
 
+@dataclass(eq=False)
 class Evaluation:
-    """The metrics of a validation or test; Lightning computes and resets them at its end.
+    """The metrics of a validation or test; Lightning computes and resets them at its end."""
 
-    Args:
-        group_size: completions asked for per prompt; above 1 gives pass@k.
-    """
-
-    def __init__(self, group_size: int) -> None:
-        self.group_size = group_size
-        self._metrics: dict[tuple[str, str], Metric] = {}  # keys are part and name
+    group_size: int  # completions asked for per prompt; above 1 gives pass@k
+    _metrics: dict[tuple[str, str], Metric] = field(default_factory=dict)  # keys are part and name
 
     def update(self, groups: Sequence[Group], own: Mapping[str, Metric], *, part: str = "0") -> dict[str, Metric]:
         """Adds a batch to the metrics that have a number in it, and returns them by name.

@@ -42,7 +42,6 @@ class RewardHook(Supervisor[Trajectory]):
     def __init__(self, function: RewardFunction, *, timeout_s: float = 30.0) -> None:
         name = getattr(function, "__qualname__", type(function).__qualname__)
         self._has_warned = False
-
         check_takes_trajectory(function, name)
 
         def make_worker() -> _WorkerThread:

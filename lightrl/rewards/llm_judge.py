@@ -125,7 +125,6 @@ class LLMJudge:
         return {"reward": (score - self._low) / (self._high - self._low), "score": score, "extracted": answer}
 
     async def aclose(self) -> None:
-        """Closes the connections."""
         if self._session is not None:
             await self._session.close()
 

@@ -151,19 +151,14 @@ async def _row(
             outcomes.append(error)
         latency_s = time.perf_counter() - start
     first = outcomes[0]
+    results = [outcome.reason if isinstance(outcome, RewardError) else outcome for outcome in outcomes]
     shown: dict[str, Any] = {
         "prompt": trajectory.prompt.text(decode),
         "completion": trajectory.completion,
         "raw": None if decode is None else decode(list(trajectory.completion_ids)),
         "latency_s": latency_s,
-        "is_deterministic": all(_same(first, other) for other in outcomes[1:]),
+        "is_deterministic": all(result == results[0] for result in results),
     }
     if isinstance(first, RewardError):
         return ReplayRow(**shown, extracted=None, reward=None, reason=first.reason, message=str(first))
     return ReplayRow(**shown, extracted=first.extracted, reward=first.reward, metrics=first.metrics)
-
-
-def _same(one: RewardResult | RewardError, other: RewardResult | RewardError) -> bool:
-    if isinstance(one, RewardError) or isinstance(other, RewardError):
-        return isinstance(one, RewardError) and isinstance(other, RewardError) and one.reason == other.reason
-    return one == other

@@ -14,7 +14,7 @@ import math
 import os
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from lightrl.checks.printable import count_text
@@ -110,24 +110,22 @@ class RewardResult:
 Outcome = RewardResult | RewardError
 
 
+@dataclass(eq=False)
 class Runner:
     """Calls one reward function; as long as the process lives, every call ends in a RewardResult or a RewardError.
 
     A sync function gets one trajectory after another. An async one gets all of a batch at once, on an event loop that
     lives as long as the Runner, and each of its calls is cancelled after `timeout_s`. A sync call that hangs is ended
     from outside, by the process or thread that watches.
-
-    Args:
-        function: takes a Trajectory; may be async.
-        name: of the function in messages, for example its dotted path.
-        timeout_s: deadline of one async call in seconds.
     """
 
-    def __init__(self, function: RewardFunction, *, name: str, timeout_s: float) -> None:
-        self.name = name
-        self.runs_together = is_async(function)
-        self._function = function
-        self._timeout_s = timeout_s
+    function: RewardFunction
+    _: KW_ONLY
+    name: str  # of the function in messages, for example its dotted path
+    timeout_s: float  # deadline of one async call in seconds
+
+    def __post_init__(self) -> None:
+        self.runs_together = is_async(self.function)
         self._process = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -151,8 +149,8 @@ class Runner:
         """Cancels what async calls left behind and closes the event loop; called by the thread of the calls."""
         if self._loop is None:
             return
-        if hasattr(self._function, "aclose"):
-            self._loop.run_until_complete(asyncio.wait_for(self._function.aclose(), _CANCEL_TIMEOUT_S))
+        if hasattr(self.function, "aclose"):
+            self._loop.run_until_complete(asyncio.wait_for(self.function.aclose(), _CANCEL_TIMEOUT_S))
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -163,7 +161,7 @@ class Runner:
     def _compute(self, trajectory: Trajectory) -> Outcome:
         try:
             with self._border(trajectory):
-                value = self._function(trajectory)
+                value = self.function(trajectory)
                 if isinstance(value, float | dict) or not inspect.isawaitable(value):
                     return RewardResult.of(value, trajectory)
         except RewardError as error:
@@ -173,16 +171,16 @@ class Runner:
 
     async def _compute_async(self, index: int, trajectory: Trajectory) -> tuple[int, Outcome]:
         async def call() -> object:
-            return await self._function(trajectory)
+            return await self.function(trajectory)
 
         return index, await self._within_deadline(call(), trajectory)
 
     async def _within_deadline(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:
         task = asyncio.ensure_future(self._awaited(awaitable, trajectory))
-        done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
         if not done:
             task.cancel()  # and not awaited: it may ignore the cancellation
-            return timeout_error(self.name, self._timeout_s, "", trajectory)
+            return timeout_error(self.name, self.timeout_s, "", trajectory)
         return task.result()
 
     async def _awaited(self, awaitable: Awaitable[object], trajectory: Trajectory) -> Outcome:

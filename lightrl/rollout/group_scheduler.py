@@ -211,7 +211,6 @@ class DropCounter:
         self._num_dropped.clear()
 
     def drop(self, reason: str, message: str, prompt: Prompt) -> None:
-        """A trajectory is dropped."""
         self.last = Drop(reason, message, prompt.id)
         self._drops.append(self.last)
 
@@ -359,12 +358,11 @@ class GroupScheduler:
 
     def plan(self, weight_version: int) -> int:
         """How many new positions to `queue` before groups start; on-policy those of a whole admission batch."""
-        max_concurrent = self.settings.max_concurrent
         if self.settings.max_staleness == 0:
             if self.running or self._queued:
                 return 0
-            self._queued, self._again, max_concurrent = sorted(self._again), [], None
-        return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued))
+            self._queued, self._again = sorted(self._again), []
+        return self.max_new(weight_version)
 
     def max_new(self, weight_version: int) -> int:
         """Return the most new positions that `plan` asks for."""

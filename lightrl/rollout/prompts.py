@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from lightrl.checks.user_code import named_user_code
@@ -75,6 +76,7 @@ class ShowsSuccess(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class PromptCursor:
     """Walks through the stream, position by position, and never back.
 
@@ -83,19 +85,14 @@ class PromptCursor:
     and resume.
 
     Observations take effect at the next choice, in the order of positions, whatever finished first.
-
-    Args:
-        prompts: the stream; None if there is nothing to choose.
-        curriculum: None runs every position.
     """
 
-    def __init__(self, prompts: Prompts | None, curriculum: Curriculum | None = None) -> None:
-        self.prompts = prompts
-        self.curriculum = curriculum
-        self.next_position = 0
-        self.num_skipped = 0  # positions, since this object was made
-        self.past_success: dict[str, float] = defaultdict(float)  # sums over prompts that came again
-        self._observations: dict[int, tuple[str, float]] = {}  # position -> what the curriculum does not have yet
+    prompts: Prompts | None  # the stream; None if there is nothing to choose
+    curriculum: Curriculum | None = None  # None runs every position
+    next_position: int = 0
+    num_skipped: int = 0  # positions, since this object was made
+    past_success: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # over prompts that came again
+    _observations: dict[int, tuple[str, float]] = field(default_factory=dict)  # position -> not yet in the curriculum
 
     @property
     def fingerprint(self) -> str | None:
@@ -237,20 +234,14 @@ class PromptCursor:
                 self.curriculum.observe(prompt_id, success_rate)
 
 
+@dataclass(eq=False)
 class PromptsAhead:
-    """Makes the prompts that come next; belongs to the controller's event loop.
+    """Makes the prompts that come next; belongs to the controller's event loop."""
 
-    Args:
-        cursor: says which prompts come next.
-        tasks: an error of the stream ends the run there.
-        then: starts what may start, once prompts have been made.
-    """
-
-    def __init__(self, cursor: PromptCursor, tasks: Tasks, then: Callable[[], Coroutine[object, None, None]]) -> None:
-        self._cursor = cursor
-        self._tasks = tasks
-        self._then = then
-        self._making: asyncio.Task[None] | None = None
+    cursor: PromptCursor  # says which prompts come next
+    tasks: Tasks  # an error of the stream ends the run there
+    then: Callable[[], Coroutine[object, None, None]]  # starts what may start, once prompts have been made
+    _making: asyncio.Task[None] | None = None
 
     def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
         """Whether a prompt of these positions, or of the next `num` choices, is not made yet; if so, starts to make it.
@@ -258,9 +249,9 @@ class PromptsAhead:
         After an error of the stream the answer is False, for nothing will start.
         """
         try:
-            missing = self._cursor.unprepared(positions, num, run_seed)
+            missing = self.cursor.unprepared(positions, num, run_seed)
         except RolloutError as error:
-            self._tasks.fail(error)
+            self.tasks.fail(error)
             return False
         if missing is not None:
             self._begin(missing)
@@ -268,15 +259,15 @@ class PromptsAhead:
 
     def refill(self) -> None:
         """Makes more prompts, if few are left."""
-        if self._cursor.may_prepare:
-            self._begin(self._cursor.next_position)
+        if self.cursor.may_prepare:
+            self._begin(self.cursor.next_position)
 
     def _begin(self, first: int) -> None:
         if self._making is None or self._making.done():
-            self._making = self._tasks.spawn(self._make(first))
+            self._making = self.tasks.spawn(self._make(first))
 
     async def _make(self, first: int) -> None:
         with span("make prompts", "data", "prompts", first=first):
-            await in_thread(self._cursor.prepare, first)
+            await in_thread(self.cursor.prepare, first)
         self._making = None
-        await self._then()
+        await self.then()

@@ -6,6 +6,7 @@ RolloutController generates them, and `loops.SharedRollout` shares rank 0's cont
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from lightrl.errors import RolloutError
@@ -61,24 +62,20 @@ class Rollout(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class RecordedRollout:
     """A Rollout that reads its groups from a list.
 
     Iteration k takes the k-th entry and starts over after the last one, so the weight version is the only state.
-
-    Args:
-        iterations: the groups of each iteration, with their rewards.
-        run_seed: of shuffles and dropout; the seed of the recorded run repeats its iterations bit for bit.
     """
 
     is_recorded = True
     settings = RolloutSettings()
     engine = None
 
-    def __init__(self, iterations: Sequence[list[Group]], *, run_seed: int) -> None:
-        self.iterations = iterations
-        self.run_seed = run_seed
-        self.weight_version = -1
+    iterations: Sequence[list[Group]]  # the groups of each iteration, with their rewards
+    run_seed: int  # of shuffles and dropout; the seed of the recorded run repeats its iterations bit for bit
+    weight_version: int = -1
 
     @property
     def local(self) -> RecordedRollout:

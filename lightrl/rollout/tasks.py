@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection, Coroutine
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from lightrl.concurrency.abandon import abandon, is_abandoned
@@ -68,17 +69,13 @@ class Tasks:
             self.fail(error)
 
 
+@dataclass(eq=False)
 class AdmissionBatch:
-    """`async with admission.batch():` what is started inside reaches the engine while it is paused.
+    """`async with admission.batch():` what is started inside reaches the engine while it is paused."""
 
-    Args:
-        engine: has been started.
-    """
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self._lock = asyncio.Lock()
-        self.resuming: set[asyncio.Task[None]] = set()  # must not be cancelled
+    engine: RolloutEngine  # has been started
+    resuming: set[asyncio.Task[None]] = field(default_factory=set)  # must not be cancelled
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @contextlib.asynccontextmanager
     async def batch(self) -> AsyncIterator[None]:
@@ -88,12 +85,12 @@ class AdmissionBatch:
         """
         async with self._lock:
             try:
-                await self._engine.pause()
+                await self.engine.pause()
                 yield
                 for _ in range(ADMISSION_TICKS):
                     await asyncio.sleep(0)
             finally:
-                resuming = asyncio.get_running_loop().create_task(self._engine.resume())
+                resuming = asyncio.get_running_loop().create_task(self.engine.resume())
                 self.resuming.add(resuming)
                 resuming.add_done_callback(self.resuming.discard)
                 try:

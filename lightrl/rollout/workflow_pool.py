@@ -92,31 +92,27 @@ class _Worker:
             del self.runs[key]
 
 
+@dataclass(eq=False)
 class WorkflowPool:
     """The workers of one controller, the engine's `FollowerProcesses`; belongs to the controller's event loop.
-
-    Args:
-        engine: has been started.
-        workflow: copied to each worker.
-        num: of workers.
-        tasks: of the controller; a worker that cannot be started ends the run there.
-        silent_s: a worker that does not answer for so long hangs.
 
     Raises:
         ValueError: if other processes cannot use this engine or this workflow.
     """
 
-    def __init__(self, engine: RolloutEngine, workflow: Workflow, num: int, tasks: Tasks, *, silent_s: float) -> None:
-        check_workers(engine, num)
-        _check_travels(workflow, num)
-        assert isinstance(engine, ServerEngine)
-        self._leader = engine.leader
-        self._follower = engine.follower(num)
-        self.in_flight = InFlightCompletions(workflow)
-        self._workflow = workflow
-        self._num = num
-        self._tasks = tasks
-        self._silent_s = silent_s
+    engine: RolloutEngine  # has been started
+    workflow: Workflow  # copied to each worker
+    num: int  # of workers
+    tasks: Tasks  # of the controller; a worker that cannot be started ends the run there
+    silent_s: float  # a worker that does not answer for so long hangs
+
+    def __post_init__(self) -> None:
+        check_workers(self.engine, self.num)
+        _check_travels(self.workflow, self.num)
+        assert isinstance(self.engine, ServerEngine)
+        self._leader = self.engine.leader
+        self._follower = self.engine.follower(self.num)
+        self.in_flight = InFlightCompletions(self.workflow)
         self._guards = GuardedProcesses()
         self._workers: list[_Worker] = []  # only ready ones
         self._has_workers = asyncio.Event()
@@ -126,9 +122,9 @@ class WorkflowPool:
     async def open(self) -> None:
         """Starts the workers; groups wait for the first one."""
         self._leader.lead(self)
-        for number in range(self._num):
-            self._tasks.spawn(self._keep(f"workflow worker {number}"))
-        self._tasks.spawn(self._beat())
+        for number in range(self.num):
+            self.tasks.spawn(self._keep(f"workflow worker {number}"))
+        self.tasks.spawn(self._beat())
 
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
@@ -251,7 +247,7 @@ class WorkflowPool:
         level = logging.getLogger("lightrl").getEffectiveLevel()
         with contextlib.ExitStack() as undo:
             undo.callback(channel.close)
-            channel.send(name, level, self._follower, self._workflow)
+            channel.send(name, level, self._follower, self.workflow)
             try:
                 ready = await asyncio.wait_for(channel.receive(), START_S)
             except asyncio.TimeoutError:
@@ -298,7 +294,7 @@ class WorkflowPool:
                 self.post()
                 for worker in self._workers:
                     worker.silent_s += BEAT_S
-                    if 0 < worker.silent_s - self._silent_s <= BEAT_S:
+                    if 0 < worker.silent_s - self.silent_s <= BEAT_S:
                         self._end_hanging(worker)
         finally:
             self._leader.lead(None)
@@ -309,7 +305,7 @@ class WorkflowPool:
             "its event loop, unless the process was stopped:",
             worker.name,
             worker.pid,
-            self._silent_s,
+            self.silent_s,
         )
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGUSR1)  # it prints its stack

@@ -8,7 +8,7 @@ May import: nothing of lightrl, nor torch (spans.py looks for it among what is l
 trace and prints the summary; `lightrl inspect` shows the files. To trace one more thing: `with span(...)` around it.
 """
 
-from lightrl.trace.areas import Summary, area_times
+from lightrl.trace.areas import area_times
 from lightrl.trace.spans import (
     Event,
     MemoryPeaks,
@@ -23,5 +23,5 @@ from lightrl.trace.spans import (
     trace_files,
 )
 
-__all__ = ["Event", "MemoryPeaks", "Summary", "Tape", "TraceFile", "area_times", "clock_offset_ns"]
+__all__ = ["Event", "MemoryPeaks", "Tape", "TraceFile", "area_times", "clock_offset_ns"]
 __all__ += ["in_microbatch_spans", "join_traces", "keep", "record", "span", "trace_files"]

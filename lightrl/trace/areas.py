@@ -21,7 +21,7 @@ from lightrl.trace.spans import Event
 AREAS = ("rollout", "reward", "score", "update", "sync", "data")
 _PHASES = {"rewards": "reward", "score": "score", "update": "update", "sync": "sync"}
 
-SummaryJson = dict[str, Any]  # see `Summary.to_json`
+SummaryJson = dict[str, Any]  # see `summary_of`
 Intervals = list[tuple[int, int]]  # disjoint, in order
 
 _ADVICE = {
@@ -130,39 +130,30 @@ def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
     return length(common(waiting, union(few)))
 
 
-class Summary:
-    """The mean of the iterations that were traced, the first left out where there are others: it warms up."""
+def summary_of(all_times: Sequence[AreaTimes], *, overlaps: bool = False) -> SummaryJson | None:
+    """The means of the iterations in seconds, and where to look first; None without an iteration.
 
-    def __init__(self) -> None:
-        self._times: list[AreaTimes] = []
-
-    def add(self, times: AreaTimes) -> None:
-        self._times.append(times)
-
-    def to_json(self, *, overlaps: bool = False) -> SummaryJson | None:
-        """The means in seconds, and where to look first; None without an iteration.
-
-        `gain` is how often faster an iteration would be if the area took no time, so the most that work on it gives.
-        With `overlaps` rollouts already run during the update.
-        """
-        times = self._times[1:] or self._times
-        if not times:
-            return None
-        total = statistics.fmean(one.total for one in times)
-        areas = {name: statistics.fmean(one.areas[name] for one in times) for name in AREAS}
-        first = max(areas, key=lambda name: areas[name])
-        servers = sorted({url for one in times for url in one.servers})
-        return {
-            "iterations": len(times),
-            "total_s": total,
-            "areas_s": {**areas, "other": max(0.0, total - sum(areas.values()))},
-            "gain": {name: total / max(total - seconds, 1e-9) for name, seconds in areas.items()},
-            "look_first_at": first,
-            "overlap_gain": None if overlaps else total / max(areas["rollout"], total - areas["rollout"], 1e-9),
-            "rollout_tail_s": statistics.fmean(one.tail for one in times),
-            "collectives_s": statistics.fmean(one.collectives for one in times),
-            "servers_busy_s": {url: statistics.fmean(one.servers.get(url, 0.0) for one in times) for url in servers},
-        }
+    The first one is left out where there are others: it warms up. `gain` is how often faster an iteration would be if
+    the area took no time, so the most that work on it gives. With `overlaps` rollouts already run during the update.
+    """
+    times = all_times[1:] or all_times
+    if not times:
+        return None
+    total = statistics.fmean(one.total for one in times)
+    areas = {name: statistics.fmean(one.areas[name] for one in times) for name in AREAS}
+    first = max(areas, key=lambda name: areas[name])
+    servers = sorted({url for one in times for url in one.servers})
+    return {
+        "iterations": len(times),
+        "total_s": total,
+        "areas_s": {**areas, "other": max(0.0, total - sum(areas.values()))},
+        "gain": {name: total / max(total - seconds, 1e-9) for name, seconds in areas.items()},
+        "look_first_at": first,
+        "overlap_gain": None if overlaps else total / max(areas["rollout"], total - areas["rollout"], 1e-9),
+        "rollout_tail_s": statistics.fmean(one.tail for one in times),
+        "collectives_s": statistics.fmean(one.collectives for one in times),
+        "servers_busy_s": {url: statistics.fmean(one.servers.get(url, 0.0) for one in times) for url in servers},
+    }
 
 
 def summary_text(summary: SummaryJson) -> str:

@@ -247,8 +247,3 @@ def unsealed(text: object) -> str:
         return base64.b64decode(str(text), validate=True).decode()
     except ValueError:
         return ""
-
-
-def render_models() -> JsonObject:
-    """The list of models: the policy."""
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "lightrl"}]}

@@ -18,7 +18,6 @@ see. After three such turns in a row the agent gets the text as it is.
 from __future__ import annotations
 
 import asyncio
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,34 +64,20 @@ class Prepared:
     num_prompt_tokens: int
 
 
+@dataclass(eq=False)
 class AgentSession:
-    """One growing trajectory of an agent; made and used on one event loop.
+    """One growing trajectory of an agent; made and used on one event loop."""
 
-    Args:
-        prompt: the agent's task; its requests may differ from it.
-        generate: awaits the policy.
-        renderer: shared by all sessions; has a chat template.
-        max_tokens: of one branch, at most the model's context; None for no limit.
-        parser: finds thinking, text and calls in a completion.
-    """
+    prompt: Prompt  # the agent's task; its requests may differ from it
+    generate: Generate
+    renderer: TurnRenderer  # shared by all sessions; has a chat template
+    parser: CompletionParser
+    max_tokens: int  # of one branch, at most the model's context
+    exceeds_max_tokens: bool = False  # max_tokens left no space for a request
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        generate: Generate,
-        renderer: TurnRenderer,
-        *,
-        parser: CompletionParser,
-        max_tokens: int | None = None,
-    ) -> None:
-        self.prompt = prompt
-        self.renderer = renderer
-        self.max_tokens = sys.maxsize if max_tokens is None else max_tokens
-        self.parser = parser
-        self.exceeds_max_tokens = False  # max_tokens left no space for a request
+    def __post_init__(self) -> None:
         # Fails the trajectory, whatever the agent does; set once.
         self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
-        self._generate = generate
         self._answered: list[_Answered] = []
         # Text and call ids of an answer → its key: an agent may complete the arguments of a call with defaults.
         self._keys: dict[tuple[object, ...], MessageKey] = {}
@@ -125,11 +110,6 @@ class AgentSession:
         """
         with self._failing():
             return await self._answer(prepared)
-
-    def fail(self, error: LightRLError) -> None:
-        """Fails the trajectory with this error, unless it has already failed."""
-        if not self.failure.done():
-            self.failure.set_result(error)
 
     def close(self) -> None:
         """Cancels pending completions; later requests are refused. May be called twice."""
@@ -177,7 +157,8 @@ class AgentSession:
             with user_code(failed, RequestRefused, LightRLError):
                 yield
         except LightRLError as error:
-            self.fail(error)
+            if not self.failure.done():
+                self.failure.set_result(error)
             raise RequestRefused(str(error), status=500, code="rollout_failed") from error
 
     async def _answer(self, prepared: Prepared) -> Answer:
@@ -241,7 +222,7 @@ class AgentSession:
                 code="context_length_exceeded",
             )
         longest = longest if max_new_tokens is None else min(longest, max_new_tokens)
-        task = asyncio.ensure_future(self._generate(list(token_ids), max_new_tokens=longest))
+        task = asyncio.ensure_future(self.generate(list(token_ids), max_new_tokens=longest))
         self._pending.add(task)
         try:
             await wait_or_abandon(task)

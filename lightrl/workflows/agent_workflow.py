@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,8 @@ class AgentWorkflow(Workflow):
         On cancellation the agent is cancelled (a thread is abandoned), and so are its pending completions.
         """
         await self.endpoint.start()
-        session = AgentSession(prompt, generate, self.template, parser=self.parser, max_tokens=self.max_tokens)
+        max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
+        session = AgentSession(prompt, generate, self.template, self.parser, max_tokens)
         async with self.endpoint.serving(session) as (base_url, api_key):
             result = await self._run_agent(session, base_url, api_key)
         try:

@@ -258,7 +258,6 @@ class Conversation:
         return replace(observed, token_ids=token_ids, images=images)
 
     def add_observation(self, observed: Observed) -> None:
-        """Appends a result of `encode_observation`."""
         self._add_read(observed.token_ids)
         self.messages, self.text, self.images = observed.messages, observed.text, (*self.images, *observed.images)
 

@@ -106,7 +106,10 @@ class MultiTurn(Workflow):
         try:
             return await self._converse(environment, prompt, generate, getattr(generate, "turn_log", None))
         finally:
-            await self._close(environment, prompt)
+            try:
+                await self._ask(environment, "close")
+            except RolloutError as error:
+                log.warning("Closing the environment of prompt %r failed: %s", prompt.id, error)
 
     async def _converse(
         self, environment: Environment, prompt: Prompt, generate: Generate, log: TurnLog | None
@@ -164,12 +167,6 @@ class MultiTurn(Workflow):
 
     async def _ask(self, environment: Environment, method: str, *arguments: object) -> object:
         return await call_environment(environment, method, *arguments, timeout_s=self.step_timeout_s)
-
-    async def _close(self, environment: Environment, prompt: Prompt) -> None:
-        try:
-            await self._ask(environment, "close")
-        except RolloutError as error:
-            log.warning("Closing the environment of prompt %r failed: %s", prompt.id, error)
 
 
 async def _within(deadline: float, completing: Awaitable[Completion]) -> Completion | None:

@@ -25,7 +25,7 @@ from aiohttp import web
 from lightrl.concurrency.abandon import abandon
 from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonObject
-from lightrl.workflows.agent_protocol import Answer, Exchange, RequestRefused, render_models
+from lightrl.workflows.agent_protocol import MODEL, Answer, Exchange, RequestRefused
 from lightrl.workflows.agent_session import AgentSession
 from lightrl.workflows.chat_protocol import ChatExchange
 from lightrl.workflows.messages_protocol import MessagesExchange
@@ -166,7 +166,8 @@ class OpenAIEndpoint:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        return web.json_response(render_models())
+        policy = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lightrl"}
+        return web.json_response({"object": "list", "data": [policy]})
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
         session, path = self._session(request), request.match_info["protocol"]

@@ -136,12 +136,6 @@ class Tool:
             schema = get_json_schema(function)
         return cls(schema["function"]["name"], function, schema)
 
-    @classmethod
-    def served(cls, server: ToolServer, schema: JsonObject) -> Tool:
-        """A tool that a server runs."""
-        name = schema["function"]["name"]
-        return cls(name, functools.partial(server.call, name), schema)
-
     def mismatch(self, arguments: JsonMapping) -> str | None:
         """Says what is wrong with the arguments of a call, for the policy to read; None if they are right."""
         try:
@@ -245,7 +239,10 @@ class ToolEnvironment(Environment):
     ) -> None:
         self.servers = [tool.open() for tool in tools if isinstance(tool, ToolServer)]
         described = [Tool.of(tool) for tool in tools if not isinstance(tool, ToolServer)]
-        described += [Tool.served(server, schema) for server in self.servers for schema in server.schemas()]
+        for server in self.servers:
+            for schema in server.schemas():
+                name = schema["function"]["name"]
+                described.append(Tool(name, functools.partial(server.call, name), schema))
         self.tools = {tool.name: tool for tool in described}
         if not described or len(self.tools) < len(described):
             names = [tool.name for tool in described]

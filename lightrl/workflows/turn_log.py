@@ -24,27 +24,25 @@ from lightrl.trajectory import JsonObject, Prompt
 from lightrl.workflows.environment import Environment, call_environment
 
 
+@dataclass(eq=False)
 class Journal:
-    """A file with one line for each completion and call of conversations; a line is on the disk before it has effects.
+    """A file with a line for each completion and call of conversations, which is on the disk before it has effects."""
 
-    Args:
-        path: created with the first line; of an earlier run, it is read, and continued.
-        first: position of the prompt stream; what earlier groups generated is left out.
-    """
+    path: Path  # created with the first line; of an earlier run, it is read, and continued
+    first: int = 0  # position of the prompt stream; what earlier groups generated is left out
+    logs: dict[str, TurnLog] = field(default_factory=dict)  # session → log of the earlier run
 
-    def __init__(self, path: Path, *, first: int = 0) -> None:
-        self.path = path
-        self.logs: dict[str, TurnLog] = {}  # session → log of the earlier run
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        if path.exists():
-            self._read(first)
+        if self.path.exists():
+            self._read()
 
-    def _read(self, first: int) -> None:
+    def _read(self) -> None:
         with self.path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):  # half a line of a killed run: what it announced has not started
                     os.truncate(self.path, file.tell() - len(line))
-                elif int(line.split(b'"', 4)[3].partition(b":")[0]) >= first:  # a session begins with its position
+                elif int(line.split(b'"', 4)[3].partition(b":")[0]) >= self.first:  # a session begins with its position
                     self._take(json.loads(line))
 
     def _take(self, record: JsonObject) -> None:
@@ -124,14 +122,10 @@ class TurnLog:
     def state_dict(self) -> list[list[object]]:
         return [list(answer) for answer in self.answers]
 
-    @classmethod
-    def from_state(cls, session: str, state: list[list[Any]]) -> TurnLog:
-        return cls(session, answers=[(method, answer, after) for method, answer, after in state])
-
 
 def turn_log_of(journal: Journal | None, session: str, saved: dict[str, list[list[Any]]]) -> TurnLog:
     """The log of a conversation that starts or continues: the journal's, which knows more than the checkpoint."""
-    log = TurnLog.from_state(session, saved.pop(session, []))
+    log = TurnLog(session, answers=[(method, answer, state) for method, answer, state in saved.pop(session, [])])
     log = log if journal is None else journal.logs.pop(session, log)
     log.journal = journal
     return log

@@ -7,6 +7,7 @@ import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -216,31 +217,26 @@ def _token_ids(prompt: Prompt) -> list[int]:
     return prompt.token_ids
 
 
+@dataclass(eq=False)
 class _OwnTime:
-    """Calls the policy for one run of a workflow, and cancels it when it has spent too long outside of these calls.
+    """Calls the policy for one run of a workflow, and cancels it when it has spent too long outside of these calls."""
 
-    Args:
-        timeout_s: that the workflow may spend at a time outside; None is no limit.
-        generate: calls the policy.
-    """
-
-    def __init__(self, timeout_s: float | None, generate: Generate) -> None:
-        self.timeout_s = timeout_s
-        self.is_over = False
-        self._generate = generate
-        self._num_generating = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[object] | None = None
+    timeout_s: float | None  # that the workflow may spend at a time outside; None is no limit
+    generate: Generate
+    is_over: bool = False
+    _num_generating: int = 0
+    _timer: asyncio.TimerHandle | None = None
+    _task: asyncio.Task[object] | None = None
 
     @property
     def turn_log(self) -> TurnLog | None:
-        return getattr(self._generate, "turn_log", None)
+        return getattr(self.generate, "turn_log", None)
 
     async def __call__(self, token_ids: list[int], **settings: Any) -> Completion:
         self._num_generating += 1
         self._stop()
         try:
-            return await self._generate(token_ids, **settings)
+            return await self.generate(token_ids, **settings)
         finally:
             self._num_generating -= 1
             if self._num_generating == 0:

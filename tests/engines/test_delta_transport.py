@@ -82,7 +82,7 @@ def transport_to(receivers, servers=(), wait_s=30.0, token=TOKEN):
     return DeltaTransport(
         ServerForm(torch.bfloat16),
         Qwen3Config(),
-        connect=lambda url: Connection(url, token=token, timeouts=Deadlines(request_s=20, connect_s=5)),
+        connect=lambda url: Connection(url, token=token, timeouts=Deadlines(request_s=20)),
         receiver_of=lambda url: places.get(url, receivers[0].url),
         wait_s=wait_s,
     )

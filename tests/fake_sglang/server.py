@@ -28,11 +28,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 from aiohttp import web
+from forked import end_with_parent
 
 from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS, Fault, Faults, faulty_answer
 from fake_sglang.script import Refused, Run, ScriptedModel
 from fake_sglang.weights import LoraRoutes, PromptCache, Route, WeightRoutes
-from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.servers.connection import raise_open_files
 
 MAX_MASK_TOKENS = 4096  # --sampling-mask-max-tokens

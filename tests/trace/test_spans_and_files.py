@@ -14,7 +14,6 @@ import pytest
 from lightrl.trace import (
     Event,
     MemoryPeaks,
-    Summary,
     Tape,
     TraceFile,
     area_times,
@@ -24,7 +23,7 @@ from lightrl.trace import (
     keep,
     span,
 )
-from lightrl.trace.areas import common, summary_text, union, without
+from lightrl.trace.areas import common, summary_of, summary_text, union, without
 from lightrl.trace.spans import host_bytes
 
 S = 10**9  # a second, in ns
@@ -155,12 +154,10 @@ def test_the_time_of_an_iteration_is_divided_among_areas() -> None:
 
 
 def test_the_summary_says_what_to_look_at_first_and_what_one_would_gain() -> None:
-    summary = Summary()
-    assert summary.to_json() is None
-    summary.add(area_times([at("update", "phase", 0, 99)], 0, 100 * S))  # the first one warms up
-    for _ in range(2):
-        summary.add(area_times(ITERATION, 0, 10 * S))
-    found = summary.to_json()
+    assert summary_of([]) is None
+    first = area_times([at("update", "phase", 0, 99)], 0, 100 * S)  # it warms up
+    times = [first, *[area_times(ITERATION, 0, 10 * S)] * 2]
+    found = summary_of(times)
     assert found is not None
     assert found["iterations"] == 2
     assert found["look_first_at"] == "rollout"
@@ -170,7 +167,7 @@ def test_the_summary_says_what_to_look_at_first_and_what_one_would_gain() -> Non
     text = summary_text(found)
     assert "Look first at rollout: without it an iteration would be 1.67x as fast." in text
     assert "For 25% of it less than half of the generations ran" in text
-    overlapped = summary.to_json(overlaps=True)
+    overlapped = summary_of(times, overlaps=True)
     assert overlapped is not None
     assert "StalenessControl" not in summary_text(overlapped)
 

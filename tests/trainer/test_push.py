@@ -17,7 +17,7 @@ import pytest
 import yaml
 from tiny_run import Digits, TinyGRPO, make_trainer
 
-from lightrl.commands.hub import Hub, write_card
+from lightrl.commands.export import Hub, write_card
 
 TOKEN = "hf_of_this_test"
 

@@ -182,7 +182,7 @@ class Connection:
         answer_headers: dict[str, str] | None,
     ) -> Any:
         name = path.partition("?")[0]
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.connect_s)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.request_s)
         data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = None
         if isinstance(body, bytes):  # a large one: other requests continue in between
@@ -205,7 +205,7 @@ class Connection:
         except aiohttp.ServerTimeoutError as error:  # deadline of the connection; the whole request's is below
             raise EngineUnreachable(
                 f"{self.name} accepted no connection for {name} within engine.timeouts.request_s="
-                f"{self.timeouts.connect_s:g}; {self.describe()}. It may hang, or have too many connections."
+                f"{self.timeouts.request_s:g}; {self.describe()}. It may hang, or have too many connections."
             ) from error
         except asyncio.TimeoutError as error:
             raise EngineTimeout(

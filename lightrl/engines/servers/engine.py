@@ -196,7 +196,6 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
 
     @property
     def gateway(self) -> Gateway | None:
-        """The gateway that requests go through."""
         return self._members.gateway if self._members is not None else None
 
     def gpus(self) -> list[int] | None:
@@ -396,7 +395,6 @@ class ServerEngine(RolloutEngine, ContinuesCompletions, ScoresTokens, NamesDtype
         return self._opened().loader.shared_folder()
 
     def dtypes(self) -> set[str]:
-        """The dtypes of the servers."""
         names = self._home.call(self._opened().members.dtypes(), self.timeouts.request_s * 2)
         auto = str(self.dtype_of_auto(self._config)).removeprefix("torch.")
         quantized = {"float8_e4m3fn"} if self._config is not None and block_fp8.is_block_fp8(self._config) else set()

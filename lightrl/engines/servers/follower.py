@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.engines.engine import Completion, RolloutEngine
@@ -22,41 +22,38 @@ from lightrl.trajectory import Sampling
 ReportServer = Callable[[str, str, str], object]  # gets what `Leader.on_server_failed` takes
 
 
+@dataclass(eq=False)
 class _FollowedMembers(Members):
     """Members as the leader describes them; it decides which are lost."""
 
-    def __init__(
-        self, home: HomeLoop, fleet: ServerFleet, gateway: Gateway | None, timeouts: Timeouts, report: ReportServer
-    ) -> None:
-        super().__init__(home, fleet, gateway, timeouts)
-        self._report = report
-        self._suspects: set[Server] = set()  # reported since the last state
+    report: ReportServer
+    _suspects: set[Server] = field(default_factory=set)  # reported since the last state
 
     def follow(self, state: FleetState, make_client: Callable[[str], ServerClient]) -> None:
         self._suspects.clear()
         self.fleet.may_grow = state.may_grow
         if self.gateway is not None and state.gateway is not None:
             if state.gateway.num_cuts > self.gateway.state.num_cuts:
-                self._home.spawn(self.gateway.close())
+                self.home.spawn(self.gateway.close())
             self.gateway.state = state.gateway
         for status in state.servers:
             server = self.fleet.servers.get(status.url)
             if server is None:
                 server = self.fleet.join(Server(make_client(status.url)))
             elif status.state in GONE and server.state != status.state:
-                self._home.spawn(server.client.close())  # fails its requests at once
+                self.home.spawn(server.client.close())  # fails its requests at once
             server.state, server.weight_version = status.state, status.weight_version
             server.reason, server.may_return = status.reason, status.may_return
         for url in self.fleet.servers.keys() - {status.url for status in state.servers}:
-            self._home.spawn(self.forget(self.fleet.servers[url]))
+            self.home.spawn(self.forget(self.fleet.servers[url]))
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
-        self._report("lost", server.url, reason)
+        self.report("lost", server.url, reason)
 
     async def check(self, server: Server) -> None:
         if server not in self._suspects:
             self._suspects.add(server)
-            self._report("suspect", server.url, "")
+            self.report("suspect", server.url, "")
 
 
 @dataclass

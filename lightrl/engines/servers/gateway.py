@@ -168,7 +168,6 @@ def check_router(setting: str | None, *, adapters: str) -> None:
 
 
 def check_smg() -> None:
-    """Raises ValueError if smg is not installed."""
     if importlib.util.find_spec("smg") is None:
         raise ValueError("router: smg needs SGLang's gateway: pip install smg. Or set router to a gateway's address.")
 

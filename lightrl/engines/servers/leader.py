@@ -67,27 +67,26 @@ class FollowerProcesses(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Leader:
     """Keeps the followers' view of the fleet up to date; does nothing while there are none."""
 
-    def __init__(self, home: HomeLoop, members: Members, traffic: Traffic) -> None:
-        self._home = home
-        self._members = members
-        self._fleet = members.fleet
-        self._traffic = traffic
-        self._followers: FollowerProcesses | None = None
-        self._posting: asyncio.Task[Any] | None = None
+    home: HomeLoop
+    members: Members
+    traffic: Traffic
+    _followers: FollowerProcesses | None = None
+    _posting: asyncio.Task[Any] | None = None
 
     def lead(self, followers: FollowerProcesses | None) -> None:
         """Leaves requests to these processes alone; None ends that."""
         if self._posting is not None:
             self._posting.cancel()
         self._followers = followers
-        self._posting = None if followers is None else self._home.spawn(self._post_changes(followers))
+        self._posting = None if followers is None else self.home.spawn(self._post_changes(followers))
 
     async def _post_changes(self, followers: FollowerProcesses) -> None:
         while True:
-            await self._home.wait_for_change(3600.0)
+            await self.home.wait_for_change(3600.0)
             followers.post()
 
     async def notify(self) -> None:
@@ -96,30 +95,28 @@ class Leader:
             await self._followers.notify()
 
     def state(self) -> FleetState:
-        servers = [server.status() for server in self._fleet.in_state()]
-        gateway = self._members.gateway
+        fleet, gateway = self.members.fleet, self.members.gateway
+        servers = [server.status() for server in fleet.in_state()]
         gateway_state = None if gateway is None else gateway.state
-        return FleetState(
-            self._fleet.weight_version, self._traffic.is_open, self._fleet.may_grow, servers, gateway_state
-        )
+        return FleetState(fleet.weight_version, self.traffic.is_open, fleet.may_grow, servers, gateway_state)
 
     def on_follower_states(self, states: Sequence[FollowerState]) -> None:
         """Counts the requests of all followers, given the latest state of each."""
-        self._traffic.num_running = sum(state.num_running for state in states)
-        self._traffic.has_minimum |= any(state.has_minimum for state in states)
-        if self._members.gateway is not None:  # it counts them
+        self.traffic.num_running = sum(state.num_running for state in states)
+        self.traffic.has_minimum |= any(state.has_minimum for state in states)
+        if self.members.gateway is not None:  # it counts them
             return
-        for url, server in self._fleet.servers.items():
+        for url, server in self.members.fleet.servers.items():
             loads = [load for state in states for load in state.loads if load[0] == url]
             server.num_requests = sum(load[1] for load in loads)
             server.outstanding_tokens = sum(load[2] for load in loads)
 
     def on_server_failed(self, kind: str, url: str, reason: str) -> None:
         """A follower's request failed at a server, which is `lost` or `suspect`."""
-        server = self._fleet.servers.get(url)
+        server = self.members.fleet.servers.get(url)
         if server is None:
             return
         if kind == "lost":
-            self._members.lose(server, reason)
+            self.members.lose(server, reason)
         else:
-            self._home.spawn(self._members.check(server))
+            self.home.spawn(self.members.check(server))

@@ -8,6 +8,7 @@ import errno
 import logging
 import socket
 import time
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -29,19 +30,19 @@ _WARN_EVERY_S = 30.0
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
+@dataclass(eq=False)
 class Members:
-    """Changes the fleet and the connections to its servers together; on the home loop.
+    """Changes the fleet and the connections to its servers together; on the home loop."""
 
-    Args:
-        gateway: requests go through it; None if they go to each server.
-    """
+    home: HomeLoop
+    fleet: ServerFleet
+    gateway: Gateway | None  # requests go through it; None if they go to each server
+    timeouts: Timeouts
 
-    def __init__(self, home: HomeLoop, fleet: ServerFleet, gateway: Gateway | None, timeouts: Timeouts) -> None:
-        self.fleet = fleet
-        self.gateway = gateway
-        self.probe_s = min(timeouts.hang_s, timeouts.request_s)  # deadline of a health check
-        self._home = home
-        self._timeouts = timeouts
+    @property
+    def probe_s(self) -> float:
+        """Deadline of a health check."""
+        return min(self.timeouts.hang_s, self.timeouts.request_s)
 
     async def reach_all(self) -> None:
         """Waits until every server answers, at most `startup_s`; raises EngineError if the gateway cannot be used."""
@@ -70,18 +71,18 @@ class Members:
         warn_after_s = _WARN_AFTER_S
         while True:
             try:
-                await server.client.model_info(timeout_s=min(_SHORT_S, self._timeouts.request_s), num_retries=0)
+                await server.client.model_info(timeout_s=min(_SHORT_S, self.timeouts.request_s), num_retries=0)
                 return
             except EngineError as error:
                 waited_s = time.monotonic() - start
                 is_fatal = _is_other_program(error) or (_is_nowhere(error) and waited_s > _WARN_AFTER_S)
-                if is_fatal or waited_s > self._timeouts.startup_s:
+                if is_fatal or waited_s > self.timeouts.startup_s:
                     raise
                 if server.process is None and waited_s > warn_after_s:
                     warn_after_s += _WARN_EVERY_S
                     log.warning(
                         "No answer yet; waiting up to engine.timeouts.startup_s=%g s: %s",
-                        self._timeouts.startup_s,
+                        self.timeouts.startup_s,
                         error,
                     )
             await asyncio.sleep(0.2)
@@ -94,28 +95,28 @@ class Members:
             if not self.fleet.in_state(*ACTIVE) and self.fleet.has_hope():
                 log.warning(
                     "No server is left now; requests wait up to engine.timeouts.startup_s=%g s for one to return.",
-                    self._timeouts.server_wait_s,
+                    self.timeouts.server_wait_s,
                 )
-            self._home.spawn(self._free(server))
-        self._home.wake()
+            self.home.spawn(self._free(server))
+        self.home.wake()
 
     async def _free(self, server: Server) -> None:
         """Makes the requests at a lost server fail, so that they continue elsewhere."""
         await server.client.close()
         if (gateway := self.gateway) is None:
             return
-        self._home.spawn(abort_at([server.client], abort_all=True))  # if it is alive; its answers are not used
+        self.home.spawn(abort_at([server.client], abort_all=True))  # if it is alive; its answers are not used
         await asyncio.sleep(_CUT_AFTER_S)
         await gateway.settle()
         if self.fleet.has(server) and server.num_requests:  # it hangs, and which these are is unknown
             await abort_at([one.client for one in self.fleet.in_state("routable")], abort_all=True)
             await asyncio.sleep(_CUT_AFTER_S)  # the others return what they have
             await gateway.cut()
-            self._home.wake()
+            self.home.wake()
 
     def check_hope(self, since: float) -> None:
         """Raises if no server will be routable, or none could be used for `server_wait_s` after `since`, monotonic."""
-        limit_s = self._timeouts.server_wait_s
+        limit_s = self.timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
         if is_late and self.gateway is not None and self.fleet.urls("routable") and not self.gateway.can_send():
             problem = self.gateway.state.problem or f"{self.gateway.name} does not have the servers as workers."
@@ -137,7 +138,7 @@ class Members:
         since = time.monotonic()
         while not self.fleet.in_state(*ACTIVE):
             self.check_hope(since)
-            await self._home.wait_for_change(1.0)
+            await self.home.wait_for_change(1.0)
 
     async def check(self, server: Server) -> None:
         """Checks a server after one of its requests failed."""
@@ -146,7 +147,7 @@ class Members:
         try:
             await server.client.model_info(timeout_s=self.probe_s, num_retries=1)
         except EngineError as error:
-            is_busy = isinstance(error, EngineTimeout) and server.silent_s < self._timeouts.hang_s
+            is_busy = isinstance(error, EngineTimeout) and server.silent_s < self.timeouts.hang_s
             if not is_busy and not isinstance(error, OutOfFiles):
                 self.lose(server, str(error))
 
@@ -157,18 +158,18 @@ class Members:
 
     async def _dtype(self, server: Server) -> str | None:
         with contextlib.suppress(EngineError, asyncio.TimeoutError):  # a server that is gone computes nothing
-            info = await asyncio.wait_for(server.client.server_info(), self._timeouts.request_s)  # with its retries
+            info = await asyncio.wait_for(server.client.server_info(), self.timeouts.request_s)  # with its retries
             return info.computes_in
         return None
 
     async def drain(self, server: Server) -> None:
         """Moves the requests of a server that leaves elsewhere, waits for that at most `request_s`, and forgets it."""
-        deadline = time.monotonic() + self._timeouts.request_s
+        deadline = time.monotonic() + self.timeouts.request_s
         self.fleet.drain(server)
         if self.gateway is not None:
             await self.gateway.settle()
         while self.fleet.drain(server) and time.monotonic() < deadline:
-            self._home.wake()  # processes that follow learn of it
+            self.home.wake()  # processes that follow learn of it
             if self.fleet.urls("routable"):  # else its requests cannot continue anywhere
                 with contextlib.suppress(EngineError):
                     await server.client.abort(abort_all=True)

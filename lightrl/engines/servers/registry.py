@@ -70,11 +70,10 @@ class Announcement:
             return True
         self._is_leaving = True
         deadline = time.monotonic() + timeout_s
-        while any(self._file(server).exists() for server in self._servers) and time.monotonic() < deadline:
+        while (is_used := any(self._file(server).exists() for server in self._servers)) and time.monotonic() < deadline:
             self._ended.wait(0.1)
-        is_free = not any(self._file(server).exists() for server in self._servers)
         self.end()
-        return is_free
+        return not is_used
 
     def end(self) -> None:
         """Removes the entries at once."""

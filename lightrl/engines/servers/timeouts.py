@@ -27,11 +27,6 @@ class Timeouts:
                 raise ValueError(f"engine.timeouts.{field.name} must be > 0 seconds, got {getattr(self, field.name)}.")
 
     @property
-    def connect_s(self) -> float:
-        """Deadline of a connection; a stopped server accepts none."""
-        return self.request_s
-
-    @property
     def hang_s(self) -> float:
         """Silence after which a server is lost."""
         return self.request_s / 2

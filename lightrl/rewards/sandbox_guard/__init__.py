@@ -14,7 +14,6 @@ says what each is good for.
 
 Reading order:
     guard.py    requests and replies; collects output, enforces limits, kills
-    program.py  starter, keeper and program: the three processes below the guard
+    program.py  starter, keeper and program: the three processes below the guard; the port of an agent's endpoint
     layers.py   the rights that a program gives up: namespaces, user, files, system calls, resources
-    door.py     an agent's endpoint: its port within the network namespace
 """
