@@ -63,7 +63,7 @@ def test_an_engine_of_servers_has_at_most_thirteen_settings():
         ),
         ({"server_args": {"quantization": "fp8"}}, "needs hidden_size to be a multiple of 128"),
         ({"server_args": {"quantization": "fp8"}, "adapters": "served"}, "needs adapters='merged'"),
-        ({"server_args": {"quantization": "fp8"}, "transport": "distributed"}, "gloo has none"),
+        ({"server_args": {"quantization": "fp8"}, "transport": "distributed"}, "cannot send float8 over gloo"),
     ],
 )
 def test_a_quantization_that_cannot_be_sent_is_refused_before_a_server_is_asked(settings, told, monkeypatch):
