@@ -248,7 +248,7 @@ def _planned_engine(trainer: Any, policy: PlannedRole) -> PlannedEngine | None:
     engine: RolloutEngine = trainer.engine or LocalEngine()
     if isinstance(engine, ServerEngine):
         servers = engine.num_servers or len(engine.urls or ()) or 1
-        quantizes = isinstance(engine, SGLangEngine) and engine.server_args.get("quantization") is not None
+        quantizes = isinstance(engine, SGLangEngine) and engine.is_quantized
         return PlannedEngine(type(engine).__name__, "servers", servers, engine.tp, SERVED_BYTES, is_block_fp8=quantizes)
     if not isinstance(engine, LocalEngine):
         return None

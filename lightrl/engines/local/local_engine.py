@@ -90,11 +90,6 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _rounded(bucket: Bucket) -> Bucket:
-    """The bucket with its linear weights rounded to block FP8."""
-    return replace(bucket, tensors=block_fp8.dequantized(block_fp8.quantized(bucket.tensors)))
-
-
 log = logging.getLogger(__name__)
 
 # Measured on 2 cores, batch 64: with a second thread 1 M parameters fall from 6,789 to 3,610 tokens/s, 27 M rise from
@@ -283,7 +278,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, NamesDtypes, ContinuesCompletions
         """
         thread = self._started()
         if self.quantization is not None:
-            buckets = map(_rounded, buckets)
+            buckets = (replace(one, tensors=block_fp8.dequantized(block_fp8.quantized(one.tensors))) for one in buckets)
         with thread.held("load_weights"):
             assert self._decoder is not None
             copy_in(self._decoder, buckets, can_undo=self.weight_version >= 0)

@@ -96,7 +96,7 @@ def other_model(
     ]
     if differing:
         return f"its model ({info.model_path}, {served.model_type}) has {', '.join(differing)} (the trainer's)"
-    if block_fp8.is_block_fp8(served) and not block_fp8.is_block_fp8(config):
+    if block_fp8.is_block_fp8(served) and not block_fp8.is_block_fp8(config) and not info.is_vllm:
         return f"its weights ({info.model_path}) are in block FP8: set trainer.engine.server_args.quantization to fp8"
     if block_fp8.is_block_fp8(config) and not block_fp8.is_block_fp8(served):
         return f"its weights ({info.model_path}) are not block FP8: start it by lightrl serve or from such a checkpoint"

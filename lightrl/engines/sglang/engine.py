@@ -35,9 +35,14 @@ class SGLangEngine(ServerEngine):
         super().__init__(**settings)
         self.python = sglang_python
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its servers take linear weights in block FP8."""
+        return self.process_type.named(self.server_args).get("quantization") is not None
+
     def check(self) -> None:
         super().check()
-        if self.server_args.get("quantization") is None:
+        if not self.is_quantized:
             return
         if self.adapters == "served":
             raise ValueError("server_args.quantization needs adapters='merged'. Set it, or omit quantization.")
