@@ -107,11 +107,11 @@ class Windows:
     the checkpoint holds that.
     """
 
-    read: Callable[[Sequence[int]], list[Made]]  # the rows at some positions of the data
+    read: Callable[[Sequence[int]], list[Made]]  # rows at positions; None for a dropped, ValueError for a bad one
     batch_size: int
     _: KW_ONLY
-    seed: int  # of the order of a window's batches
-    sorts: bool  # by length the rows of a window, and shuffles its batches; False keeps the order of the positions
+    seed: int  # orders a window's batches
+    sorts: bool  # sorts a window's rows by length and shuffles its batches; False keeps the order of positions
     _starts: dict[int, int] = field(default_factory=lambda: {0: 0})  # last windows → position of their first row
 
     def state_dict(self) -> JsonObject:

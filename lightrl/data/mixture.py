@@ -98,9 +98,9 @@ class MixtureOrder:
     """
 
     sizes: Sequence[int | None]  # rows of each source; None for one that is streamed, which has an order of its own
-    weights: Sequence[float]  # of each source
+    weights: Sequence[float]  # one for each source
     _: KW_ONLY
-    seed: int  # of the orders
+    seed: int  # determines the orders
     shuffle: bool = True  # False keeps each source's rows in order
 
     def __post_init__(self) -> None:

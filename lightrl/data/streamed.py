@@ -58,13 +58,13 @@ class StreamedRow(NamedTuple):
 class StreamedRows:
     """The rows of one source by their number, counted over all passes; how many a pass has is not known."""
 
-    name: str  # of the source, for messages
+    name: str  # names the source in messages
     shards: Sequence[OpenShard]  # each is read from its start to its end in every pass
     _: KW_ONLY
-    seed: int | str  # of the orders, with the pass and the block
+    seed: int | str  # determines the orders, with the pass and the block
     shuffle: bool  # False reads shards and rows in order
     buffer_rows: int  # rows that are shuffled with one another
-    max_rows: int | None = None  # of a pass; None for all
+    max_rows: int | None = None  # the most rows of a pass; None for all
     # Makes a row of an item of a shard, given where it is; raises ValueError if it is none.
     row_of: Callable[[object, str], Any] = lambda item, where: item
 

@@ -239,8 +239,8 @@ class RolloutStage:
             settings = dataclasses.replace(settings, defers_rewards=True)
         settings = _of_rank_0(settings, ranks)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
-        written = None if trainer.fast_dev_run else folder
-        start = functools.partial(self._start_controller, module, settings, prompts, written)
+        log_folder = None if trainer.fast_dev_run else folder
+        start = functools.partial(self._start_controller, module, settings, prompts, log_folder)
         if ranks.size == 1:
             return start()
         return SharedRollout(start, ranks, run_seed=trainer.run_seed, settings=settings)

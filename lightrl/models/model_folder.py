@@ -306,8 +306,8 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
         for key in [key for key in state if key.startswith(f"{name}.")]:
             if name not in saved or (role.lora is not None and key not in trained_names):
                 del state[key]
-    kept = {name: ModelDescription.of(*pair) for name, pair in models.items() if name in saved}
-    checkpoint["models"] = {name: dict(vars(description)) for name, description in kept.items()}
+    descriptions = {name: ModelDescription.of(*pair) for name, pair in models.items() if name in saved}
+    checkpoint["models"] = {name: dict(vars(description)) for name, description in descriptions.items()}
 
 
 def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:

@@ -121,7 +121,7 @@ class Runner:
 
     function: RewardFunction
     _: KW_ONLY
-    name: str  # of the function in messages, for example its dotted path
+    name: str  # the function's name in messages, for example its dotted path
     timeout_s: float  # deadline of one async call in seconds
 
     def __post_init__(self) -> None:

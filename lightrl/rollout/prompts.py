@@ -92,7 +92,8 @@ class PromptCursor:
     next_position: int = 0
     num_skipped: int = 0  # positions, since this object was made
     past_success: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # over prompts that came again
-    _observations: dict[int, tuple[str, float]] = field(default_factory=dict)  # position -> not yet in the curriculum
+    # Position → prompt and success rate, which the curriculum does not have yet.
+    _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str | None:

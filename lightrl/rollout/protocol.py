@@ -74,7 +74,7 @@ class RecordedRollout:
     engine = None
 
     iterations: Sequence[list[Group]]  # the groups of each iteration, with their rewards
-    run_seed: int  # of shuffles and dropout; the seed of the recorded run repeats its iterations bit for bit
+    run_seed: int  # seeds shuffles and dropout; that of the recorded run repeats its iterations bit for bit
     weight_version: int = -1
 
     @property

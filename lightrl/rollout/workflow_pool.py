@@ -102,8 +102,8 @@ class WorkflowPool:
 
     engine: RolloutEngine  # has been started
     workflow: Workflow  # copied to each worker
-    num: int  # of workers
-    tasks: Tasks  # of the controller; a worker that cannot be started ends the run there
+    num: int  # the number of workers
+    tasks: Tasks  # the controller's; a worker that cannot be started ends the run there
     silent_s: float  # a worker that does not answer for so long hangs
 
     def __post_init__(self) -> None:

@@ -250,9 +250,8 @@ class Parallel3DModel:
             run_backward = functools.partial(self._backward, feeds, held, parameters)
             start = torch.zeros((), requires_grad=True)
             result = _Results.apply(run_backward, start, result)  # type: ignore[no-untyped-call]
-        whole = replace(
-            feeds[0], positions=predicting_positions(microbatch.loss_mask)
-        )  # all parts' positions, in order
+        # The positions of all parts, in order.
+        whole = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))
         return self._outputs(result, whole, microbatch)
 
     def _backward(self, feeds: list[Feed], held: HeldActivations, parameters: list[Tensor], gradient: Tensor) -> None:

@@ -67,7 +67,7 @@ class Ranks:
     first_rank = 0  # world rank of rank 0
     dp_members: Sequence[Sequence[int]] = ((0,),)  # world ranks of each dp rank
     is_here = True  # whether this process is one of them
-    watch: RankWatch | None = None  # of this process, where there are several
+    watch: RankWatch | None = None  # this process's, where there are several
 
     @property
     def is_main(self) -> bool:

@@ -247,7 +247,7 @@ def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _own_part(
     weight: Tensor, group: dist.ProcessGroup | None, masked_ids: Tensor | None, masked_rows: Tensor | None
 ) -> tuple[int, Mask | None]:
-    """This rank's first id, and its part of the mask."""
+    """Returns this rank's first id, and its part of the mask."""
     first = 0 if group is None else dist.get_rank(group) * weight.shape[0]
     if masked_ids is None or masked_rows is None:
         return first, None

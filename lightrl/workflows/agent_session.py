@@ -72,7 +72,7 @@ class AgentSession:
     generate: Generate
     renderer: TurnRenderer  # shared by all sessions; has a chat template
     parser: CompletionParser
-    max_tokens: int  # of one branch, at most the model's context
+    max_tokens: int  # the most tokens of one branch, at most the model's context
     exceeds_max_tokens: bool = False  # max_tokens left no space for a request
 
     def __post_init__(self) -> None:

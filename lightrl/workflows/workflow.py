@@ -221,7 +221,7 @@ def _token_ids(prompt: Prompt) -> list[int]:
 class _OwnTime:
     """Calls the policy for one run of a workflow, and cancels it when it has spent too long outside of these calls."""
 
-    timeout_s: float | None  # that the workflow may spend at a time outside; None is no limit
+    timeout_s: float | None  # the longest time that the workflow may spend outside; None is no limit
     generate: Generate
     is_over: bool = False
     _num_generating: int = 0
