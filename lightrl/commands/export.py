@@ -1,4 +1,4 @@
-"""lightrl export: turns a checkpoint into a Hugging Face folder, without the run's configuration, its data or a GPU."""
+"""lightrl export: turns a checkpoint into a Hugging Face folder, without the run's data or a GPU; can push it."""
 
 from __future__ import annotations
 

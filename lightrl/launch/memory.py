@@ -274,9 +274,9 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
     tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
     key_values = key_value_bytes(policy.config, engine.width) * tokens / engine.key_value_share(policy.config)
     config = policy.config
-    outside = config.vocab_size * config.hidden_size * (1 if getattr(config, "tie_word_embeddings", False) else 2)
-    inside = (policy.parameters - outside) * (1 if engine.is_block_fp8 else engine.width)
-    return (inside + outside * engine.width) / engine.tp, key_values
+    ends = config.vocab_size * config.hidden_size * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    layer_width = 1 if engine.is_block_fp8 else engine.width
+    return (layer_width * (policy.parameters - ends) + engine.width * ends) / engine.tp, key_values
 
 
 def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cut: bool) -> PlannedRun:

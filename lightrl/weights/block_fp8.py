@@ -1,10 +1,10 @@
-"""Block FP8: linear weights in float8, with a scale per block of 128 × 128, for rollouts in half the memory.
+"""Block FP8: linear weights in float8, with a scale per block of 128 × 128, for rollouts with weights of half the size.
 
 The form of FP8 checkpoints, such as Qwen3-8B-FP8: `q_proj.weight` [N, K] in float8_e4m3fn and `q_proj.weight_scale_inv`
 [N / 128, K / 128] in float32, by which a block is multiplied. Embedding, head, routers, norms and biases stay as they
 are. Scales are powers of two: float8 has as many bits of precision at each of them, and products are exact in bfloat16.
 
-Source: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 3.3; transformers 5.17, integrations/finegrained_fp8.py.
+Source: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 3.3; transformers 5.23, integrations/finegrained_fp8.py.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ OUTPUT_HEAD = "lm_head.weight"  # the Hugging Face name of the output head, in e
 
 
 class ServerForm:
-    """Converts a bucket one tensor at a time, so that it never holds the bucket twice.
+    """Converts a bucket one tensor at a time, so that only `quantized` holds it once more, in float8.
 
     Args:
         dtype: of the floating-point parameters, such as `torch.bfloat16`; None keeps the trainer's.
