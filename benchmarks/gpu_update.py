@@ -42,6 +42,7 @@ from benchmarks.plan import MODELS
 from benchmarks.report import Report
 from benchmarks.update_vs_sft import UpdateTimes, now, since
 from lightrl.experience import Experience
+from lightrl.functional import can_compile
 from lightrl.models import Outputs
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel
 from lightrl.strategies.costs import Work, peak_bytes
@@ -150,7 +151,8 @@ def predicted_bytes(name: str, config: PretrainedConfig, tokens: int, num_parame
     """Parameters, gradients and both moments, and the peak of a microbatch."""
     width = 2 if CUDA and name in ("pure", "shared") else 4
     copies = name in ("mixed", "trainer")
-    work = Work(tokens, checkpoint_activations=False, parameter_bytes=width, copies_weights=copies)
+    is_compiled = can_compile("cuda" if CUDA else "cpu")
+    work = Work(tokens, tokens, False, width, copies_weights=copies, is_compiled=is_compiled)
     return 4.0 * width * num_parameters + sum(peak_bytes(config, tokens, config.num_hidden_layers, work))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightrl.data import PairBatch, TrajectoryDataModule
 from lightrl.engines import LocalEngine, RolloutEngine, ServerEngine, SGLangEngine
 from lightrl.engines.local.local_engine import SMALL_MODEL_PARAMETERS
 from lightrl.engines.placing import choose_devices
+from lightrl.functional import can_compile
 from lightrl.launch import memory
 from lightrl.launch.memory import PlannedEngine, PlannedRole, PlannedRun, UnknownMemory
 from lightrl.launch.plan import num_devices
@@ -31,6 +32,7 @@ from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.costs import SERVED_BYTES
 from lightrl.strategies.empty_model import empty_model
+from lightrl.strategies.single import may_be_compiled
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,8 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
         return
     if run is None:
         return
+    if not can_compile(strategy.root_device.type):
+        run = replace(run, roles=tuple(replace(role, is_compiled=False) for role in run.roles))
     run = memory.suited(run, device_bytes, may_checkpoint=may_checkpoint, may_cut=may_cut)
     trainer.memory_estimate = memory.memory_line(run)
     if isinstance(strategy, FSDP2Strategy) and run.checkpoint_activations != strategy.activation_checkpointing:
@@ -193,11 +197,10 @@ def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[st
     strategy, precision = trainer.strategy, str(trainer.precision)
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
-    split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
     is_half = precision in ("bf16-true", "16-true")
     return {
         "roles": tuple(
-            _planned_role(name, role, world, split, is_trained=name in trained, is_half=is_half)
+            _planned_role(name, role, world, strategy, is_trained=name in trained, is_half=is_half)
             for name, role in models.items()
         ),
         "world": world,
@@ -212,9 +215,7 @@ def _of_trainer(trainer: Any, models: Mapping[str, Role], trained: Collection[st
     }
 
 
-def _planned_role(
-    name: str, role: Role, world: int, split: tuple[int, int, int], *, is_trained: bool, is_half: bool
-) -> PlannedRole:
+def _planned_role(name: str, role: Role, world: int, strategy: Any, *, is_trained: bool, is_half: bool) -> PlannedRole:
     try:
         role.spec.check_reachable()
         config = role.spec.load_config()
@@ -227,13 +228,19 @@ def _planned_role(
     parameters = sum(value.numel() for value in model.parameters())
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     experts: list[Any] = [block.experts for block in moe_blocks(model).values()]
+    is_3d, is_split = isinstance(strategy, Parallel3DStrategy), isinstance(strategy, FSDP2Strategy)
+    split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
     pp, tp, cp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp, 1)
+    compiles = strategy.compile_layers if is_split else None
+    if compiles is None:  # torch.compile is taken to work; `use_estimate` asks the GPU
+        compiles = strategy.root_device.type == "cuda" and not is_3d and may_be_compiled(model)
     return PlannedRole(
         name=name,
         config=model.config.get_text_config(),
         parameters=parameters,
         trained=trained if is_trained else 0,
         expert_parameters=sum(value.numel() for part in experts for value in part.parameters()),
+        is_compiled=compiles,
         ranks=range(world) if role.mesh is None else role.mesh.ranks(world),
         mesh=role.mesh,
         pp=pp,

@@ -63,6 +63,7 @@ class PlannedRole:
     width: int = 4  # bytes of a parameter
     waits_on_host: bool = False
     expert_parameters: int = 0  # parameters of a mixture's experts
+    is_compiled: bool = False  # decoder layers are
 
     @property
     def dp(self) -> int:
@@ -175,7 +176,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     keeps = is_trained and "activations" not in run.offloads
     checkpoints = run.checkpoint_activations or not keeps
     copies = run.layout == "whole" and compute != role.width and not checkpoints
-    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, role.cp)
+    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, role.cp, role.is_compiled)
     share, gathered, sent = 1.0, 0.0, 0.0
     num_layers = config.num_hidden_layers if keeps else 0
     microbatch = math.ceil(min(run.microbatch, math.ceil(tokens / role.dp)) / role.cp)

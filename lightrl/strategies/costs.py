@@ -51,6 +51,7 @@ class Work:
     compute_bytes: int = 2  # a number in a layer's products, and in a parameter that FSDP2 gathers
     copies_weights: bool = False  # autocast does, for the backward too; FSDP2 gathers them as they are computed with
     cp: int = 1  # ranks that share the tokens of a microbatch
+    is_compiled: bool = False  # decoder layers are
 
 
 @dataclass(frozen=True)
@@ -100,20 +101,22 @@ def layer_bytes(config: PretrainedConfig, work: Work) -> int:
     parameter, compute = work.parameter_bytes, work.compute_bytes
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     query, key = heads * head_size(config), kv_heads * head_size(config)
-    # A norm keeps its input in float32 (which is the input itself, if that is float32 already), 1 / rms in float32, and
-    # the normalized input, for the gradient of its weight.
-    normalized = _FLOAT if is_gemma else parameter
-    saved = num_norms * ((_FLOAT + normalized) * hidden + _FLOAT)
-    if "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {}):  # queries and keys are normalized
-        normalized = _FLOAT if is_gemma else compute
-        saved += (_FLOAT + normalized) * (query + key) + _FLOAT * (heads + kv_heads)
-    # The input of q, k and v, and that of gate and up; autocast copies it for each of the five.
-    saved += compute * hidden * (2 if compute == parameter else 5)
+    normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # and queries
     # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
-    # is the output projection's input.
-    saved += compute * (2 * query + 2 * key) + _FLOAT * heads
+    # is the output projection's input. 1 / rms of each norm.
+    saved = compute * (2 * query + 2 * key) + _FLOAT * (heads + num_norms + normalizes_keys * (heads + kv_heads))
     if work.cp > 1:  # the output before its exchange too; keys and values as often as their heads are repeated
         saved += compute * (query + 2 * head_size(config) * (math.lcm(kv_heads, work.cp) - kv_heads))
+    if work.is_compiled:
+        # The layer's input; what goes into products and comes out of them: the rest is computed again in the backward.
+        saved += parameter * hidden + compute * (2 + num_norms // 2) * hidden
+        return int(saved + compute * (normalizes_keys * (query + key) + 3 * config.intermediate_size))
+    # A norm keeps its input in float32 (which is the input itself, if that is float32 already), and the normalized
+    # input, for the gradient of its weight.
+    saved += num_norms * (_FLOAT + (_FLOAT if is_gemma else parameter)) * hidden
+    saved += normalizes_keys * (_FLOAT + (_FLOAT if is_gemma else compute)) * (query + key)
+    # The input of q, k and v, and that of gate and up; autocast copies it for each of the five.
+    saved += compute * hidden * (2 if compute == parameter else 5)
     # MLP: gate, its activation, up, and their product, the down projection's input.
     return int(saved + compute * 4 * config.intermediate_size)
 

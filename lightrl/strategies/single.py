@@ -509,8 +509,13 @@ def compiles(model: torch.nn.Module, device: torch.device, compile_layers: bool 
     """Whether to compile the decoder layers: as set; None compiles those without experts and states on NVIDIA GPUs."""
     if compile_layers is not None:
         return compile_layers
+    return can_compile(device.type) and may_be_compiled(model)
+
+
+def may_be_compiled(model: torch.nn.Module) -> bool:
+    """Whether the decoder layers have neither experts nor states."""
     config = getattr(model, "config", None)
-    return can_compile(device.type) and not moe_blocks(model) and (config is None or not keeps_states(config))
+    return not moe_blocks(model) and (config is None or not keeps_states(config))
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

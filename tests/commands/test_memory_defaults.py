@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from moe_cases import moe_spec
 from tiny import tiny_spec
 
-from lightrl import GRPO, FSDP2Strategy, LocalEngine, SGLangEngine, Trainer
-from lightrl.commands.plan_run import planned_run, use_estimate
+from lightrl import GRPO, FSDP2Strategy, LocalEngine, ModelSpec, Parallel3DStrategy, SGLangEngine, Trainer
+from lightrl.commands.plan_run import TrainerSettings, planned_run, use_estimate
 from lightrl.launch.memory import RankMemory, rank_memories
 from lightrl.strategies.costs import USABLE_FRACTION
 from lightrl.testing import TINY_CONFIG
@@ -25,10 +27,14 @@ class Data:
     max_prompt_tokens = 64
 
 
+def module_of(policy: ModelSpec) -> GRPO:
+    return GRPO(policy, reward=len, group_size=8, sampling=Sampling(max_new_tokens=192), microbatch_tokens=4096)
+
+
 def made(**settings: Any) -> tuple[GRPO, Trainer]:
-    sampling = Sampling(max_new_tokens=192)
-    module = GRPO(tiny_spec(config=CONFIG), reward=len, group_size=8, sampling=sampling, microbatch_tokens=4096)
-    return module, Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **settings)
+    return module_of(tiny_spec(config=CONFIG)), Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, **settings
+    )
 
 
 def memory_of(module: GRPO, trainer: Trainer) -> RankMemory:
@@ -90,3 +96,22 @@ def test_servers_on_the_trainers_gpus_leave_room_for_its_weights_and_gradients(g
     assert 0.05 < kept < 0.5
     expected = given.get("mem_fraction_static", pytest.approx(USABLE_FRACTION - 0.1 - kept, abs=0.011))
     assert engine.server_args["mem_fraction_static"] == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy", "is_compiled"),
+    [
+        pytest.param("auto", tiny_spec(config=CONFIG), True, id="one GPU"),
+        pytest.param(FSDP2Strategy(), tiny_spec(config=CONFIG), True, id="FSDP2"),
+        pytest.param(FSDP2Strategy(compile_layers=False), tiny_spec(config=CONFIG), False, id="compile_layers: false"),
+        pytest.param("auto", moe_spec(max_position_embeddings=512), False, id="a mixture of experts"),
+        pytest.param(Parallel3DStrategy(), tiny_spec(config=CONFIG), False, id="3D"),
+    ],
+)
+def test_layers_that_a_gpu_compiles_keep_less(strategy: Any, policy: ModelSpec, is_compiled: bool) -> None:
+    settings = TrainerSettings.of({"accelerator": "gpu", "devices": 1, "strategy": strategy})
+    run = planned_run(module_of(policy), settings, Data())
+    assert run.roles[0].is_compiled is is_compiled
+    eager = replace(run, roles=(replace(run.roles[0], is_compiled=False),))
+    before, after = (rank_memories(each)[0].device["activations"] for each in (eager, run))
+    assert (0.5 * before < after < 0.7 * before) if is_compiled else after == before

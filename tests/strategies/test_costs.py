@@ -45,6 +45,7 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8
 WIDE |= {"head_dim": 128, "vocab_size": 32_000, "num_hidden_layers": 4, "tie_word_embeddings": False}
 GROUPED = {**WIDE, "num_key_value_heads": 2}
 PURE, MIXED = Work(TOKENS, parameter_bytes=2), Work(TOKENS)
+COMPILED = Work(TOKENS, copies_weights=True, is_compiled=True)
 SHAPES = {
     "Qwen3-0.6B, tied, bfloat16": (MODELS["qwen3-0.6b"], PURE, False),
     "Qwen3-1.7B, tied, bf16-mixed as FSDP2 shards it": (MODELS["qwen3-1.7b"], MIXED, False),
@@ -56,7 +57,16 @@ SHAPES = {
     ),
     "Llama, untied, grouped keys, float32": ({"model_type": "llama", **GROUPED}, Work(TOKENS, compute_bytes=4), False),
     "Gemma 3, tied, bfloat16": ({"model_type": "gemma3_text", **GROUPED, "tie_word_embeddings": True}, PURE, False),
+    "Qwen3, grouped keys, bf16-mixed in one process, compiled": ({"model_type": "qwen3", **GROUPED}, COMPILED, False),
+    "Llama, grouped keys, float32, compiled": (
+        {"model_type": "llama", **GROUPED}, Work(TOKENS, compute_bytes=4, is_compiled=True), False,
+    ),
+    "Gemma 3, bfloat16, compiled": (
+        {"model_type": "gemma3_text", **GROUPED}, Work(TOKENS, parameter_bytes=2, is_compiled=True), False,
+    ),
 }  # fmt: skip
+
+EXTRA = {"Qwen3-1.7B, bfloat16, checkpointed", "Llama, grouped keys, float32, compiled", "Gemma 3, bfloat16, compiled"}
 
 
 def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int]:
@@ -75,6 +85,8 @@ def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int
                     setattr(module, key, torch.nn.Parameter(value.detach().to(torch.bfloat16)))
             if checkpointed:
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            if work.is_compiled:  # into the graphs that Inductor gets, which run operation by operation
+                layer.compile(dynamic=True, backend="aot_eager_decomp_partition")
     parallel = SingleModel(model, LogprobSettings(entropy_needs_gradient=False), form="packed")
     kept = {parameter.untyped_storage()._cdata: None for parameter in model.parameters()}
 
@@ -93,9 +105,11 @@ def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int
     return total, experience.num_loss_tokens
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo, of fake parameters
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in its partitioner
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.extra] * (name == "Qwen3-1.7B, bfloat16, checkpointed")) for name in SHAPES],
+    [pytest.param(name, marks=[pytest.mark.extra] * (name in EXTRA)) for name in SHAPES],
 )
 def test_what_autograd_keeps_is_what_the_paper_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be probed without numbers; flash attention is what a GPU runs.
