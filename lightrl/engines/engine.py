@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+# Engines import this at run time: jsonargparse parses a module with TYPE_CHECKING again for each of their methods.
+from transformers import PretrainedConfig
 
 from lightrl.trajectory import FinishReason, Sampling, TokenArray, token_array
 from lightrl.weights import Bucket
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.engines.abilities import ContinuesCompletions, NamesDtypes, ScoresTokens
@@ -25,9 +26,6 @@ from lightrl.models import CONTEXT, context_tokens
 from lightrl.models.images import ImageReader, refusal
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, block_fp8
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> None:

@@ -23,9 +23,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from transformers import PretrainedConfig
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.files import check_local
@@ -67,9 +68,6 @@ from lightrl.models.lora import AdapterShape
 from lightrl.models.routes import RouteLayout
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder, block_fp8
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import SGLangProcess, dtype_of_auto
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 class SGLangEngine(ServerEngine):
