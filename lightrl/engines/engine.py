@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-# Engines import this at run time: jsonargparse parses a module with TYPE_CHECKING again for each of their methods.
+# Engines import this at run time: jsonargparse parses a module that imports for type checkers again for each method.
 from transformers import PretrainedConfig
 
 from lightrl.trajectory import FinishReason, Sampling, TokenArray, token_array
