@@ -26,6 +26,7 @@ from benchmarks import (
     parallel,
     plan,
     roofline,
+    same_update,
     sync_faults,
     weight_sync,
 )
@@ -138,6 +139,16 @@ def test_grpo_vs_trl_runs_lightrl_by_turns(capsys):
     grpo_vs_trl.main(["--quick", "--threads", "1", "--tasks", "skewed", "--contenders", "lightrl"])
     (row,) = [line for line in printed(capsys) if "contender" in line]
     assert row["trained_tokens"] == sum(skewed_lengths(32, 16))
+
+
+@pytest.mark.extra
+def test_trl_makes_the_same_update_of_the_same_completions(capsys):
+    pytest.importorskip("trl")
+    same_update.main([])
+    (row,) = [line for line in printed(capsys) if line.get("measurement") == "update"]
+    # TRL adds 1e-4 to a standard deviation of about 0.5, lightrl 1e-5; the rest is rounding
+    assert row["difference"] < 1e-3
+    assert row["trl_norm"] > 1
 
 
 @pytest.mark.usefixtures("forked_children")
