@@ -117,7 +117,7 @@ def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
 def joined_routes(
     before: TokenArray[int] | None, num_before: int, added: Sequence[int] | None, num_added: int
 ) -> TokenArray[int] | None:
-    """Return the routes of a conversation after more tokens; the first that are known of a token stay.
+    """Return the routes of a conversation after more tokens; of a token that was computed again, the new ones.
 
     Args:
         before: routes of the first `num_before` tokens; None if none of them is known.
@@ -140,8 +140,8 @@ def joined_routes(
     rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])
     if before is not None:
         old = np.asarray(before, np.uint8).reshape(num_before, -1)
-        is_known = (old != NATIVE).any(1, keepdims=True)
-        rows[:num_before] = np.where(is_known, old, rows[:num_before])
+        is_known = (rows[:num_before] != NATIVE).any(1, keepdims=True)
+        rows[:num_before] = np.where(is_known, rows[:num_before], old)
     return TokenArray.of_stored(rows.tobytes(), b"", "B")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
 
 import numpy as np
@@ -16,6 +17,7 @@ from lightrl import LocalEngine, Sampling
 from lightrl.engines import Completion
 from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
 from lightrl.engines.sglang.generation import read_answer, request_of
+from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.routes import RouteLayout, Routes, joined_routes
 from lightrl.weights import Bucket
 
@@ -48,8 +50,8 @@ def test_routes_of_a_completion_are_joined_over_its_requests():
     one = draft()
     one.add(answered(2, [5, 6, 7], "abort"), "http://there")
     assert one.completion().routes == [5, 6, 7]
-    one.add(answered(2, [0, 0, 0, 1, 2]), "http://there")  # other weights computed the first three again
-    assert one.completion().routes == [5, 6, 7, 1, 2]
+    one.add(answered(2, [0, -1, 0, 1, 2]), "http://there")  # other weights computed the first three again
+    assert one.completion().routes == [0, 6, 0, 1, 2]
 
 
 def test_an_interrupted_request_may_lack_its_routes():
@@ -104,16 +106,41 @@ def test_routes_do_not_depend_on_turns(engine_and_model):
     assert routes == [*recorded().flatten().tolist(), *[255] * 4]
 
 
-def test_a_completion_that_was_started_keeps_its_routes(engine_and_model):
+def test_a_completion_that_was_started_has_the_routes_of_the_weights_that_continue_it(engine_and_model):
     engine, _ = engine_and_model
     whole = generated(engine, [4, 7, 5], 6)
-    num_rows = 3 + 2 - 1
-    known = [9] * 4 + list(whole.routes[4 : num_rows * 4])  # as other weights have routed the first token
-    begun = Completion(whole.token_ids[:2], whole.logprobs[:2], [0, 0], "abort", routes=known)
-    assert Completion.from_state(begun.state_dict()).routes == known
+    old = [9] * 4 + list(whole.routes[4 : (3 + 2 - 1) * 4])  # as other weights have routed the first token
+    begun = Completion(whole.token_ids[:2], whole.logprobs[:2], [0, 0], "abort", routes=old)
+    assert Completion.from_state(begun.state_dict()).routes == old
     continued = generated(engine, [4, 7, 5], 6, started=begun)
-    assert continued.token_ids == whole.token_ids
-    assert continued.routes == known + list(whole.routes[num_rows * 4 :])
+    assert (continued.token_ids, continued.routes) == (whole.token_ids, whole.routes)
+
+
+def test_after_a_sync_amid_a_completion_a_trainer_that_replays_has_the_engines_logprobs(engine_and_model):
+    engine, model = engine_and_model
+    newer = copy.deepcopy(model)
+    for block in moe_blocks(newer).values():  # which then chooses other experts
+        router_of(block).weight.data.neg_()
+
+    async def completed() -> Completion:
+        request = engine.generate([4, 7, 5], Sampling(max_new_tokens=40, seed=3), session="one")
+        completing = asyncio.create_task(request)
+        while not any(len(begun.token_ids) > 4 for begun in (await engine.unfinished()).values()):
+            await asyncio.sleep(0)
+        await engine.pause()
+        engine.load_weights([Bucket(dict(newer.named_parameters()))], weight_version=1)
+        await engine.resume()
+        return (await completing)[0]
+
+    made = asyncio.run(completed())
+    assert set(made.weight_versions) == {0, 1}
+    inputs = torch.tensor([[4, 7, 5, *made.token_ids]])
+    routes = torch.tensor(joined_routes(None, 3, made.routes, 40), dtype=torch.uint8).view(43, -1)
+    with torch.no_grad(), Routes(newer).replaying(routes):
+        logprobs = newer(input_ids=inputs, use_cache=False).logits[0, 2:-1].log_softmax(-1)
+    of_tokens = logprobs.gather(1, inputs[0, 3:, None])[:, 0]
+    is_new = torch.tensor(made.weight_versions) == 1
+    torch.testing.assert_close(of_tokens[is_new], torch.tensor(made.logprobs)[is_new], atol=1e-5, rtol=0)
 
 
 def test_routes_are_recorded_unless_they_are_not_wanted_or_there_are_none():

@@ -210,12 +210,12 @@ def test_routes_of_a_branch_follow_those_of_the_first_conversation():
     assert spliced_routes((None, 4), 4, (None, 3), 1) is None
 
 
-def test_the_first_routes_that_are_known_of_a_token_stay():
+def test_a_token_that_is_computed_again_has_its_new_routes():
     first = joined_routes(None, 2, [1, 2, 3], 2)  # a prompt of 2 tokens, a completion of 2, a byte each
     assert first == [1, 2, 3, 255]
     read = joined_routes(first, 4, None, 1)
     assert read == [1, 2, 3, 255, 255]
-    assert joined_routes(read, 5, [9, 9, 9, 4, 5, 6], 2) == [1, 2, 3, 4, 5, 6, 255]
+    assert joined_routes(read, 5, [9, 255, 9, 4, 5, 6], 2) == [9, 2, 9, 4, 5, 6, 255]
     assert joined_routes(None, 2, None, 3) is None
     with pytest.raises(EngineError, match="5 bytes of routes for a prompt of 2 tokens and 2 of a completion"):
         joined_routes(None, 2, [0] * 5, 2)

@@ -214,8 +214,6 @@ class RunningBatch:
             self._token_ids[slot, :length] = part.token_ids
             self._logprobs[slot, :length] = part.logprobs
             row.supports = [bytes(part.supports or ())]
-            if part.routes is not None:
-                row.routes = [bytes(part.routes)]
             row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
 
     def recompute(self, weight_version: int) -> None:
@@ -228,7 +226,10 @@ class RunningBatch:
         for slot, (row, length) in enumerate(zip(self._rows, self._lengths[: self.size].tolist(), strict=True)):
             tokens_by_row.append((*row.prompt, *self._token_ids[slot, : length - 1].tolist()))
             row.version_changes.append((length, weight_version))
-        self._decoder.append(*_distinct(tokens_by_row, self._rows))
+            row.routes.clear()
+        sequences, owners, images = _distinct(tokens_by_row, self._rows)
+        self._decoder.append(sequences, owners, images)
+        self._add_routes(self._rows, owners)
 
     def _longest(self) -> int:
         """Tokens of the longest row, prompt included."""
