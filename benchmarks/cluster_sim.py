@@ -27,12 +27,12 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from benchmarks.plan import best_3d_cost, best_fsdp2_cost
+from benchmarks.plan import Machine, Times, best_3d_cost, best_fsdp2_cost
 from benchmarks.report import Report
 from benchmarks.simulated_cluster import Hardware, Lengths, Outcome, SimulatedCluster
 from lightrl.launch.plan import place
 from lightrl.launch.settings import Layout
-from lightrl.strategies.costs import Machine, Work, num_parameters
+from lightrl.strategies.costs import Work, num_parameters
 
 GPUS_PER_HOST = 8
 UNLIMITED = 16  # of η in the tables: more changes nothing
@@ -108,7 +108,7 @@ def update_s(name: str, gpus: int, tokens: int, context: float = 0.0) -> float:
     work = Work(tokens // workload.num_minibatches)
     costs = [best_fsdp2_cost(config, gpus, work, machine), best_3d_cost(config, gpus, work, machine)]
     fitting = [cost for cost in costs if cost.memory_bytes <= machine.memory_bytes] or costs
-    best = min(cost.step_s for cost in fitting)
+    best = min(Times.of(cost, config, work, machine).step_s for cost in fitting)
     # Two products with half of the sequence, for two directions of backward and two forwards: layers are recomputed.
     scores = 4 * 2 * context * config.hidden_size * config.num_hidden_layers * work.tokens
     best += scores / (gpus * machine.flops * machine.mfu)

@@ -4,8 +4,9 @@
 
 For each number of GPUs it prints FSDP2 and the fastest (pp, dp, tp) that fits the memory: memory of a rank, bytes sent
 per update, idle time of the pipeline, microbatches, seconds. If FSDP2's whole gradients do not fit, `reduces` is the
-number of microbatches: `reduce_every_microbatch` is set. The formulas are in lightrl/strategies/costs.py. Its constants
-are assumed, not measured, and printed as `assumed`; set measured ones with --mfu, --memory-gb and the bandwidths.
+number of microbatches: `reduce_every_microbatch` is set. The formulas of bytes are in lightrl/strategies/costs.py. The
+constants of a machine are assumed, not measured, and printed as `assumed`; set measured ones with --mfu, --memory-gb
+and the bandwidths.
 
 With --shards, torch's own FSDP2 also shards the model, without memory and over a process group that only pretends to
 have the other ranks: `rank_0_gib` and `last_gib` are the parameters, gradients and moments of the first and last rank
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,16 +28,52 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import Report
-from lightrl.strategies.costs import Cost, Machine, Work, fsdp2_cost, num_parameters, parallel_3d_cost
+from lightrl.strategies.costs import Cost, Work, fsdp2_cost, num_parameters, parallel_3d_cost
 from lightrl.strategies.single import decoder_layers
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hardware constants; the defaults come from an H100's data sheet and a common network, none is measured."""
+
+    memory_bytes: float = 80e9
+    flops: float = 989e12  # bfloat16, dense
+    mfu: float = 0.45  # without communication
+    local_bytes_per_s: float = 400e9  # per GPU, within a node
+    remote_bytes_per_s: float = 50e9  # per GPU, between nodes
+    gpus_per_node: int = 8
+
+    def bandwidth(self, ranks: int) -> float:
+        return self.local_bytes_per_s if ranks <= self.gpus_per_node else self.remote_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one update."""
+
+    compute_s: float  # without attention scores; a checkpointed layer runs its forward twice
+    bubble_fraction: float  # idle time of the pipeline
+    step_s: float
+
+    @classmethod
+    def of(cls, cost: Cost, config: Any, work: Work, machine: Machine) -> Times:
+        """Communication over dp hides behind the compute where there is enough of it, unless there is a pipeline."""
+        gpus = cost.pp * cost.dp * cost.tp
+        per_token = (8 if work.checkpoint_activations else 6) * num_parameters(config)
+        compute_s = per_token * work.tokens / (gpus * machine.flops * machine.mfu)
+        bubble = (cost.pp - 1) / (cost.num_microbatches + cost.pp - 1)
+        dp_s = cost.sent_dp / machine.bandwidth(gpus)
+        others_s = cost.sent_tp / machine.bandwidth(cost.tp) + cost.sent_pp / machine.remote_bytes_per_s
+        others_s += max(0.0, dp_s - compute_s) if cost.pp == 1 else dp_s
+        return cls(compute_s, bubble, compute_s / (1 - bubble) + others_s)
 
 
 def best_fsdp2_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:
     """With one reduce for all microbatches, the default, if that fits the memory; otherwise with one for each."""
-    cost = fsdp2_cost(config, gpus, work, machine)
+    cost = fsdp2_cost(config, gpus, work)
     if cost.memory_bytes <= machine.memory_bytes or cost.num_microbatches == 1:
         return cost
-    return fsdp2_cost(config, gpus, work, machine, reduce_every_microbatch=True)
+    return fsdp2_cost(config, gpus, work, reduce_every_microbatch=True)
 
 
 def best_3d_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:
@@ -43,7 +81,7 @@ def best_3d_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:
     costs = list(_all_3d_costs(config, gpus, work, machine))
     fitting = [cost for cost in costs if cost.memory_bytes <= machine.memory_bytes]
     if fitting:
-        return min(fitting, key=lambda cost: cost.step_s)
+        return min(fitting, key=lambda cost: Times.of(cost, config, work, machine).step_s)
     return min(costs, key=lambda cost: cost.memory_bytes)
 
 
@@ -51,7 +89,7 @@ def _all_3d_costs(config: Any, gpus: int, work: Work, machine: Machine) -> Itera
     for tp in (size for size in range(1, machine.gpus_per_node + 1) if gpus % size == 0):
         for pp in (size for size in range(1, gpus // tp + 1) if (gpus // tp) % size == 0):
             try:
-                yield parallel_3d_cost(config, pp, gpus // tp // pp, tp, work, machine)
+                yield parallel_3d_cost(config, pp, gpus // tp // pp, tp, work)
             except ValueError:  # the model's heads or layers do not allow it
                 continue
 
@@ -82,7 +120,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = (8, 64, 512, 1024)
 
 
-def row_of(cost: Cost, machine: Machine) -> dict[str, Any]:
+def row_of(cost: Cost, times: Times, machine: Machine) -> dict[str, Any]:
     gib = 2**30
     return {
         "gpus": cost.pp * cost.dp * cost.tp,
@@ -97,9 +135,9 @@ def row_of(cost: Cost, machine: Machine) -> dict[str, Any]:
         "logits_gib": round(cost.logit_bytes / gib, 2),
         "fits": cost.memory_bytes <= machine.memory_bytes,
         "sent_gib": round(cost.sent_bytes / gib, 1),
-        "bubble_fraction": round(cost.bubble_fraction, 3),
-        "compute_s": round(cost.compute_s, 3),
-        "step_s": round(cost.step_s, 3),
+        "bubble_fraction": round(times.bubble_fraction, 3),
+        "compute_s": round(times.compute_s, 3),
+        "step_s": round(times.step_s, 3),
     }
 
 
@@ -159,7 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 shards = {
                     name: round(size / 2**30, 4) for name, size in zip(("rank_0_gib", "last_gib"), sizes, strict=True)
                 }
-            report.add("update", **row_of(cost, machine), **shards, peak_rss_mib=0)
+            report.add(
+                "update", **row_of(cost, Times.of(cost, config, work, machine), machine), **shards, peak_rss_mib=0
+            )
     report.finish([name for name in report.rows[0] if name not in ("measurement", "peak_rss_mib")])
 
 

@@ -18,7 +18,6 @@ from lightrl.models import RoleMesh
 from lightrl.strategies.costs import (
     TRAJECTORY_BYTES,
     USABLE_FRACTION,
-    Machine,
     Work,
     activation_bytes,
     experience_bytes,
@@ -188,7 +187,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
         shards = max(1, len(role.ranks) // run.num_replicas)
         work = replace(actual_work, tokens=math.ceil(tokens / len(role.ranks)) * shards)
         own_cost, reduced_cost = (
-            fsdp2_cost(config, shards, work, Machine(), reduce_every_microbatch=each)
+            fsdp2_cost(config, shards, work, reduce_every_microbatch=each)
             for each in (run.reduce_every_microbatch, True)
         )
         share = 1 / shards
@@ -202,7 +201,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
         gathered = max(layers, whole) + waiting * role.trained / role.parameters
         sent = own_cost.sent_bytes
     elif run.layout == "3D":
-        cost = parallel_3d_cost(config, role.pp, role.dp, role.tp, work, Machine())
+        cost = parallel_3d_cost(config, role.pp, role.dp, role.tp, work)
         share = cost.state_bytes / (4 * role.width * num_parameters(config))
         gathered = cost.gathered_bytes if is_trained else cost.gathered_bytes / 2
         activations = cost.activation_bytes if is_trained else activations / role.tp

@@ -1,10 +1,9 @@
-"""Costs of a strategy on paper: a rank's memory, bytes sent, idle time and microbatches, from a model's config.
+"""Costs of a strategy on paper: a rank's memory, bytes sent and microbatches, from a model's config.
 
 `lightrl plan`, `launch` and `doctor run` have their memory from here (lightrl/launch/memory.py adds a run's roles), and
 `python -m benchmarks.plan` compares layouts; training does not use it. Bytes are those of one rank in one update,
 tokens those of one update over all ranks. What autograd keeps is counted layer by layer and compared with a real
-update on tensors without memory in tests/strategies/test_costs.py; what is sent and how long that takes are rough
-estimates.
+update on tensors without memory in tests/strategies/test_costs.py; what is sent is a rough estimate.
 """
 
 from __future__ import annotations
@@ -26,18 +25,6 @@ TRAJECTORY_BYTES = 8  # per token of a trajectory, which rank 0 has as long as t
 
 _WHOLE_BYTES = 8  # a gathered parameter and its gradient
 _FLOAT = 4  # bytes of a float32
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Hardware constants; the defaults come from an H100's data sheet and a common network, none is measured."""
-
-    memory_bytes: float = 80e9
-    flops: float = 989e12  # bfloat16, dense
-    mfu: float = 0.45  # without communication
-    local_bytes_per_s: float = 400e9  # per GPU, within a node
-    remote_bytes_per_s: float = 50e9  # per GPU, between nodes
-    gpus_per_node: int = 8
 
 
 @dataclass(frozen=True)
@@ -67,11 +54,14 @@ class Cost:
     gathered_bytes: float  # parameters while they are whole, and their gradients
     activation_bytes: float  # the layers'
     logit_bytes: float  # the head's, at the start of the backward
-    sent_bytes: float
-    bubble_fraction: float
-    compute_s: float
-    step_s: float
+    sent_dp: float  # to ranks with other trajectories
+    sent_tp: float = 0.0  # within layers, between the ranks that share them or their tokens
+    sent_pp: float = 0.0  # between stages
     reduce_every_microbatch: bool = False  # FSDP2Strategy's setting
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.sent_dp + self.sent_tp + self.sent_pp
 
     @property
     def memory_bytes(self) -> float:
@@ -159,9 +149,7 @@ def peak_bytes(config: PretrainedConfig, tokens: int, num_layers: float, work: W
     return layers + max(0.0, again - working), saved + working
 
 
-def fsdp2_cost(
-    config: PretrainedConfig, gpus: int, work: Work, machine: Machine, *, reduce_every_microbatch: bool = False
-) -> Cost:
+def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, *, reduce_every_microbatch: bool = False) -> Cost:
     """FSDP2Strategy gathers layers for each microbatch, forward and backward.
 
     It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`.
@@ -172,8 +160,6 @@ def fsdp2_cost(
     others = (gpus - 1) / gpus
     gathers = work.compute_bytes * 2 * total * num * others  # two gathers of each microbatch
     sent = gathers + work.parameter_bytes * total * others * (num if reduce_every_microbatch else 1)
-    communication = sent / _bandwidth(gpus, machine)
-    compute = _compute_s(config, gpus, work, machine)
     tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens * work.cp / gpus)) / work.cp)
     heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, work.cp)
     times = config.num_hidden_layers * num * (3 if work.checkpoint_activations else 2) * (work.cp - 1) / work.cp
@@ -191,23 +177,20 @@ def fsdp2_cost(
         gathered_bytes=work.compute_bytes * 2 * layer_parameters(config) + work.parameter_bytes * ends + waiting,
         activation_bytes=layers,
         logit_bytes=logits,
-        sent_bytes=sent + exchanged,
-        bubble_fraction=0.0,
-        compute_s=compute,
-        step_s=max(compute, communication),  # gathers hide behind the compute where there is enough of it
+        sent_dp=sent,
+        sent_tp=exchanged,
         reduce_every_microbatch=reduce_every_microbatch,
     )
 
 
-def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: Work, machine: Machine) -> Cost:
+def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: Work) -> Cost:
     """Parallel3DStrategy with 1F1B: tp communicates in every layer.
 
     Over dp, a pipeline keeps its parameters whole within an update. Without a pipeline, layers are freed after each
-    forward, gathered again for the backward and kept for the next forward; compute hides communication as in FSDP2.
+    forward, gathered again for the backward and kept for the next forward.
     Raises ValueError if the model cannot be split this way.
     """
     check_sizes(config, pp, tp, "1F1B", 1)
-    gpus = pp * dp * tp
     num = _num_microbatches(work, dp)
     tokens = min(work.microbatch_tokens, math.ceil(work.tokens / dp))
     ends = config.vocab_size * config.hidden_size
@@ -227,13 +210,8 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
     hidden = work.compute_bytes * tokens * config.hidden_size
     sent_tp = 8 * hidden * (tp - 1) / tp * max(layers) * num
     sent_pp = 2 * hidden / tp * num if pp > 1 else 0.0
-    bubble = (pp - 1) / (num + pp - 1)
-    compute = _compute_s(config, gpus, work, machine)
     in_flight = min(pp, num)  # microbatches of the first stage
     activations, logits = peak_bytes(config, tokens, in_flight * max(layers), work)
-    dp_s = sent_dp / _bandwidth(gpus, machine)
-    communication = sent_tp / _bandwidth(tp, machine) + sent_pp / machine.remote_bytes_per_s
-    communication += max(0.0, dp_s - compute) if pp == 1 else dp_s
     return Cost(
         strategy="3D",
         pp=pp,
@@ -244,22 +222,11 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
         gathered_bytes=whole if dp > 1 else 0.0,
         activation_bytes=activations / tp,
         logit_bytes=logits / tp,
-        sent_bytes=sent_dp + sent_tp + sent_pp,
-        bubble_fraction=bubble,
-        compute_s=compute,
-        step_s=compute / (1 - bubble) + communication,
+        sent_dp=sent_dp,
+        sent_tp=sent_tp,
+        sent_pp=sent_pp,
     )
 
 
 def _num_microbatches(work: Work, dp: float) -> int:
     return max(1, math.ceil(work.tokens / dp / work.microbatch_tokens))
-
-
-def _bandwidth(ranks: int, machine: Machine) -> float:
-    return machine.local_bytes_per_s if ranks <= machine.gpus_per_node else machine.remote_bytes_per_s
-
-
-def _compute_s(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> float:
-    """Time of forward and backward, without attention scores; a checkpointed layer runs its forward twice."""
-    per_token = (8 if work.checkpoint_activations else 6) * num_parameters(config)
-    return per_token * work.tokens / (gpus * machine.flops * machine.mfu)

@@ -12,10 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_update import make_parts
-from benchmarks.plan import MODELS, best_3d_cost, best_fsdp2_cost
+from benchmarks.plan import MODELS, Machine, Times, best_3d_cost, best_fsdp2_cost
 from lightrl.strategies import LogprobSettings, SingleModel, packed_attention, single
 from lightrl.strategies.costs import (
-    Machine,
     Work,
     activation_bytes,
     fsdp2_cost,
@@ -152,22 +151,22 @@ def test_parameters_are_those_of_the_model() -> None:
 
 
 def test_fsdp2_shares_the_state_and_gathers_each_microbatch_twice() -> None:
-    cost = fsdp2_cost(config(), 4, WORK, Machine())
+    cost = fsdp2_cost(config(), 4, WORK)
     assert cost.num_microbatches == 2
     assert cost.state_bytes == 16 * 393_216 / 4
     assert cost.sent_bytes == pytest.approx((2 * 2 * 2 + 4) * 393_216 * 3 / 4)
 
 
 def test_a_pipeline_divides_layers_and_is_idle_at_its_ends() -> None:
-    cost = parallel_3d_cost(config(), 2, 1, 1, WORK, Machine())
+    cost = parallel_3d_cost(config(), 2, 1, 1, WORK)
     assert cost.num_microbatches == 8
-    assert cost.bubble_fraction == pytest.approx(1 / 9)
+    assert Times.of(cost, config(), WORK, Machine()).bubble_fraction == pytest.approx(1 / 9)
     assert cost.state_bytes == 16 * (4 * 40_960 + 32_768)
     assert cost.sent_bytes == pytest.approx(8 * 2 * 2 * 1000 * 64)  # each microbatch, forward and back, in bfloat16
 
 
 def test_without_a_pipeline_layers_are_gathered_again_for_each_microbatch() -> None:
-    cost = parallel_3d_cost(config(), 1, 2, 1, WORK, Machine())
+    cost = parallel_3d_cost(config(), 1, 2, 1, WORK)
     assert cost.num_microbatches == 4
     assert cost.sent_bytes == (8 * 393_216 + 4 * 4 * 8 * 40_960) / 2  # as benchmarks.parallel counts it
     assert cost.gathered_bytes == 4 * 393_216 + 8 * (2 * 40_960 + 2 * 32_768)
@@ -175,12 +174,12 @@ def test_without_a_pipeline_layers_are_gathered_again_for_each_microbatch() -> N
 
 def test_the_best_split_fits_the_memory_where_one_does() -> None:
     tight = Machine(memory_bytes=4e6)
-    assert parallel_3d_cost(config(), 1, 8, 1, WORK, tight).memory_bytes > tight.memory_bytes
+    assert parallel_3d_cost(config(), 1, 8, 1, WORK).memory_bytes > tight.memory_bytes
     assert best_3d_cost(config(), 8, WORK, tight).memory_bytes <= tight.memory_bytes
 
 
 def test_fsdp2_reduces_every_microbatch_where_whole_gradients_do_not_fit() -> None:
-    default = fsdp2_cost(config(), 4, WORK, Machine())
+    default = fsdp2_cost(config(), 4, WORK)
     tight = Machine(memory_bytes=default.memory_bytes - 1)
     chosen = best_fsdp2_cost(config(), 4, WORK, tight)
     assert best_fsdp2_cost(config(), 4, WORK, Machine()) == default
