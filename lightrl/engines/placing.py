@@ -27,5 +27,9 @@ def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device
     if not engine.num_servers:
         return "on servers that run elsewhere"
     gpus = engine.gpus()
-    where = "the CPU" if gpus is None else ", ".join(f"cuda:{gpu}" for gpu in gpus)
+    if gpus is None:  # a plan may be for another machine
+        is_for_gpus = any(device.type == "cuda" for device in trainer_devices)
+        where = "GPUs, of which this machine has none" if is_for_gpus else "the CPU"
+    else:
+        where = ", ".join(f"cuda:{gpu}" for gpu in gpus)
     return f"{count_text(engine.num_servers, 'server')} with tp={engine.tp} on {where}, {engine.placement}"

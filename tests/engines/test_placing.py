@@ -56,7 +56,10 @@ def test_a_local_engine_decodes_on_the_trainers_gpu_unless_device_is_set(caplog:
 def test_the_place_of_servers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_devices(FakeEngine(), [CPU]) == ""
     assert choose_devices(SGLangEngine(urls=["http://host:1"]), [GPU]) == "on servers that run elsewhere"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_devices(SGLangEngine(servers=2), [CPU]) == "2 servers with tp=1 on the CPU, separate"
+    planned = choose_devices(SGLangEngine(servers=1), [GPU])
+    assert planned == "1 server with tp=1 on GPUs, of which this machine has none, separate"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     text = choose_devices(SGLangEngine(servers=1, tp=2), [torch.device("cuda", 0), GPU])
     assert text == "1 server with tp=2 on cuda:2, cuda:3, separate"
