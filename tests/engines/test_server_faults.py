@@ -4,8 +4,6 @@ docs/faults.md has each. Two servers of which one fails, if a test does not say 
 hash of its seed and i, so that one which is lost or counted twice shows.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools
@@ -18,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import psutil
 import pytest
 import torch
@@ -358,8 +357,9 @@ time.sleep(60)
 def test_a_writer_that_is_killed_leaves_no_version_and_its_remains_go_with_the_next_write(tmp_path):
     folder = WeightFolder(tmp_path, Qwen3Config())
     folder.write(one_weight(0), 0)
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    with process:
+    (tmp_path / "writer.py").write_text(WRITER)
+    command = [sys.executable, str(tmp_path / "writer.py"), str(tmp_path)]
+    with forked.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "half\n"
         process.kill()
     assert folder.versions() == [0]
