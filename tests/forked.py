@@ -16,8 +16,6 @@ and ends with its asker, whatever ends that, as their socket closes. A child tha
 (`children_fork=True`) has a fork server of its own, for these must be its descendants.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import ctypes

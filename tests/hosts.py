@@ -65,9 +65,6 @@ class Hosts:
     def cut(self, number: int) -> None:
         self._on_switch(f"ip link set port{number} down")
 
-    def join(self, number: int) -> None:
-        self._on_switch(f"ip link set port{number} up")
-
     def kill(self, number: int) -> None:
         self._processes[number].kill()
         self._processes[number].wait()

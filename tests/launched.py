@@ -1,34 +1,42 @@
-"""A program in place of SGLang, and a run's settings for it, for tests of launches."""
+"""Settings of a run that takes a second, and of an engine with fake servers, for tests of the command and of launches.
 
-import sys
+Their modules are in tests/commands: tiny_task.py, tiny_rewards.py.
+"""
+
 from pathlib import Path
 from typing import Any
 
-import lightrl
+from fake_sglang import python_of_fakes
 
-# In place of a Python with SGLang: takes its arguments and is the fake server.
-_PROGRAM = """#!{python}
-import os, sys
-os.environ["OMP_NUM_THREADS"] = "1"
-sys.path[:0] = {paths!r}
-import yaml
-from fake_sglang.server import main
-words = sys.argv[1:]
-token = yaml.safe_load(open(words[words.index("--config") + 1]))["api-key"]
-given = [words[words.index(name) + place] for name in ("--model-path", "--host", "--port") for place in (0, 1)]
-main([*given, "--api-key", token])
-"""
+_CONFIG = {"model_type": "llama", "vocab_size": 12, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+_CONFIG |= {"num_attention_heads": 2, "max_position_embeddings": 32}
 
 
-def fake_sglang(folder: Path) -> str:
-    """The path of a program for `sglang_python`."""
-    path = folder / "fake-sglang"
-    paths = [str(Path(lightrl.__file__).parents[1]), str(Path(__file__).parent)]
-    path.write_text(_PROGRAM.format(python=sys.executable, paths=paths))
-    path.chmod(0o700)
-    return str(path)
+def run_settings() -> dict[str, Any]:
+    """A run that is complete; a test changes what it is about."""
+    return {
+        "model": {
+            "class_path": "GRPO",
+            "init_args": {
+                "policy": {"config": dict(_CONFIG), "tokenizer": "tiny_task.tokenizer"},
+                "reward": "tiny_rewards.exact",
+                "group_size": 2,
+                "sampling": {"max_new_tokens": 2},
+            },
+        },
+        "data": {"class_path": "tiny_task.Digits"},
+        "trainer": {
+            "max_steps": 2,
+            "log_every_n_steps": 1,
+            "accelerator": "cpu",
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "callbacks": [{"class_path": "StalenessControl", "init_args": {"max_staleness": 1}}],
+        },
+    }
 
 
 def engine(folder: Path, **settings: Any) -> dict[str, Any]:
-    """An SGLangEngine whose servers are fake."""
-    return {"class_path": "SGLangEngine", "init_args": {"sglang_python": fake_sglang(folder), **settings}}
+    """An SGLangEngine whose servers are fake, with the run's model."""
+    program = python_of_fakes(folder, "--with-model")
+    return {"class_path": "SGLangEngine", "init_args": {"sglang_python": program, **settings}}

@@ -1,8 +1,8 @@
 """Tiny models with experts, a family each, and trajectories that an engine sampled with them."""
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -52,15 +52,22 @@ def some_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
 
 
-def sampled(model: PreTrainedModel, **settings: Any) -> list[Trajectory]:
-    """Trajectories of unequal length from a LocalEngine with these settings and the model's weights."""
-    engine = LocalEngine(threads=1, **settings)
+@contextmanager
+def engine_of(model: PreTrainedModel, engine: LocalEngine | None = None, **settings: Any) -> Iterator[LocalEngine]:
+    """A LocalEngine, with these settings if it is not given, that has the model's weights."""
+    engine = engine or LocalEngine(**{"threads": 1, **settings})
     engine.start(model.config)
     try:
         engine.load_weights([Bucket(dict(model.named_parameters()))], weight_version=0)
-        return sampled_by(engine)
+        yield engine
     finally:
         engine.close()
+
+
+def sampled(model: PreTrainedModel, **settings: Any) -> list[Trajectory]:
+    """Trajectories of unequal length from a LocalEngine with these settings and the model's weights."""
+    with engine_of(model, **settings) as engine:
+        return sampled_by(engine)
 
 
 def sampled_by(engine: RolloutEngine) -> list[Trajectory]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import hosts
+from waits import comes_true
 
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "scancel", "srun", "bash", "hostname")
-_START_S = 60.0
 _CONFIG = """\
 ClusterName=box
 SlurmctldHost=node1
@@ -83,16 +82,13 @@ class Slurm(hosts.Hosts):
         assert process.returncode == 0, f"{words}: {output}"
         return str(output)
 
-    def wait_for(self, job: str, *states: str, timeout_s: float) -> str:
-        """The job's state once it is one of these."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            shown = self.run("scontrol", "show", "job", job)
-            state = shown.split("JobState=")[1].split()[0]
-            if state in states:
-                return state
-            assert time.monotonic() < deadline, shown
-            time.sleep(0.2)
+    def wait_for(self, job: str, state: str, timeout_s: float) -> None:
+        """Waits until the job has this state."""
+
+        def shown() -> str:
+            return self.run("scontrol", "show", "job", job)
+
+        assert comes_true(lambda: f"JobState={state} " in shown(), timeout_s, pause_s=0.2), shown()
 
     def _start_daemons(self) -> None:
         (self.folder / "slurm.conf").write_text(_CONFIG.format(folder=self.folder, num=self.num))
@@ -109,7 +105,8 @@ class Slurm(hosts.Hosts):
                 f"slurmd -N node{number}",
             ]
             self.run("bash", "-ec", "\n".join(begin), number=number)
-        deadline = time.monotonic() + _START_S
-        while self.run("sinfo", "--noheader", "--Node", "--format=%t").split() != ["idle"] * self.num:
-            assert time.monotonic() < deadline, self.run("sinfo", "--Node")
-            time.sleep(0.2)
+
+        def states() -> list[str]:
+            return self.run("sinfo", "--noheader", "--Node", "--format=%t").split()
+
+        assert comes_true(lambda: states() == ["idle"] * self.num, pause_s=0.2), states()

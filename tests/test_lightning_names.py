@@ -8,6 +8,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -61,24 +62,24 @@ def is_private(name: str) -> bool:
 @cache
 def names_of_lightning() -> frozenset[str]:
     """Every private name that Lightning's source defines: functions, classes, methods and attributes."""
-    names: set[str] = set()
-    for root in (lightning.pytorch, lightning.fabric):
-        for file in Path(root.__file__).parent.rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                    names.add(node.name)
-                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    names.add(node.attr)
-    return frozenset(name for name in names if is_private(name))
+    defined = re.compile(r"(?:\bdef |\bclass |\bself\.)(_[A-Za-z]\w*)|\.(_[A-Za-z]\w*)(?:: [^=\n]+)? =[^=]")
+    folders = [Path(root.__file__).parent for root in (lightning.pytorch, lightning.fabric)]
+    texts = (file.read_text() for folder in folders for file in folder.rglob("*.py"))
+    return frozenset(name or attribute for text in texts for name, attribute in defined.findall(text))
 
 
-def defined_in(tree: ast.AST) -> set[str]:
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(file.read_text()))]
+
+
+def defined_in(nodes: list[ast.AST]) -> set[str]:
     """Names that a file defines itself: functions, classes, and attributes of `self`."""
-    names = {
-        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                 names.add(node.attr)
         elif isinstance(node, ast.AnnAssign | ast.Assign):
@@ -90,22 +91,20 @@ def defined_in(tree: ast.AST) -> set[str]:
 @cache
 def own_names() -> frozenset[str]:
     """Names that lightrl's classes and modules define themselves."""
-    return frozenset(set().union(*(defined_in(ast.parse(file.read_text())) for file in PACKAGE.rglob("*.py"))))
+    return frozenset(set().union(*(defined_in(nodes_of(file)) for file in PACKAGE.rglob("*.py"))))
 
 
-def private_names_in(source: str) -> set[str]:
+def private_names_in(nodes: list[ast.AST]) -> set[str]:
     """Lightning's private names that a source file reads, imports or names in a string."""
-    tree = ast.parse(source)
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             names.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
             names |= {alias.name for alias in node.names} | set(str(node.module).split("."))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             names.add(node.value)
-    foreign = names - defined_in(tree) - own_names()
-    return {name for name in foreign if is_private(name) and name in names_of_lightning()}
+    return {name for name in names - own_names() if is_private(name) and name in names_of_lightning()}
 
 
 def is_self(node: ast.AST) -> bool:
@@ -138,7 +137,7 @@ def overridden() -> frozenset[tuple[str, str]]:
 def used_names() -> dict[str, set[str]]:
     users: dict[str, set[str]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
-        for name in private_names_in(file.read_text()):
+        for name in private_names_in(nodes_of(file)):
             users.setdefault(name, set()).add(str(file.relative_to(PACKAGE)))
     for where, name in overridden():
         users.setdefault(name, set()).add(where)

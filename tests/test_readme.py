@@ -2,9 +2,10 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+import forked
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,14 +23,8 @@ def test_the_module_in_the_readme_has_at_most_30_lines_and_trains(tmp_path):
     assert len(module.splitlines()) <= 30
     script = tmp_path / "my_module.py"
     script.write_text(code)
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    settings = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "timeout": 150}
+    run = forked.run([sys.executable, str(script)], capture_output=True, text=True, children_fork=True, **settings)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "`max_steps=2` reached" in run.stdout + run.stderr
 

@@ -6,11 +6,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
-from test_lightning_names import is_private, own_names
+from test_lightning_names import is_private, nodes_of, own_names
 
 import lightrl
 
@@ -40,11 +39,6 @@ LAYER = {package: layer for layer, packages in enumerate(LAYERS) for package in 
 
 def modules_of() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
-
-
-@cache
-def nodes_of(file: Path) -> list[ast.AST]:
-    return [*ast.walk(ast.parse(file.read_text()))]
 
 
 def package_of(file: Path) -> str:

@@ -35,11 +35,11 @@ async def until(is_true: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def comes_true(is_true: Callable[[], object]) -> bool:
+def comes_true(is_true: Callable[[], object], longest_s: float = LONGEST_S, *, pause_s: float = 0.02) -> bool:
     """Whether it is true within a time that only a fault takes."""
-    deadline = time.monotonic() + LONGEST_S
+    deadline = time.monotonic() + longest_s
     while not is_true() and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(pause_s)
     return bool(is_true())
 
 

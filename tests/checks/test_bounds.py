@@ -1,7 +1,5 @@
 """What passes and what is refused; that constructors ask is tested beside each."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,47 +1,11 @@
-import copy
 import os
 from pathlib import Path
 
 import pytest
 import yaml
+from launched import run_settings
 
-POLICY = {
-    "config": {
-        "model_type": "llama",
-        "vocab_size": 12,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 32,
-    },
-    "tokenizer": "tiny_task.tokenizer",
-}
-
-
-@pytest.fixture
-def settings():
-    """A run that is complete and takes a second; a test changes what it is about."""
-    return {
-        "model": {
-            "class_path": "GRPO",
-            "init_args": {
-                "policy": copy.deepcopy(POLICY),
-                "reward": "tiny_rewards.exact",
-                "group_size": 2,
-                "sampling": {"max_new_tokens": 2},
-            },
-        },
-        "data": {"class_path": "tiny_task.Digits"},
-        "trainer": {
-            "max_steps": 2,
-            "log_every_n_steps": 1,
-            "accelerator": "cpu",
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "callbacks": [{"class_path": "StalenessControl", "init_args": {"max_staleness": 1}}],
-        },
-    }
+settings = pytest.fixture(run_settings, name="settings")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Config files are read and parsed once: by the parser as by what names a line."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

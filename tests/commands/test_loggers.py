@@ -7,7 +7,6 @@ exported model. Each run has a folder of its own whichever logger comes first.
 import json
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from transformers import AutoModelForCausalLM
+from waits import comes_true
 
 from lightrl.callbacks.loggers import log_image, log_settings, log_table
 from lightrl.commands.main import main
@@ -151,14 +151,8 @@ def records_of(run_folder: Path) -> list[Any]:
 
 def finished_records_of(run_folder: Path) -> list[Any]:
     """`records_of` once wandb's own process has written the last one."""
-    deadline = time.monotonic() + 60
-    while True:
-        records = records_of(run_folder)
-        kinds = [record.WhichOneof("record_type") for record in records]
-        if "exit" in kinds:
-            return records
-        assert time.monotonic() < deadline, kinds
-        time.sleep(0.1)
+    assert comes_true(lambda: "exit" in [record.WhichOneof("record_type") for record in records_of(run_folder)])
+    return records_of(run_folder)
 
 
 def history_of(records: list[Any]) -> list[dict[str, Any]]:
@@ -298,30 +292,18 @@ class SharedFolder(DummyLogger):
     """All runs have one save_dir, and each a version."""
 
     num_runs = 0
+    name, version, save_dir = "tiny", "", None
 
     def __init__(self, save_dir: str | None) -> None:
         super().__init__()
-        self._save_dir = save_dir
-        self._version = ""
+        self.save_dir = save_dir
 
     @property
     def experiment(self) -> Any:
-        if not self._version:
+        if not self.version:
             SharedFolder.num_runs += 1
-            self._version = f"run{SharedFolder.num_runs}"
+            self.version = f"run{SharedFolder.num_runs}"
         return super().experiment
-
-    @property
-    def save_dir(self) -> str | None:
-        return self._save_dir
-
-    @property
-    def name(self) -> str:
-        return "tiny"
-
-    @property
-    def version(self) -> str:
-        return self._version
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What a GPU's memory decides where the user has not, with a GPU's size but without one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

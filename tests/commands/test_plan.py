@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,24 @@ from lightrl.strategies import FSDP2Strategy
 from lightrl.trajectory import Sampling
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = ["--config", "examples/quickstart/grpo.yaml"]
+Printed = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def printed_plan(capsys: pytest.CaptureFixture[str]) -> Printed:
+    """Runs the command, and gives what it prints."""
+
+    def run_plan(*args: str) -> str:
+        assert run([*args]) == 0
+        return capsys.readouterr().out
+
+    return run_plan
 
 
 def test_the_drawing_has_every_call_and_the_keys_between_them() -> None:
@@ -76,12 +93,8 @@ def test_settings_prune_the_graph() -> None:
     assert [call.name for call in plain.data_flow(from_file=True).calls] == ["advantages", "policy_update"]
 
 
-def test_the_command_prints_the_plan_of_an_example(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert run(["--config", "examples/ppo/sync.yaml"]) == 0
-    out = capsys.readouterr().out
+def test_the_command_prints_the_plan_of_an_example(printed_plan: Printed) -> None:
+    out = printed_plan("--config", "examples/ppo/sync.yaml")
     assert out.startswith("PPO: 6 calls per iteration")
     text, _, drawn = out.partition("\n\ndrawing: paste this into https://mermaid.live")
     assert "flowchart" not in text
@@ -89,36 +102,25 @@ def test_the_command_prints_the_plan_of_an_example(
     assert "flowchart LR" in out
 
 
-def printed_plan(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    assert run([*args]) == 0
-    return capsys.readouterr().out
-
-
 SECTION = ["--launch.nodes=2", "--launch.gpus_per_node=4", "--launch.launcher=slurm"]
 
 
-def test_ranks_servers_and_strategy_come_from_the_launch(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    settings = ["--config", "examples/quickstart/grpo.yaml", *SECTION]
-    out = printed_plan(capsys, *settings, "--launch.ranks=4", "--launch.servers=2", "--launch.tp=2")
+def test_ranks_servers_and_strategy_come_from_the_launch(printed_plan: Printed) -> None:
+    settings = [*QUICKSTART, *SECTION]
+    out = printed_plan(*settings, "--launch.ranks=4", "--launch.servers=2", "--launch.tp=2")
     assert "node1 | rank 0   | rank 1   | rank 2   | rank 3\nnode2 | server 0 | server 0 | server 1 | server 1" in out
     assert "trainer.strategy is FSDP2Strategy" in out
     assert "  policy     789,632  789,632  ranks 0 to 3  1 · 4 · 1" in out
     assert "engine: SGLangEngine, servers: 2, tp 2; each device" in out
     assert "of 256 trajectories of 64 tokens at once" in out  # 512 over two servers
-    split = printed_plan(capsys, *settings, "--launch.allocation=sglang.d1t2+d2p2t1")
+    split = printed_plan(*settings, "--launch.allocation=sglang.d1t2+d2p2t1")
     assert "1 servers" not in split
     assert "ranks 0 to 3  2 · 2 · 1" in split
 
 
-def test_a_launch_that_does_not_fit_is_told_with_what_would_change_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_launch_that_does_not_fit_is_told_with_what_would_change_it(printed_plan: Printed) -> None:
     gpus = ["--launch.ranks=2", "--launch.servers=2", "--launch.gpu_memory_gb=0.0005"]
-    out = printed_plan(capsys, "--config", "examples/quickstart/grpo.yaml", *SECTION, *gpus)
+    out = printed_plan(*QUICKSTART, *SECTION, *gpus)
     assert "does not fit" in out
     assert "a server's GPU" in out
 
@@ -134,16 +136,15 @@ def layer_of(folder: Path, policy: dict[str, Any]) -> list[str]:
     """Arguments for the quickstart with another policy."""
     spec = {"tokenizer": "examples.quickstart.task.tokenizer", "config": None, **policy}
     (folder / "policy.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"policy": spec}}}))
-    return ["--config", "examples/quickstart/grpo.yaml", "--config", str(folder / "policy.yaml")]
+    return [*QUICKSTART, "--config", str(folder / "policy.yaml")]
 
 
 def test_plan_launch_and_doctor_say_the_same_of_memory(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, printed_plan: Printed
 ) -> None:
-    monkeypatch.chdir(ROOT)
     four = ["--launch.ranks=4", "--launch.gpus_per_node=4", "--launch.launcher=slurm"]
     arguments = [*layer_of(tmp_path, {"config": BIG}), *four]
-    out = printed_plan(capsys, *arguments)
+    out = printed_plan(*arguments)
     totals = next(line for line in out.splitlines() if line.startswith("  total  "))
     planned = re.split(r" {2,}", totals.strip())[1]  # of rank 0, which has the engine too
     assert launch.run([*arguments, "--dry-run"]) == 0
@@ -156,12 +157,8 @@ def test_plan_launch_and_doctor_say_the_same_of_memory(
 
 
 @pytest.mark.parametrize("section", [[], SECTION])
-def test_a_plan_for_gpus_needs_none(
-    section: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    arguments = ["--config", "examples/quickstart/grpo.yaml", "--trainer.accelerator=gpu", *section]
-    out = printed_plan(capsys, *arguments, "--gpu_memory_gb=80")
+def test_a_plan_for_gpus_needs_none(section: list[str], printed_plan: Printed) -> None:
+    out = printed_plan(*QUICKSTART, "--trainer.accelerator=gpu", *section, "--gpu_memory_gb=80")
     assert "fits: 72.0 GB usable of 80.0 GB on each device" in out
 
 
@@ -174,35 +171,30 @@ def test_a_plan_for_gpus_needs_none(
         ([*SECTION, "--trainer.accelerator=cpu"], None),
     ],
 )
-def test_the_plan_says_which_devices_it_assumed(
-    section: list[str], said: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    out = printed_plan(capsys, "--config", "examples/quickstart/grpo.yaml", "--trainer.accelerator=auto", *section)
+def test_the_plan_says_which_devices_it_assumed(section: list[str], said: str | None, printed_plan: Printed) -> None:
+    out = printed_plan(*QUICKSTART, "--trainer.accelerator=auto", *section)
     assert said in out if said else "assumed" not in out
 
 
 @pytest.mark.parametrize(("gigabytes", "fits"), [(40, False), (150, True)])
 def test_plan_and_launch_agree_on_what_fits_four_ranks_of_a_model_of_1_5_billion(
-    gigabytes: int, fits: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gigabytes: int, fits: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path, printed_plan: Printed
 ) -> None:
-    monkeypatch.chdir(ROOT)
     four = ["--launch.ranks=4", "--launch.gpus_per_node=4", "--launch.launcher=slurm", "--trainer.accelerator=gpu"]
     arguments = [*layer_of(tmp_path, {"config": BIG}), *four, f"--launch.gpu_memory_gb={gigabytes}"]
-    assert ("does not fit" not in printed_plan(capsys, *arguments)) == fits
+    assert ("does not fit" not in printed_plan(*arguments)) == fits
     assert launch.run([*arguments, "--dry-run"]) == (0 if fits else 2)
     assert (f"launch.gpu_memory_gb={gigabytes} is not enough" in capsys.readouterr().err) != fits
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed_plan: Printed
 ) -> None:
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     held = HeldPort("127.0.0.1")  # nobody listens there
     hub = f"http://127.0.0.1:{held.number}"
     monkeypatch.setattr(constants, "ENDPOINT", hub)
-    out = printed_plan(capsys, *layer_of(tmp_path, {"path": "nobody/no-model"}))
+    out = printed_plan(*layer_of(tmp_path, {"path": "nobody/no-model"}))
     held.close()
     (line,) = (line for line in out.splitlines() if "Memory was not checked: " in line)
     assert f"Model 'nobody/no-model' is not in the cache, and {hub} does not answer" in line
@@ -210,13 +202,12 @@ def test_a_hub_that_does_not_answer_is_asked_once(
 
 
 def test_memory_that_is_not_known_is_said_by_plan_launch_and_doctor(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, printed_plan: Printed
 ) -> None:
-    monkeypatch.chdir(ROOT)
     folder = tmp_path / "without_config"
     folder.mkdir()
     arguments = layer_of(tmp_path, {"path": str(folder)})
-    out = printed_plan(capsys, *arguments)
+    out = printed_plan(*arguments)
     (line,) = (line for line in out.splitlines() if "Memory was not checked: " in line)
     assert str(folder) in line
     assert launch.run([*arguments, *SECTION, "--launch.ranks=4", "--dry-run"]) == 0
@@ -227,20 +218,13 @@ def test_memory_that_is_not_known_is_said_by_plan_launch_and_doctor(
     assert (finding.status, finding.text) == ("warning", line)
 
 
-def test_a_launch_that_is_impossible_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert run(["--config", "examples/quickstart/grpo.yaml", *SECTION, "--launch.ranks=9"]) == 2
+def test_a_launch_that_is_impossible_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*QUICKSTART, *SECTION, "--launch.ranks=9"]) == 2
     assert "9 trainer ranks need 9 GPUs" in capsys.readouterr().err
 
 
-def test_the_servers_example_has_all_tables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    configs = ["--config", "examples/quickstart/grpo.yaml", "--config", "examples/quickstart/sglang_cpu.yaml"]
-    out = printed_plan(capsys, *configs)
+def test_the_servers_example_has_all_tables(printed_plan: Printed) -> None:
+    out = printed_plan(*QUICKSTART, "--config", "examples/quickstart/sglang_cpu.yaml")
     for title in ("batch sizes", "models", "memory of a rank's device", "memory of a rank in the host"):
         assert f"\n{title}" in out
     assert "engine: SGLangEngine, servers: 1, tp 1; each device" in out
@@ -262,10 +246,9 @@ def test_the_servers_example_has_all_tables(
     ],
 )
 def test_a_module_that_trains_on_data_has_its_batches_and_memory(
-    name: str, head: str, rows: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, head: str, rows: int, printed_plan: Printed
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    out = printed_plan(capsys, "--config", f"examples/{name}.yaml")
+    out = printed_plan("--config", f"examples/{name}.yaml")
     assert head in out
     assert f"{rows * 64:,}  {rows} · 64, padded to the longest" in out
     assert "memory of a rank's device" in out
@@ -274,34 +257,23 @@ def test_a_module_that_trains_on_data_has_its_batches_and_memory(
     assert "flowchart" not in out
 
 
-def test_a_run_from_a_trajectory_file_generates_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_run_from_a_trajectory_file_generates_nothing(printed_plan: Printed) -> None:
     recorded = ["--data", "TrajectoryDataModule", "--data.path", "runs/quickstart/trajectories"]
-    assert run(["--config", "examples/quickstart/grpo.yaml", *recorded]) == 0
-    out = capsys.readouterr().out
+    out = printed_plan(*QUICKSTART, *recorded)
     assert "policy_update" in out
     assert "generate" not in out
 
 
-def test_the_command_prints_what_does_not_fit_in_lines_of_100_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert run(["--config", "examples/quickstart/grpo.yaml", "--gpu_memory_gb", "0.5"]) == 0
-    out = capsys.readouterr().out
+def test_the_command_prints_what_does_not_fit_in_lines_of_100_columns(printed_plan: Printed) -> None:
+    out = printed_plan(*QUICKSTART, "--gpu_memory_gb", "0.5")
     tables = out[out.index("batch sizes") : out.index("drawing:")]
     assert "does not fit\n  rank 0 needs " in tables
     assert "model.microbatch_tokens to at most" in " ".join(tables.split())
     assert max(map(len, tables.splitlines())) <= 100
 
 
-def test_a_model_without_formulas_leaves_the_rest_of_the_plan(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_model_without_formulas_leaves_the_rest_of_the_plan(tmp_path: Path, printed_plan: Printed) -> None:
     config = {"model_type": "gpt2", "vocab_size": 14, "n_embd": 16, "n_layer": 2, "n_head": 4}
-    out = printed_plan(capsys, *layer_of(tmp_path, {"config": config}))
+    out = printed_plan(*layer_of(tmp_path, {"config": config}))
     assert "\nMemory was not checked: the policy's config (gpt2) has no" in out
     assert "flowchart LR" in out

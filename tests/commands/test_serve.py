@@ -23,30 +23,12 @@ from lightrl.testing import TINY_CONFIG
 
 POLICY = {"config": {"model_type": "qwen3"}, "tokenizer": "tiny.char_tokenizer"}
 
-# In place of an environment with SGLang: a program that takes its arguments and answers as a server.
-FAKE_PYTHON = """#!{python}
-import http.server, sys, os, json
-arguments = sys.argv[1:]
-if os.path.exists({refuse!r}):
-    sys.exit("no GPU")
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        body = json.dumps(arguments).encode()
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    def log_message(self, *_):
-        pass
-port = int(arguments[arguments.index("--port") + 1])
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
 
 @pytest.fixture
 def fake_python(tmp_path):
-    path = tmp_path / "python"
-    path.write_text(FAKE_PYTHON.format(python=sys.executable, refuse=str(tmp_path / "refuse")))
+    """In place of an environment with SGLang: its server starts at once, or ends if there is a file `refuse`."""
+    path, server = tmp_path / "python", f"{sys.executable} {Path(__file__).parents[1]}/engines/small_server.py"
+    path.write_text(f'#!/bin/sh\n[ ! -e {tmp_path}/refuse ] || set -- dies "$@"\nexec {server} "$@"\n')
     path.chmod(0o700)
     return path
 
@@ -226,7 +208,7 @@ def test_registered_servers_are_announced_and_leave_when_a_run_has_let_them_go(f
 def test_a_server_that_does_not_start_ends_the_command_with_its_last_words(fake_python, tiny_folder, tmp_path, folder):
     (tmp_path / "refuse").touch()
     register = folder and tmp_path / folder
-    with pytest.raises(EngineError, match=r"(?s)server 0 ended.*no GPU"):
+    with pytest.raises(EngineError, match=r"(?s)server 0 ended.*no room for 7 GiB"):
         serve(ModelSpec.of(str(tiny_folder)), sglang_python=str(fake_python), register=register)
 
 

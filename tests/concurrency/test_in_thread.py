@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -6,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightrl.concurrency import in_thread
-from lightrl.concurrency.in_thread import CallTimeout, call_within, result_of, submit
+from lightrl.concurrency.in_thread import CallTimeout, call_all, call_within, result_of, submit
 from lightrl.errors import RolloutError
 
 
@@ -66,3 +67,28 @@ def test_an_error_of_the_function_is_raised_where_its_result_is_asked_for() -> N
     future = submit(lambda: int("x"), name="reader")
     with pytest.raises(ValueError, match="invalid literal"):
         result_of(future, "the number", timeout_s=60)
+
+
+def test_all_steps_run_and_the_first_error_is_raised_during_the_one_that_led_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    called: list[int] = []
+
+    def step(number: int) -> None:
+        called.append(number)
+        if number > 1:
+            raise ValueError(f"step {number}")
+
+    def end() -> None:
+        call_all(lambda: call_all(lambda: step(1), lambda: step(2), lambda: step(3)), lambda: step(4))
+
+    def stage() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(end)
+            raise KeyError("the first cause")
+
+    with pytest.raises(ValueError, match="step 2") as caught:
+        stage()
+    assert called == [1, 2, 3, 4]
+    assert isinstance(caught.value.__context__, KeyError)
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["step 3", "step 4"]

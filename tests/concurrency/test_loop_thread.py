@@ -1,7 +1,5 @@
 """The loop's thread ends what is left on the loop, so that nothing suspended outlives it."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import ctypes

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,6 @@ class FakeGateway:
         self._is_frozen = False
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
@@ -61,14 +60,14 @@ class FakeGateway:
         if body["url"] in self.workers:
             return web.json_response({"code": "WORKER_ALREADY_EXISTS"}, status=409)
         worker = {"id": next(self._ids), "url": body["url"], "status": "ready", "load": 0}
-        self._spawn(self._later(0.02, lambda: self.workers.setdefault(body["url"], worker)))
+        self._loop.call_later(0.02, self.workers.setdefault, body["url"], worker)
         return web.json_response({"status": "accepted", "worker_id": worker["id"]}, status=202)
 
     async def _delete(self, request: web.Request) -> web.Response:
         for url, worker in self.workers.items():
             if worker["id"] == request.match_info["id"]:
                 worker["status"] = "draining"
-                self._spawn(self._later(DRAIN_S, lambda url=url: self.workers.pop(url, None)))
+                self._loop.call_later(DRAIN_S, self.workers.pop, url, None)
                 return web.json_response({"status": "accepted"}, status=202)
         return web.json_response({"code": "WORKER_NOT_FOUND"}, status=404)
 
@@ -94,15 +93,6 @@ class FakeGateway:
         finally:
             worker["load"] -= 1
 
-    async def _later(self, seconds: float, action: Any) -> None:
-        await asyncio.sleep(seconds)
-        action()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _run(self, started: threading.Event) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as self._session:
             app = web.Application(middlewares=[self._around], client_max_size=2**28)
@@ -117,8 +107,6 @@ class FakeGateway:
             started.set()
             await self._ended.wait()
             await runner.cleanup()
-            for task in self._tasks:
-                task.cancel()
 
     @contextmanager
     def serving(self) -> Iterator[FakeGateway]:

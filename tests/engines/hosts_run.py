@@ -4,8 +4,6 @@ Loads version 0, then version 1, which the first server receives slowly; prints 
 test_hosts.py reads. It says `amid` when that server has been asked for version 1.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ Its tests take turns: each holds a lock while it uses the server, for they load 
 is not built they are skipped, and the last lines of the run say what to do about SGLang's.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import json
@@ -16,18 +14,23 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
 from typing import Any, Literal
 
 import pytest
 import torch
 from sync_cases import config_of
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
+from lightrl import GRPO, ModelSpec, Prompt, Sampling, StalenessControl, Trainer, Trajectory
+from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.servers.processes.process import ServerProcess, write_model_folder
 from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.vllm.command import VLLMProcess
+from lightrl.testing import QUIET
 
 Kind = Literal["sglang", "vllm"]
 PROCESSES: dict[Kind, type[ModelProcess]] = {"sglang": SGLangProcess, "vllm": VLLMProcess}
@@ -54,6 +57,30 @@ def tiny_models(count: int = 3, config: Qwen3Config | None = None) -> list[PreTr
                     parameter.add_(torch.randn_like(parameter) * 0.2)
             models.append(model)
     return models
+
+
+class LikesLowTokens(GRPO):
+    """Learns to write tokens below 20 of 61; rewards come from this process."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
+
+
+def fit(
+    engine: ServerEngine, config: PreTrainedConfig, folder: Path, *, max_steps: int = 4, max_staleness: int = 2
+) -> tuple[Trainer, list[float]]:
+    """A trainer after its run against a real server, and the mean reward of each rollout."""
+    policy = ModelSpec(config=config.to_dict(), tokenizer="tiny.char_tokenizer", seed=1)
+    module = LikesLowTokens(policy, lr=2e-2, group_size=8, sampling=Sampling(max_new_tokens=8))
+    rewards: list[float] = []
+    module.on_rollout_end = lambda groups: rewards.append(  # type: ignore[method-assign]
+        mean(trajectory.reward for group in groups for trajectory in group.trajectories)
+    )
+    control = StalenessControl(max_staleness)
+    trainer = Trainer(engine=engine, callbacks=[control], max_steps=max_steps, default_root_dir=folder, **QUIET)
+    prompts = [Prompt(f"p{number}", token_ids=[number + 3, 5, 8]) for number in range(8)]
+    trainer.fit(module, DataLoader(prompts, batch_size=4, collate_fn=list))
+    return trainer, rewards
 
 
 def build_file(kind: Kind) -> Path:
@@ -95,26 +122,31 @@ def shared_server(folder: Path, kind: Kind) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def own_server(folder: Path, config: PreTrainedConfig, **args: Any) -> Iterator[dict[str, Any]]:
-    """A SGLang server of this test alone, with another model."""
+def own_server(folder: Path, model: PreTrainedConfig | Path, **args: Any) -> Iterator[dict[str, Any]]:
+    """A SGLang server of this test alone, of random weights or of a model folder; the environment has its token."""
     built_python()
     before = len(_alive)
     try:
-        yield start_server(folder, "sglang", config, **args)
+        with pytest.MonkeyPatch.context() as patch:
+            found = start_server(folder, "sglang", model, **args)
+            patch.setenv("LIGHTRL_SERVER_TOKEN", found["token"])
+            yield found
     finally:
         for server in _alive[before:]:
             _alive.remove(server)
             server.stop(grace_s=0)
 
 
-def start_server(folder: Path, kind: Kind, config: PreTrainedConfig, **args: Any) -> dict[str, Any]:
-    """A server of dummy weights; it ends with this process."""
+def start_server(folder: Path, kind: Kind, model: PreTrainedConfig | Path, **args: Any) -> dict[str, Any]:
+    """A server, of dummy weights if the model is a config; it ends with this process."""
     started = time.monotonic()
+    if not isinstance(model, Path):
+        model, args = write_model_folder(model, folder / f"real-{kind}-model"), {"load_format": "dummy", **args}
     server = PROCESSES[kind](
-        write_model_folder(config, folder / f"real-{kind}-model"),
+        model,
         name=f"the real {NAMES[kind]}",
         python=built_python(kind),
-        args={"load_format": "dummy", **args},
+        args=args,
         log_file=folder / f"real-{kind}.log",
         startup_timeout_s=STARTUP_S[kind],
     )

@@ -1,4 +1,4 @@
-"""A server of a few lines, in place of SGLang: `python small_server.py PORT [word ...]`; it starts at once.
+"""A server of a few lines, in place of SGLang: `python small_server.py --port PORT [word ...]`; it starts at once.
 
 Words: `never_ready`, `dies` (at once, after a last line), `stubborn` (ignores SIGTERM), `child` (starts a process that
 ignores SIGTERM, in a session of its own; its id is at /child), `dies_after_1` (a second after its start), `late`
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-port, *words = sys.argv[1:]
+words = sys.argv[1:]
 token = os.environ.get("LIGHTRL_SERVER_TOKEN", "")
 child = None
 if "dies" in words:
@@ -46,4 +46,4 @@ if "dies_after_1" in words:
 if "late" in words:
     time.sleep(1)
 sys.stderr.write("listening\n")
-http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(words[words.index("--port") + 1])), Handler).serve_forever()

@@ -1,10 +1,7 @@
-"""Fake servers, engines on them, versions and one sync: what tests of engines and of the load protocol share."""
-
-from __future__ import annotations
+"""Configs, versions of weights and one sync: what tests of engines and of the load protocol share."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,52 +15,18 @@ from lightrl.engines.servers.sync.report import SyncReport
 from lightrl.engines.servers.sync.server_sync import ServerSync
 from lightrl.engines.servers.sync.transports import WeightTransport
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.weights import Bucket, bucketed
 
 LARGE = Qwen3Config(vocab_size=1000, max_position_embeddings=100_000)  # of servers without a model, which hash
 Start = Callable[..., FakeServerProcess]
-EngineOn = Callable[..., SGLangEngine]
+EngineOn = Callable[..., Any]
+# Sizes of a model that computes within milliseconds.
+SMALL: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0}
 
 
 def config_of(**changes: Any) -> Qwen3Config:
-    """A model that a fake server computes within milliseconds."""
-    values = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
-              "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": None}  # fmt: skip
-    return Qwen3Config(**{**values, **changes})
-
-
-def started_servers() -> Iterator[Start]:
-    """The fixture `start`: starts a fake server, which ends with the test."""
-    servers: list[FakeServerProcess] = []
-
-    def start(*arguments: Any, **named: Any) -> FakeServerProcess:
-        servers.append(FakeServerProcess(*arguments, **named).start())
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
-
-
-def engines_on_servers() -> Iterator[EngineOn]:
-    """The fixture `engine_on`: starts an engine that has loaded version 0, and is closed with the test."""
-    engines: list[SGLangEngine] = []
-
-    def engine_on(
-        *servers: FakeServerProcess, size: int = 64, should_verify: bool = True, **arguments: Any
-    ) -> SGLangEngine:
-        settings: dict[str, Any] = {"urls": [server.url for server in servers], "timeouts": Deadlines()}
-        engines.append(SGLangEngine(**(settings | arguments)))
-        engines[-1].should_verify = should_verify
-        engines[-1].start(LARGE)
-        engines[-1].load_weights(one_weight(0, size), weight_version=0)
-        return engines[-1]
-
-    yield engine_on
-    for engine in engines:
-        engine.close()
+    return Qwen3Config(**{**SMALL, "head_dim": 8, "tie_word_embeddings": False, "eos_token_id": None, **changes})
 
 
 def one_weight(version: int, size: int = 64) -> list[Bucket]:
@@ -130,15 +93,3 @@ def asked(server: FakeServerProcess, question: str, **fields: Any) -> Any:
 
 def version_of(server: FakeServerProcess) -> str:
     return str(asked(server, "model_info")["weight_version"])
-
-
-@contextmanager
-def running(num: int, model_folder: Any = None, **arguments: Any) -> Iterator[list[FakeServerProcess]]:
-    servers = [FakeServerProcess(model_folder, **arguments) for _ in range(num)]
-    try:
-        for server in servers:
-            server.start()
-        yield servers
-    finally:
-        for server in servers:
-            server.stop()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_sglang import python_of_fakes
 from safetensors.torch import load_file
-from sync_cases import asked, running, sync, version_of
+from sync_cases import asked, sync, version_of
 from transformers import Qwen3Config
 from waits import Deadlines
 
@@ -113,84 +113,85 @@ def serves(server, version):
     return version_of(server) == str(version) and asked(server, "checksum")["ranks"][0]["checksums"] == sums_of(version)
 
 
-def test_servers_serve_the_trainers_weights_and_only_the_change_travels(receiver):
-    with running(2) as servers:
-        transport = transport_to([receiver], servers)
-        full = sync(servers, transport, parameters(0), 0)
-        assert full.num_bytes > 2 * 60_000
-        for version in (1, 2, 3):
-            report = sync(servers, transport, parameters(version), version, previous_version=version - 1)
-            assert report.versions == dict.fromkeys([server.url for server in servers], version)
-            assert report.num_bytes < 0.1 * full.num_bytes
-            assert has(receiver, version)
-            assert all(serves(server, version) for server in servers)
-
-
-def test_the_delta_is_fetched_and_applied_before_the_pause(receiver):
-    with running(1) as servers:
-        transport = transport_to([receiver], servers)
-        sync(servers, transport, parameters(0), 0)
-        servers[0].fault("error", "/pause_generation", count=-1)
-        with pytest.raises(SyncFailed):
-            sync(servers, transport, parameters(1), 1)
-        assert has(receiver, 1)
-
-
-def test_a_server_that_was_restarted_loads_the_version_that_the_receiver_has(receiver):
-    with running(1) as servers:
-        transport = transport_to([receiver], servers)
-        sync(servers, transport, parameters(0), 0)
-        sync(servers, transport, parameters(1), 1)
-        servers[0].start()
-        assert transport.holds(1)
-        assert sync(servers, transport, None, 1).num_bytes == 0
-        assert serves(servers[0], 1)
-
-
-def test_servers_that_all_refuse_continue_with_the_previous_version(receiver):
-    with running(2) as servers:
-        transport = transport_to([receiver], servers)
-        sync(servers, transport, parameters(0), 0)
-        for server in servers:
-            server.fault("error", UPDATE, count=1)
-        with pytest.raises(SyncFailed) as caught:
-            sync(servers, transport, parameters(1), 1, previous_version=0)
-        assert caught.value.report.versions == dict.fromkeys([server.url for server in servers], 0)
-        assert all(serves(server, 0) for server in servers)
-        assert has(receiver, 0)
-        sync(servers, transport, parameters(2), 2)
-        assert all(serves(server, 2) for server in servers)
-
-
-def test_a_receiver_that_is_killed_between_syncs_comes_back_with_its_version(receiver):
-    with running(1) as servers:
-        transport = transport_to([receiver], servers)
-        full = sync(servers, transport, parameters(0), 0)
-        receiver.kill()
-        receiver.start()  # the sync waits until it answers
-        report = sync(servers, transport, parameters(1), 1)
+def test_servers_serve_the_trainers_weights_and_only_the_change_travels(start, receiver):
+    servers = [start(), start()]
+    transport = transport_to([receiver], servers)
+    full = sync(servers, transport, parameters(0), 0)
+    assert full.num_bytes > 2 * 60_000
+    for version in (1, 2, 3):
+        report = sync(servers, transport, parameters(version), version, previous_version=version - 1)
+        assert report.versions == dict.fromkeys([server.url for server in servers], version)
         assert report.num_bytes < 0.1 * full.num_bytes
-        assert serves(servers[0], 1)
+        assert has(receiver, version)
+        assert all(serves(server, version) for server in servers)
 
 
-def test_a_receiver_that_is_killed_while_it_applies_gets_the_whole_version(receiver):
+def test_the_delta_is_fetched_and_applied_before_the_pause(start, receiver):
+    servers = [start()]
+    transport = transport_to([receiver], servers)
+    sync(servers, transport, parameters(0), 0)
+    servers[0].fault("error", "/pause_generation", count=-1)
+    with pytest.raises(SyncFailed):
+        sync(servers, transport, parameters(1), 1)
+    assert has(receiver, 1)
+
+
+def test_a_server_that_was_restarted_loads_the_version_that_the_receiver_has(start, receiver):
+    servers = [start()]
+    transport = transport_to([receiver], servers)
+    sync(servers, transport, parameters(0), 0)
+    sync(servers, transport, parameters(1), 1)
+    servers[0].start()
+    assert transport.holds(1)
+    assert sync(servers, transport, None, 1).num_bytes == 0
+    assert serves(servers[0], 1)
+
+
+def test_servers_that_all_refuse_continue_with_the_previous_version(start, receiver):
+    servers = [start(), start()]
+    transport = transport_to([receiver], servers)
+    sync(servers, transport, parameters(0), 0)
+    for server in servers:
+        server.fault("error", UPDATE, count=1)
+    with pytest.raises(SyncFailed) as caught:
+        sync(servers, transport, parameters(1), 1, previous_version=0)
+    assert caught.value.report.versions == dict.fromkeys([server.url for server in servers], 0)
+    assert all(serves(server, 0) for server in servers)
+    assert has(receiver, 0)
+    sync(servers, transport, parameters(2), 2)
+    assert all(serves(server, 2) for server in servers)
+
+
+def test_a_receiver_that_is_killed_between_syncs_comes_back_with_its_version(start, receiver):
+    servers = [start()]
+    transport = transport_to([receiver], servers)
+    full = sync(servers, transport, parameters(0), 0)
+    receiver.kill()
+    receiver.start()  # the sync waits until it answers
+    report = sync(servers, transport, parameters(1), 1)
+    assert report.num_bytes < 0.1 * full.num_bytes
+    assert serves(servers[0], 1)
+
+
+def test_a_receiver_that_is_killed_while_it_applies_gets_the_whole_version(start, receiver):
     sizes = {"num_elements": 20_000_000}
-    with running(1) as servers:
-        transport = transport_to([receiver], servers)
-        sync(servers, transport, parameters(0, **sizes), 0, bucket_bytes=2**26)
-        killer = subprocess.Popen(
-            [sys.executable, "-c", KILLER, str(receiver.folder / ".changing"), str(receiver.process.pid)],
-            stdout=subprocess.PIPE,
-        )
-        assert killer.stdout.readline() == b"watching\n"
-        restarting = in_a_thread(lambda: (killer.wait(60), receiver.process.wait(), receiver.start()))
-        report = sync(servers, transport, parameters(1, **sizes), 1, bucket_bytes=2**26)
-        restarting.join()
-        killer.stdout.close()
-        assert killer.returncode == 0
-        assert report.versions == {servers[0].url: 1}
-        assert report.num_bytes > 2 * 3 * sizes["num_elements"]  # the whole after the delta
-        assert has(receiver, 1, **sizes)
+    servers = [start()]
+    transport = transport_to([receiver], servers)
+    sync(servers, transport, parameters(0, **sizes), 0, bucket_bytes=2**26)
+    killer = subprocess.Popen(
+        [sys.executable, "-c", KILLER, str(receiver.folder / ".changing"), str(receiver.process.pid)],
+        stdout=subprocess.PIPE,
+    )
+    assert killer.stdout.readline() == b"watching\n"
+    restarting = threading.Thread(target=lambda: (killer.wait(60), receiver.process.wait(), receiver.start()))
+    restarting.start()
+    report = sync(servers, transport, parameters(1, **sizes), 1, bucket_bytes=2**26)
+    restarting.join()
+    killer.stdout.close()
+    assert killer.returncode == 0
+    assert report.versions == {servers[0].url: 1}
+    assert report.num_bytes > 2 * 3 * sizes["num_elements"]  # the whole after the delta
+    assert has(receiver, 1, **sizes)
 
 
 KILLER = """
@@ -202,34 +203,29 @@ os.kill(int(sys.argv[2]), signal.SIGKILL)
 """
 
 
-def in_a_thread(action):
-    thread = threading.Thread(target=action)
-    thread.start()
-    return thread
-
-
-def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_it(tmp_path):
+def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_it(start, tmp_path):
     lone = ReceiverProcess(tmp_path)
-    with running(1) as servers:
-        with pytest.raises(SyncFailed) as caught:
-            sync(servers, transport_to([lone], servers, wait_s=0.5), parameters(0), 1, previous_version=0)
-        assert caught.value.report.versions == {servers[0].url: 0}  # it goes on with what it has
-        assert lone.url in str(caught.value)
-        assert "python -m lightrl.engines.servers.sync.receiver --host" in str(caught.value)
-        assert "/pause_generation" not in servers[0].stats()["requests"]
+    servers = [start()]
+    with pytest.raises(SyncFailed) as caught:
+        sync(servers, transport_to([lone], servers, wait_s=0.5), parameters(0), 1, previous_version=0)
+    assert caught.value.report.versions == {servers[0].url: 0}  # it goes on with what it has
+    assert lone.url in str(caught.value)
+    assert "python -m lightrl.engines.servers.sync.receiver --host" in str(caught.value)
+    assert "/pause_generation" not in servers[0].stats()["requests"]
     lone.held.close()
 
 
-def test_a_wrong_token_and_a_server_in_place_of_a_receiver_are_named(receiver):
-    with running(1) as servers:
-        with pytest.raises(SyncFailed, match=r"HTTP 401.*LIGHTRL_SERVER_TOKEN"):
-            sync(servers, transport_to([receiver], servers, token="another"), parameters(0), 0)
-        with pytest.raises(SyncFailed, match="HTTP 404"):
-            sync(servers, transport_to(servers, servers), parameters(0), 0)
+def test_a_wrong_token_and_a_server_in_place_of_a_receiver_are_named(start, receiver):
+    servers = [start()]
+    with pytest.raises(SyncFailed, match=r"HTTP 401.*LIGHTRL_SERVER_TOKEN"):
+        sync(servers, transport_to([receiver], servers, token="another"), parameters(0), 0)
+    with pytest.raises(SyncFailed, match="HTTP 404"):
+        sync(servers, transport_to(servers, servers), parameters(0), 0)
 
 
-def test_each_receiver_gets_its_own_upload_and_one_that_dies_loses_only_its_own_server(tmp_path):
-    with receiving(3, tmp_path) as receivers, running(3) as servers:
+def test_each_receiver_gets_its_own_upload_and_one_that_dies_loses_only_its_own_server(start, tmp_path):
+    servers = [start() for _ in range(3)]
+    with receiving(3, tmp_path) as receivers:
         transport = transport_to(receivers, servers, wait_s=30)
         full = sync(servers, transport, parameters(0), 0)
         model_bytes = sum(2 * tensor.numel() for tensor in parameters(0).values())

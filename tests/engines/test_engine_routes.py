@@ -1,7 +1,5 @@
 """Routes that engines return: LocalEngine's own, and those of servers, joined over requests."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import copy
@@ -10,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from moe_cases import moe_model
+from moe_cases import engine_of, moe_model
 from tiny import tiny_model
 
 from lightrl import LocalEngine, Sampling
@@ -19,7 +17,6 @@ from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
 from lightrl.engines.sglang.generation import read_answer, request_of
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.routes import RouteLayout, Routes, joined_routes
-from lightrl.weights import Bucket
 
 LAYOUT = RouteLayout(layers=(1,), num_layers=2, num_experts=8)  # the first layer is dense
 
@@ -77,11 +74,9 @@ def test_a_finished_request_without_the_models_routes_is_refused(experts, messag
 
 @pytest.fixture
 def engine_and_model():
-    model, engine = moe_model(), LocalEngine(threads=1)
-    engine.start(model.config)
-    engine.load_weights([Bucket(dict(model.named_parameters()))], weight_version=0)
-    yield engine, model
-    engine.close()
+    model = moe_model()
+    with engine_of(model) as engine:
+        yield engine, model
 
 
 def generated(engine, token_ids, num, **request):
@@ -144,11 +139,7 @@ def test_after_a_sync_amid_a_completion_a_trainer_that_replays_has_the_engines_l
 
 
 def test_routes_are_recorded_unless_they_are_not_wanted_or_there_are_none():
-    model = moe_model()
-    engine = LocalEngine(threads=1, record_routes=False)
-    engine.start(model.config)
-    engine.load_weights([Bucket(dict(model.named_parameters()))], weight_version=0)
-    assert generated(engine, [4, 7], 2).routes is None
-    engine.close()
+    with engine_of(moe_model(), record_routes=False) as engine:
+        assert generated(engine, [4, 7], 2).routes is None
     with pytest.raises(ValueError, match="has no experts to record"):
         LocalEngine(record_routes=True).start(tiny_model("llama").config)

@@ -1,7 +1,5 @@
 """FakeEngine: the contract, and what users ask of it: scripts, stragglers, failures."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable

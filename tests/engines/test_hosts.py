@@ -3,8 +3,6 @@
 Needs root; where there is none, the reason is in pytest's summary of skipped tests.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
@@ -14,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fake_sglang import COMMAND
 from hosts import Hosts, why_not
-from sync_cases import config_of
-from transformers import AutoModelForCausalLM
 
 from lightrl.engines.servers.addresses import interface_of, remote_servers, trainer_address
 from lightrl.errors import EngineUnreachable
@@ -31,26 +26,7 @@ TRANSPORTS = pytest.mark.parametrize(
     "transport", ["distributed", *(pytest.param(name, marks=pytest.mark.extra) for name in ("disk", "delta"))]
 )
 TOKEN = {"LIGHTRL_SERVER_TOKEN": "a-token"}
-CONNECT = """
-import socket, sys, time
-for _ in range(500):
-    try:
-        socket.create_connection((sys.argv[1], int(sys.argv[2]))).close()
-        break
-    except OSError:
-        time.sleep(0.1)
-else:
-    sys.exit(1)
-"""
 ENDS = {"cut": Hosts.cut, "kill": Hosts.kill}
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    with torch.random.fork_rng():
-        AutoModelForCausalLM.from_config(config_of()).save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture
@@ -59,11 +35,11 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-def serve(hosts: Hosts, number: int, model_folder: str) -> str:
+def serve(hosts: Hosts, number: int, model_folder: Path) -> str:
     """Starts a fake server on a host; its address."""
     address = hosts.address(number)
     command = [*COMMAND, "--host", address, "--port", str(PORT)]
-    process = hosts.popen(number, [*command, "--model-path", model_folder], stdout=subprocess.PIPE)
+    process = hosts.popen(number, [*command, "--model-path", str(model_folder)], stdout=subprocess.PIPE)
     assert json.loads(process.stdout.readline())["port"] == PORT
     return f"http://{address}:{PORT}"
 
@@ -73,15 +49,15 @@ def receive(hosts: Hosts, number: int, folder: Path) -> None:
     address = hosts.address(number)
     command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--host", address, "--port", "31000"]
     hosts.popen(number, [*command, "--folder", str(folder / f"receiver-{number}")], env=TOKEN)
-    reached = hosts.popen(number, [sys.executable, "-c", CONNECT, address, "31000"])
-    assert reached.wait(60) == 0
+    listens = f"until : >/dev/tcp/{address}/31000; do sleep 0.1; done"
+    assert hosts.popen(number, ["bash", "-c", listens], stderr=subprocess.DEVNULL).wait(60) == 0
 
 
 class Trainer:
     """hosts_run.py on host 1, line by line."""
 
-    def __init__(self, hosts: Hosts, transport: str, model_folder: str, weight_folder: object, *urls: str) -> None:
-        command = [sys.executable, RUN, transport, model_folder, str(weight_folder), *urls]
+    def __init__(self, hosts: Hosts, transport: str, model_folder: Path, weight_folder: object, *urls: str) -> None:
+        command = [sys.executable, RUN, transport, str(model_folder), str(weight_folder), *urls]
         # gloo finds the interface by itself here, from the address that the servers are told
         env = {"GLOO_SOCKET_IFNAME": "", **TOKEN}
         self.process = hosts.popen(1, command, stdout=subprocess.PIPE, text=True, env=env)
@@ -94,7 +70,7 @@ class Trainer:
 @IN_A_BOX
 @TRANSPORTS
 def test_a_server_on_another_host_gets_the_weights(
-    transport: str, hosts: Hosts, model_folder: str, tmp_path: Path
+    transport: str, hosts: Hosts, model_folder: Path, tmp_path: Path
 ) -> None:
     url = serve(hosts, 2, model_folder)
     if transport == "delta":
@@ -117,7 +93,7 @@ def test_a_server_on_another_host_gets_the_weights(
 )
 @pytest.mark.extra
 def test_a_host_that_is_lost_during_a_sync_is_named_and_the_other_gets_the_weights(
-    transport: str, end: str, hosts: Hosts, model_folder: str, tmp_path: Path, record_property: Any
+    transport: str, end: str, hosts: Hosts, model_folder: Path, tmp_path: Path, record_property: Any
 ) -> None:
     doomed, left = serve(hosts, 2, model_folder), serve(hosts, 3, model_folder)
     if transport == "delta":
@@ -138,7 +114,7 @@ def test_a_host_that_is_lost_during_a_sync_is_named_and_the_other_gets_the_weigh
 @pytest.mark.cluster
 @IN_A_BOX
 @pytest.mark.extra
-def test_the_default_folder_is_refused_for_a_server_on_another_host(hosts: Hosts, model_folder: str) -> None:
+def test_the_default_folder_is_refused_for_a_server_on_another_host(hosts: Hosts, model_folder: Path) -> None:
     trainer = Trainer(hosts, "disk", model_folder, "", f"http://{hosts.address(2)}:{PORT}")
     refused = trainer.line()["refused"]
     assert f"http://{hosts.address(2)}:{PORT} is on another machine" in refused
@@ -148,7 +124,7 @@ def test_the_default_folder_is_refused_for_a_server_on_another_host(hosts: Hosts
 @pytest.mark.cluster
 @IN_A_BOX
 @pytest.mark.extra
-def test_an_address_without_a_route_fails_within_seconds(hosts: Hosts, model_folder: str, tmp_path: Path) -> None:
+def test_an_address_without_a_route_fails_within_seconds(hosts: Hosts, model_folder: Path, tmp_path: Path) -> None:
     """`Timeouts.startup_s` is the default, 15 minutes."""
     trainer = Trainer(hosts, "disk", model_folder, tmp_path, "http://192.168.9.9:30000")
     assert "192.168.9.9 port 30000: Network is unreachable" in trainer.line()["refused"]

@@ -1,7 +1,5 @@
 """The compiled kernels of LocalEngine: against exact products and torch's step, whatever rows and threads there are."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -9,21 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from sync_cases import SMALL
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from lightrl.engines.local import kernels
 from lightrl.engines.local.fast_decoder import FusedLinear, LlamaDecoder, find_family
 from lightrl.engines.local.kernels import Kernels, LinearOfKernel
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 40,
-    "intermediate_size": 72,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+SIZES: dict[str, Any] = {**SMALL, "hidden_size": 40, "intermediate_size": 72}
 
 
 @pytest.fixture

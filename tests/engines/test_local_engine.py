@@ -1,7 +1,5 @@
 """LocalEngine: the contract on the fast path and the fallback, and what is its own."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import dataclasses
@@ -13,7 +11,8 @@ import engine_contract
 import pytest
 import torch
 from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
-from moe_cases import moe_model, sampled
+from moe_cases import engine_of, moe_model, sampled
+from sync_cases import SMALL
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
@@ -41,19 +40,9 @@ from lightrl.functional import ImportanceWeights
 from lightrl.models.images import new_model
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
-from lightrl.weights import Bucket, block_fp8, bucketed
+from lightrl.weights import Bucket, block_fp8
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+SIZES: dict[str, Any] = {**SMALL, "eos_token_id": 1}
 FP8_SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
 FP8_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 LLAMA3_ROPE = {
@@ -64,15 +53,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-GPT2 = {
-    "vocab_size": 61,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
 
 
 def qwen3(**changes: Any) -> PretrainedConfig:
@@ -80,7 +60,8 @@ def qwen3(**changes: Any) -> PretrainedConfig:
 
 
 def gpt2() -> PretrainedConfig:
-    return GPT2Config(**GPT2)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    return GPT2Config(vocab_size=61, bos_token_id=0, eos_token_id=1, **sizes)
 
 
 def llama_with_biases() -> PretrainedConfig:
@@ -233,17 +214,13 @@ class OwnGroups(OwnGenerate):
 
 @pytest.mark.parametrize(("kind", "asked"), [(OwnGenerate, (0, 1, 2)), (OwnGroups, ())])
 def test_a_subclass_that_replaces_generate_alone_is_asked_for_every_completion(kind: Any, asked: Any) -> None:
-    engine = kind(threads=1)
-    engine.start(qwen3())
-    engine.load_weights(bucketed(make_models(qwen3(), 1)[0].named_parameters(), 10**6), weight_version=0)
-
     async def scenario() -> list[Completion]:
         samplings = [Sampling(max_new_tokens=2, seed=seed) for seed in range(3)]
         return await asyncio.gather(*engine.generate_group([1], samplings, session="s"))
 
-    assert [len(completion.token_ids) for completion in run(scenario())] == [2, 2, 2]
+    with engine_of(*make_models(qwen3(), 1), kind(threads=1)) as engine:
+        assert [len(completion.token_ids) for completion in run(scenario())] == [2, 2, 2]
     assert engine.asked == asked
-    engine.close()
 
 
 def test_a_parameter_that_arrives_twice_is_refused(qwen3_case: EngineCase) -> None:
@@ -255,11 +232,8 @@ def test_a_parameter_that_arrives_twice_is_refused(qwen3_case: EngineCase) -> No
 def test_the_global_random_state_and_thread_count_are_left_alone() -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     for fast_path in (True, False):
-        engine = LocalEngine(threads=1, fast_path=fast_path)
-        engine.start(qwen3())
-        engine.load_weights(bucketed(make_models(qwen3(), 1)[0].named_parameters(), 10**6), weight_version=0)
-        run(engine.generate([1], Sampling(max_new_tokens=5), session="test"))
-        engine.close()
+        with engine_of(*make_models(qwen3(), 1), fast_path=fast_path) as engine:
+            run(engine.generate([1], Sampling(max_new_tokens=5), session="test"))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
 
@@ -474,6 +448,12 @@ def decoded(
     return completions
 
 
+def test_the_dtype_that_auto_became_is_named() -> None:
+    case = make_case(qwen3(dtype="bfloat16"))
+    assert case.engine.dtypes() == {"float32"}  # on a CPU
+    case.engine.close()
+
+
 def test_bfloat16_weights_serve() -> None:
     case = make_case(qwen3(), dtype="bfloat16")
     case.load(0)
@@ -505,14 +485,9 @@ def test_block_fp8_samples_with_rounded_weights_and_says_so(family: str, fast_pa
 def test_with_importance_weights_the_expected_gradient_is_the_trainers_own() -> None:
     """All completions of one token, each with the probability that the engine gives it."""
     model, prompt = moe_model("qwen3", **FP8_SIZES).double(), [3, 7, 4]
-    engine = LocalEngine(dtype="float64", quantization="fp8")
-    engine.start(model.config)
-    try:
-        engine.load_weights([Bucket(dict(model.named_parameters()))], weight_version=0)
+    with engine_of(model, dtype="float64", quantization="fp8") as engine:
         assert engine.dtypes() == {"float64", "float8_e4m3fn"}
         found = engine.top_logprobs([*prompt, 0], model.config.vocab_size)[-1]
-    finally:
-        engine.close()
     behavior = torch.tensor([logprob for logprob, _ in sorted(found, key=lambda pair: pair[1])])[:, None].double()
     advantages = torch.linspace(-1, 2, len(behavior)).double()
 

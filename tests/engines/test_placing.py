@@ -1,7 +1,5 @@
 """Which devices an engine gets beside a trainer, before anything starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,11 +1,9 @@
 """The real SGLang on this machine's CPU, as lightrl starts it: who may ask, what it stops at, its weights and seeds."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import stat
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,16 @@ import torch
 from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, run
 from moe_cases import moe_model, sampled_by
 from real_servers import own_server, tiny_config, tiny_models
+from sync_cases import EngineOn, fed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.engines import Timeouts
+from lightrl.engines.servers.connection import Connection
+from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.sync.receivers import Receivers
+from lightrl.engines.servers.sync.report import SyncReport
+from lightrl.engines.servers.sync.server_sync import ServerSync
+from lightrl.engines.servers.sync.transports import DeltaTransport, DiskTransport, WeightTransport
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
@@ -28,20 +33,15 @@ from lightrl.functional.rows import NATIVE
 from lightrl.models.conversion import checkpoint_tensors
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
-from lightrl.weights import block_fp8, bucketed
-from lightrl.weights.disk import WeightFolder
+from lightrl.weights import ServerForm, WeightFolder, block_fp8, bucketed
 
 pytestmark = [pytest.mark.real_sglang, pytest.mark.extra]  # of test_real_sglang_runs.py one always runs
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.replace("_", " "))
-def test_the_contract_of_engines_holds_through_disk(check, real_server):
-    engine = SGLangEngine(urls=[real_server["url"]], timeouts=Timeouts(sync_s=60))
-    engine.start(tiny_config())
-    try:
-        check(EngineCase(engine, tiny_models(), is_exact=False))
-    finally:
-        engine.close()
+def test_the_contract_of_engines_holds_through_disk(check, real_server, engine_on):
+    engine = engine_on(urls=[real_server["url"]], config=tiny_config(), timeouts=Timeouts(sync_s=60))
+    check(EngineCase(engine, tiny_models(), is_exact=False))
 
 
 @contextmanager
@@ -70,19 +70,14 @@ def test_experts_on_two_ranks_are_verified(ep: int, tmp_path: Path, monkeypatch:
     """With `ep_size` SGLang cannot generate on a CPU: its plain torch operations index experts of other ranks."""
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # two ranks may share a core
     model = moe_model(moe_intermediate_size=64)
-    with own_server(tmp_path, model.config, tp_size=2, ep_size=ep) as server:
-        monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server["token"])
-        with loaded(model, server):
-            pass
+    with own_server(tmp_path, model.config, tp_size=2, ep_size=ep) as server, loaded(model, server):
+        pass
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_a_mixture_is_verified_and_returns_its_routes(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_is_verified_and_returns_its_routes(family: str, tmp_path: Path) -> None:
     model = moe_model(family)
     with own_server(tmp_path, model.config, enable_return_routed_experts=True) as server:
-        monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server["token"])
         for transport in ("disk", "tensor"):
             with loaded(model, server, transport=transport, record_routes=True) as engine:
                 experience = Experience.from_trajectories(sampled_by(engine))
@@ -102,7 +97,6 @@ def test_block_fp8_is_verified_and_its_logprobs_are_the_rounded_models(
     model = AutoModelForCausalLM.from_config(tiny_config(**sizes, num_key_value_heads=4), dtype=torch.float32)
     served = block_fp8.quantized_config(model.config, tp_size)
     with own_server(tmp_path, served, dtype="bfloat16", tp_size=tp_size, quantization="fp8") as server:
-        monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server["token"])
         for transport in ("disk", "tensor"):
             with loaded(model, server, spread=0.05, transport=transport, server_args={"quantization": "fp8"}) as engine:
                 assert engine.dtypes() == {"float8_e4m3fn"}
@@ -115,30 +109,30 @@ def test_block_fp8_is_verified_and_its_logprobs_are_the_rounded_models(
     assert difference < 0.2 * outputs.logprobs[experience.loss_mask].std()
 
 
-def asked(server: dict[str, Any], *bodies: dict[str, Any], token: str | None = None) -> list[Any]:
-    """The answers to /generate, one after the other."""
-
-    async def scenario() -> list[Any]:
-        client = SGLangClient(
-            server["url"], token=token or server["token"], num_retries=0, timeouts=Timeouts(request_s=30)
-        )
+def with_client(server: dict[str, Any], question: Callable[[SGLangClient], Awaitable[Any]], token: str = "") -> Any:
+    async def scenario() -> Any:
+        timeouts = Timeouts(request_s=30)
+        client = SGLangClient(server["url"], token=token or server["token"], num_retries=0, timeouts=timeouts)
         try:
-            return [await client.generate({"return_logprob": True, **body}) for body in bodies]
+            return await question(client)
         finally:
             await client.close()
 
     return run(scenario())
 
 
+def asked(server: dict[str, Any], *bodies: dict[str, Any], **settings: Any) -> list[Any]:
+    """The answers to /generate, one after the other."""
+
+    async def each(client: SGLangClient) -> list[Any]:
+        return [await client.generate({"return_logprob": True, **body}) for body in bodies]
+
+    return with_client(server, each, **settings)
+
+
 def load(server: dict[str, Any], folder: Path, version: int, model: torch.nn.Module) -> None:
     path = WeightFolder(folder, tiny_config()).write(bucketed(model.named_parameters(), BUCKET_BYTES), version)
-
-    async def scenario() -> None:
-        client = SGLangClient(server["url"], token=server["token"], timeouts=Timeouts(request_s=30))
-        await client.update_weights_from_disk(str(path), str(version), timeout_s=60)
-        await client.close()
-
-    run(scenario())
+    with_client(server, lambda client: client.update_weights_from_disk(str(path), str(version), timeout_s=60))
 
 
 def body(token_ids: list[int], **sampling: Any) -> dict[str, Any]:
@@ -163,24 +157,21 @@ def test_a_seed_samples_the_same_tokens_wherever_a_completion_is_interrupted_and
     load(real_server, tmp_path, 0, tiny_models(1)[0])
     bodies = [body([3, 1, 4], sampling_seed=seed) for seed in range(8)]
 
-    async def together() -> list[Any]:
-        client = SGLangClient(real_server["url"], token=real_server["token"], timeouts=Timeouts(request_s=30))
-        try:
-            return list(await asyncio.gather(*(client.generate(one) for one in bodies)))
-        finally:
-            await client.close()
+    async def together(client: SGLangClient) -> list[Any]:
+        return list(await asyncio.gather(*(client.generate(one) for one in bodies)))
 
     alone = [answer["output_ids"] for answer in asked(real_server, *bodies)]
-    assert [answer["output_ids"] for answer in run(together())] == alone
+    assert [answer["output_ids"] for answer in with_client(real_server, together)] == alone
     rest = body([3, 1, 4, *alone[5][:7]], sampling_seed=5, max_new_tokens=5)
     assert asked(real_server, rest)[0]["output_ids"] == alone[5][7:]
 
 
 @pytest.mark.parametrize("is_load", [True, False], ids=["load", "pause"])
-def test_an_interruption_does_not_bar_stop_tokens_for_longer(is_load: bool, real_server: dict[str, Any]) -> None:
+def test_an_interruption_does_not_bar_stop_tokens_for_longer(
+    is_load: bool, real_server: dict[str, Any], engine_on: EngineOn
+) -> None:
     """SGLang counts the minimum of a request that a pause retracts from there, so such a request is sent again."""
-    engine = SGLangEngine(urls=[real_server["url"]], timeouts=Timeouts(sync_s=60))
-    engine.start(tiny_config())
+    engine = engine_on(urls=[real_server["url"]], config=tiny_config(), timeouts=Timeouts(sync_s=60))
     weights = list(tiny_models(1)[0].named_parameters())
     versions = itertools.count()
 
@@ -205,16 +196,13 @@ def test_an_interruption_does_not_bar_stop_tokens_for_longer(is_load: bool, real
         return list(completion.token_ids), is_amid or len(set(completion.weight_versions)) > 1
 
     load_again()
-    try:
-        for seed in range(20):  # until one is interrupted amid its tokens
-            interrupted, is_amid = run(completed(seed, is_interrupted=True))
-            assert (interrupted, False) == run(completed(seed, is_interrupted=False))
-            assert 160 < len(interrupted) < 240
-            if is_amid:
-                break
-        assert is_amid
-    finally:
-        engine.close()
+    for seed in range(20):  # until one is interrupted amid its tokens
+        interrupted, is_amid = run(completed(seed, is_interrupted=True))
+        assert (interrupted, False) == run(completed(seed, is_interrupted=False))
+        assert 160 < len(interrupted) < 240
+        if is_amid:
+            break
+    assert is_amid
 
 
 def test_a_request_without_the_token_is_refused(real_server):
@@ -241,3 +229,38 @@ def test_it_answers_on_the_loopback_only(real_server):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
     }
     assert addresses == {"127.0.0.1"}
+
+
+def test_deltas_give_the_real_server_the_weights_that_it_loads_from_the_disk(real_server, tmp_path):
+    config, token = tiny_config(), real_server["token"]
+    form = ServerForm.of(config)
+    receivers = Receivers()
+    receivers.start("127.0.0.1", token)
+    delta = DeltaTransport(
+        form, config, connect=lambda url: Connection(url, token=token), receiver_of=receivers.of, wait_s=20
+    )
+    disk = DiskTransport(WeightFolder(tmp_path, config, form=form))
+    model = tiny_models(1)[0]
+
+    def synced(transport: WeightTransport, version: int) -> tuple[SyncReport, dict[str, Any]]:
+        async def load(client: SGLangClient) -> tuple[SyncReport, dict[str, Any]]:
+            buckets = fed(bucketed(model.named_parameters(), BUCKET_BYTES))
+            report = await ServerSync(transport, timeout_s=60).load([Server(client)], buckets, weight_version=version)
+            return report, (await client.checksum())["ranks"][0]["checksums"]
+
+        return with_client(real_server, load)
+
+    try:
+        full, before = synced(delta, 100)
+        for version in (101, 102):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_((torch.rand_like(parameter) < 0.02) * 1e-3)
+            report, found = synced(delta, version)
+            assert report.num_bytes < 0.3 * full.num_bytes
+            assert found != before
+            _, expected = synced(disk, 1000 + version)
+            assert found == expected
+            before = found
+    finally:
+        receivers.stop()

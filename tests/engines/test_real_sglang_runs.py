@@ -1,24 +1,21 @@
 """An asynchronous run against the real SGLang on this machine's CPU: resumed, it goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from real_servers import tiny_config
+from real_servers import LikesLowTokens, fit, tiny_config
 from tiny import rollout_state
-from torch.utils.data import DataLoader
 
 import lightrl
-from lightrl import GRPO, ModelSpec, Prompt, PromptDataModule, RLCallback, SGLangEngine, StalenessControl, Trajectory
+from lightrl import ModelSpec, Prompt, PromptDataModule, RLCallback, SGLangEngine, StalenessControl, Trajectory
 from lightrl.engines import Timeouts
 from lightrl.engines.engine import Completion
+from lightrl.testing import QUIET
 from lightrl.trajectory import Sampling
 
 pytestmark = [
@@ -26,13 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
 ]
 CHANCE = random.SystemRandom()
-
-
-class LikesLowTokens(GRPO):
-    """Learns to write tokens below 20 of 61; rewards come from this process."""
-
-    def reward(self, trajectory: Trajectory) -> float:
-        return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
 
 
 @pytest.mark.parametrize(
@@ -47,25 +37,9 @@ class LikesLowTokens(GRPO):
 def test_a_run_trains_against_it_and_every_sync_is_verified(
     transport: str, placement: str, max_staleness: int, real_server: dict[str, Any], tmp_path: Path
 ) -> None:
-    engine = SGLangEngine(
-        urls=[real_server["url"]], transport=transport, placement=placement,
-        timeouts=Timeouts(sync_s=60),
-    )  # fmt: skip
-    config = tiny_config().to_dict()
-    module = LikesLowTokens(
-        ModelSpec(config=config, tokenizer="tiny.char_tokenizer", seed=1), lr=2e-2, group_size=8,
-        sampling=Sampling(max_new_tokens=8),
-    )  # fmt: skip
-    prompts = [Prompt(f"p{number}", token_ids=[number + 3, 5, 8]) for number in range(8)]
-    trainer = lightrl.Trainer(
-        engine=engine, callbacks=[StalenessControl(max_staleness)], max_steps=6, accelerator="cpu", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
-    rewards: list[float] = []
-    module.on_rollout_end = lambda groups: rewards.append(  # type: ignore[method-assign]
-        mean(trajectory.reward for group in groups for trajectory in group.trajectories)
-    )
-    trainer.fit(module, DataLoader(prompts, batch_size=4, collate_fn=list))
+    timeouts = Timeouts(sync_s=60)
+    engine = SGLangEngine(urls=[real_server["url"]], transport=transport, placement=placement, timeouts=timeouts)
+    trainer, rewards = fit(engine, tiny_config(), tmp_path, max_steps=6, max_staleness=max_staleness)
     metrics = trainer.callback_metrics
     assert trainer.weight_version == engine.weight_version == 6
     assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
@@ -78,8 +52,8 @@ def test_a_run_trains_against_it_and_every_sync_is_verified(
         assert float(metrics["sync/max_mismatch_abs_dlogp_nats"]) < 1e-4
 
 
-class Jittery(GRPO):
-    """Its rewards take times that nobody can repeat; learns to write tokens below 20 of 61."""
+class Jittery(LikesLowTokens):
+    """Its rewards take times that nobody can repeat."""
 
     def __init__(self) -> None:
         policy = ModelSpec(config=tiny_config().to_dict(), tokenizer="tiny.char_tokenizer", seed=1)
@@ -88,9 +62,9 @@ class Jittery(GRPO):
         self.trained: list[list[int]] = []
         self.rows: list[tuple[list[int], list[int], list[float]]] = []  # token ids, versions, logprobs
 
-    async def reward(self, trajectory: Trajectory) -> float:
+    async def reward(self, trajectory: Trajectory) -> float:  # type: ignore[override]
         await asyncio.sleep(CHANCE.uniform(0, 0.02))
-        return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
+        return super().reward(trajectory)
 
     def on_experience_ready(self, experience: lightrl.Experience) -> None:
         self.trained.append(list(dict.fromkeys(experience.group_ids.tolist())))
@@ -111,15 +85,12 @@ class Slow(RLCallback):
         time.sleep(CHANCE.uniform(0, 0.05))
 
 
-def fit(server: dict[str, Any], folder: Path, *, ckpt_path: Path | None = None, **flags: Any) -> Jittery:
+def fit_jittery(server: dict[str, Any], folder: Path, *, ckpt_path: Path | None = None, **flags: Any) -> Jittery:
     engine = SGLangEngine(urls=[server["url"]], timeouts=Timeouts(sync_s=60))
     callbacks = [StalenessControl(2, rollout_timeout_s=60), Slow(), *flags.pop("callbacks", ())]
     module = Jittery()
-    trainer = lightrl.Trainer(
-        engine=engine, callbacks=callbacks, accelerator="cpu", default_root_dir=folder, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, logger=False,
-        **{"max_steps": 4, "enable_checkpointing": False, **flags},
-    )  # fmt: skip
+    settings = {"max_steps": 4, "num_sanity_val_steps": 0, "limit_val_batches": 0, "default_root_dir": folder}
+    trainer = lightrl.Trainer(engine=engine, callbacks=callbacks, **{**QUIET, **settings, **flags})
     trainer.fit(module, datamodule=Prompts(None, batch_size=2), ckpt_path=ckpt_path)
     return module
 
@@ -127,10 +98,10 @@ def fit(server: dict[str, Any], folder: Path, *, ckpt_path: Path | None = None, 
 @pytest.mark.extra
 def test_a_resumed_run_continues_what_was_in_flight(real_server: Any, tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    fit(real_server, tmp_path / "first", callbacks=[save], enable_checkpointing=True)
+    fit_jittery(real_server, tmp_path / "first", callbacks=[save], enable_checkpointing=True)
     parts = [Completion.from_state(item) for _, item in rollout_state(tmp_path / "step=2.ckpt")["written"]]
     assert "abort" in {part.finish_reason for part in parts}  # begun and not done
-    resumed = fit(real_server, tmp_path / "resumed", max_steps=5, ckpt_path=tmp_path / "step=2.ckpt")
+    resumed = fit_jittery(real_server, tmp_path / "resumed", max_steps=5, ckpt_path=tmp_path / "step=2.ckpt")
     assert resumed.trained == [[4, 5], [6, 7], [8, 9]]
     for part in parts:
         begun = tuple(list(values) for values in (part.token_ids, part.weight_versions, part.logprobs))

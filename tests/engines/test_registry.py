@@ -1,7 +1,5 @@
 """Servers that announce themselves in a folder: they join a run, leave it, and are forgotten when they fall silent."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -11,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_sglang.process import FakeServerProcess
 from fake_sglang.script import ScriptedModel
-from sync_cases import LARGE, one_weight
+from sync_cases import EngineOn, Start
 from test_server_faults import DEADLINES
 from waits import until
 
 from lightrl.engines.servers import registry
 from lightrl.engines.servers.registry import Announcement, Registry, ServerEntry, registry_at
-from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineTimeout
 
 NUM_TOKENS = 400
@@ -150,24 +146,20 @@ def is_whole(token_ids: list[int]) -> bool:
 
 
 def test_a_server_that_dies_without_a_word_is_forgotten_and_joins_again(
-    tmp_path: Path, announced: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, announced: Any, monkeypatch: pytest.MonkeyPatch, start: Start, engine_on: EngineOn
 ) -> None:
     monkeypatch.setattr(registry, "EXPIRE_S", 0.5)
-    first, second = FakeServerProcess(), FakeServerProcess()
-    with first, second:
-        announced(ServerEntry(first.url))
-        doomed = announced(ServerEntry(second.url))
-        engine = SGLangEngine(urls=[f"file://{tmp_path}"], **DEADLINES)
-        engine.start(LARGE)
-        engine.load_weights(one_weight(0), weight_version=0)
-        doomed.end()
-        second.kill()
+    first, second = start(), start()
+    announced(ServerEntry(first.url))
+    doomed = announced(ServerEntry(second.url))
+    engine = engine_on(urls=[f"file://{tmp_path}"], **DEADLINES)
+    doomed.end()
+    second.kill()
 
-        async def scenario() -> None:
-            await until(lambda: engine.fleet.urls() == [first.url])
-            await asyncio.to_thread(second.start)
-            announced(ServerEntry(second.url))
-            await until(lambda: set(engine.fleet.urls("routable")) == {first.url, second.url})
+    async def scenario() -> None:
+        await until(lambda: engine.fleet.urls() == [first.url])
+        await asyncio.to_thread(second.start)
+        announced(ServerEntry(second.url))
+        await until(lambda: set(engine.fleet.urls("routable")) == {first.url, second.url})
 
-        asyncio.run(scenario())
-        engine.close()
+    asyncio.run(scenario())

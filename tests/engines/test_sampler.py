@@ -1,7 +1,5 @@
 """The uniform numbers against a plain splitmix64, the drawn tokens against slow loops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

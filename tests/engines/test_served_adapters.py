@@ -1,7 +1,5 @@
 """Adapters served beside their base: which version wrote each token, what travels, and what servers keep."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,12 +85,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(folder: Path) -> Iterator[list[FakeServerProcess]]:
-    processes = [FakeServerProcess(str(folder), piece_tokens=4, **LORA) for _ in range(2)]
-    try:
-        yield [process.start() for process in processes]
-    finally:
-        for process in processes:
-            process.stop()
+    one, other = (FakeServerProcess(str(folder), piece_tokens=4, **LORA) for _ in range(2))
+    with one, other:
+        yield [one, other]
 
 
 @pytest.fixture

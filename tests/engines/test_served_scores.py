@@ -1,9 +1,6 @@
 """A teacher or a reward model behind a server: the fake one over a real model gives what a forward here gives."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +8,20 @@ from typing import Any
 import pytest
 import torch
 from fake_sglang.process import FakeServerProcess
-from real_servers import built_python
+from real_servers import own_server
 from tiny import random_experience, tiny_spec
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from lightrl import GRPO, PPO, Distillation, ModelSpec, Sampling
 from lightrl.commands.plan import plan_text
-from lightrl.engines.servers.processes.process import ServerProcess
-from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.sglang.scoring import ServedRewards, ServedScores
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.loops.score import score
 from lightrl.models.model_folder import save_model
-from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.module import RLModule
+from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +32,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServerProce
         yield started
 
 
-def scored(teacher: ModelSpec, experience: Experience, **settings: Any) -> Experience:
-    module = Distillation(tiny_spec(), teacher=teacher, sampling=Sampling(max_new_tokens=8), **settings)
+def model_scores(module: RLModule, experience: Experience) -> ShardedExperience:
+    """The experience with what the module's models say of it, those here and those behind servers."""
     module.configure_model()
-    settings = LogprobSettings()
     module.parallel_models = {
-        name: SingleModel(getattr(module, name), settings)
+        name: SingleModel(getattr(module, name), LogprobSettings())
         for name, role in module.models().items()
         if role.spec.url is None
     }
-    return score(module, experience).local
+    return score(module, experience)
+
+
+def scored(teacher: ModelSpec, experience: Experience, **settings: Any) -> Experience:
+    module = Distillation(tiny_spec(), teacher=teacher, sampling=Sampling(max_new_tokens=8), **settings)
+    return model_scores(module, experience).local
 
 
 def as_trees(experience: Experience) -> Experience:
@@ -96,13 +96,7 @@ def scorer(reward_folder: str) -> Iterator[FakeServerProcess]:
 
 def rewards(reward_model: str | ModelSpec, experience: Experience) -> Tensor:
     module = GRPO(tiny_spec(), reward_model=reward_model, group_size=3, sampling=Sampling(temperature=0.7))
-    module.configure_model()
-    module.parallel_models = {
-        name: SingleModel(getattr(module, name), LogprobSettings())
-        for name, role in module.models().items()
-        if role.spec.url is None
-    }
-    return score(module, experience).rewards
+    return model_scores(module, experience).rewards
 
 
 def test_a_reward_model_behind_a_server_says_what_it_says_here(scorer: FakeServerProcess, reward_folder: str) -> None:
@@ -139,29 +133,20 @@ def test_a_head_of_several_numbers_is_no_reward_model(tmp_path: Path) -> None:
         ServedRewards(server.url)(random_experience(), [])
 
 
-@contextmanager
-def real_server(folder: str | Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Iterator[ServerProcess]:
-    given = {"skip_tokenizer_init": True, "max_total_tokens": 2048, **args}
-    server = SGLangProcess(Path(folder), python=built_python(), args=given, startup_timeout_s=170)
-    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
-    server.start()
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop(grace_s=0)
+FOR_SCORES = {"skip_tokenizer_init": True, "max_total_tokens": 2048}
 
 
 @pytest.mark.extra
 @pytest.mark.real_sglang
-def test_a_real_server_says_what_a_teacher_says_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_server_says_what_a_teacher_says_here(tmp_path: Path) -> None:
     tiny_spec(seed=1).load_model().save_pretrained(tmp_path / "model")
     experience = random_experience(num_turns=2)
     below = experience.with_tensors({"token_ids": experience.token_ids.clamp(max=15)})
-    with real_server(tmp_path / "model", monkeypatch) as server:
-        plain, found = (scored(ModelSpec(url=server.url), below, teacher_topk=topk) for topk in (None, 5))
+    with own_server(tmp_path, tmp_path / "model", **FOR_SCORES) as server:
+        served = ModelSpec(url=server["url"])
+        plain, found = (scored(served, below, teacher_topk=topk) for topk in (None, 5))
         with pytest.raises(EngineError, match="scored token 0 in place of token 16"):
-            scored(ModelSpec(url=server.url), experience)  # the last id: SGLang's own limit
+            scored(served, experience)  # the last id: SGLang's own limit
     expected = scored(tiny_spec(seed=1), below, teacher_topk=5)
     assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
     for name in ("teacher_logprobs", "teacher_topk_logprobs"):
@@ -171,10 +156,10 @@ def test_a_real_server_says_what_a_teacher_says_here(tmp_path: Path, monkeypatch
 
 @pytest.mark.extra
 @pytest.mark.real_sglang
-def test_a_real_server_says_what_a_reward_model_says_here(reward_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_server_says_what_a_reward_model_says_here(reward_folder: str, tmp_path: Path) -> None:
     experience = random_experience(is_scored=False, num_groups=7)
-    with real_server(reward_folder, monkeypatch, is_embedding=True) as server:
-        found = rewards(ModelSpec(url=server.url), experience)
+    with own_server(tmp_path, Path(reward_folder), is_embedding=True, **FOR_SCORES) as server:
+        found = rewards(ModelSpec(url=server["url"]), experience)
     torch.testing.assert_close(found, rewards(reward_folder, experience), rtol=0, atol=1e-4)
 
 

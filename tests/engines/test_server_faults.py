@@ -4,9 +4,8 @@ docs/faults.md has each. Two servers of which one fails, if a test does not say 
 hash of its seed and i, so that one which is lost or counted twice shows.
 """
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import shutil
@@ -14,10 +13,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import psutil
 import pytest
 import torch
@@ -25,7 +25,7 @@ from engine_contract import run
 from fake_sglang import python_of_fakes
 from fake_sglang.process import FakeServerProcess
 from sync_cases import EngineOn, Start, asked, config_of, one_weight, version_of
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 from waits import Deadlines, until
 
 from lightrl.engines.sglang.engine import SGLangEngine
@@ -66,6 +66,15 @@ def wait_for_update(server: FakeServerProcess, path: str = UPDATE) -> None:
     """Until it has been asked for the second time: of version 1."""
     while server.stats()["requests"].get(path, 0) != 2:
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def meanwhile(action: Callable[[], object]) -> Iterator[None]:
+    """Acts in a thread while the body loads weights."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    yield
+    thread.join()
 
 
 def state(engine: SGLangEngine, server: FakeServerProcess) -> str:
@@ -161,37 +170,22 @@ def test_a_server_that_hung_in_a_sync_comes_back_with_the_new_version(start, eng
     assert hanging.stats()["requests"]["/generate"] > 0
 
 
-CONFIG = config_of()
-
-
 @ENDS
-def test_a_broadcast_that_a_server_leaves_reaches_the_other_whole(end, start, tmp_path):
-    models = [AutoModelForCausalLM.from_config(CONFIG) for _ in range(2)]
-    models[0].save_pretrained(tmp_path)
-    left, doomed = start(str(tmp_path)), start(str(tmp_path))
+def test_a_broadcast_that_a_server_leaves_reaches_the_other_whole(end, start, engine_on, models, model_folder):
+    path = "/update_weights_from_distributed"
+    left, doomed = start(model_folder), start(model_folder)
     timeouts = dataclasses.replace(DEADLINES["timeouts"], hang_s=2.0)
-    engine = SGLangEngine(urls=[doomed.url, left.url], transport="distributed", timeouts=timeouts)
-    engine.start(CONFIG)
-    try:
-        engine.load_weights([Bucket(dict(models[0].named_parameters()), is_last=True)], weight_version=0)
-        doomed.fault("slow", "/update_weights_from_distributed", seconds=60)
-
-        def end_it() -> None:
-            wait_for_update(doomed, "/update_weights_from_distributed")
-            BY_NAME[end](doomed)
-
-        ending = threading.Thread(target=end_it)
-        ending.start()
+    engine = engine_on(doomed, left, config=config_of(), transport="distributed", timeouts=timeouts)
+    engine.load_weights([Bucket(dict(models[0].named_parameters()), is_last=True)], weight_version=0)
+    doomed.fault("slow", path, seconds=60)
+    with meanwhile(lambda: (wait_for_update(doomed, path), BY_NAME[end](doomed))):
         engine.load_weights([Bucket(dict(models[1].named_parameters()), is_last=True)], weight_version=1)
-        ending.join()
-        assert engine.last_sync.versions == {left.url: 1}
-        assert doomed.url in engine.last_sync.lost[doomed.url]
-        (completion,) = run(engine.generate([5, 6], Sampling(max_new_tokens=4, temperature=0), session="s"))
-        greedy = models[1].generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False)[0, 2:].tolist()
-        assert completion.token_ids == greedy
-        assert completion.weight_versions == [1] * 4
-    finally:
-        engine.close()
+    assert engine.last_sync.versions == {left.url: 1}
+    assert doomed.url in engine.last_sync.lost[doomed.url]
+    (completion,) = run(engine.generate([5, 6], Sampling(max_new_tokens=4, temperature=0), session="s"))
+    greedy = models[1].generate(torch.tensor([[5, 6]]), max_new_tokens=4, do_sample=False)[0, 2:].tolist()
+    assert completion.token_ids == greedy
+    assert completion.weight_versions == [1] * 4
 
 
 @HANGS_OR_ENDS
@@ -226,11 +220,8 @@ def test_when_all_servers_end_during_a_sync_it_names_the_version_and_each_server
 
     for server in servers:
         server.fault("slow", UPDATE, seconds=60)
-    ending = threading.Thread(target=end_them)
-    ending.start()
-    with pytest.raises(WeightSyncError, match="Weight version 1 reached no server") as caught:
+    with meanwhile(end_them), pytest.raises(WeightSyncError, match="Weight version 1 reached no server") as caught:
         engine.load_weights(one_weight(1), weight_version=1)
-    ending.join()
     assert all(f"{server.url} last answered" in str(caught.value) for server in servers)
     assert engine.weight_version == 0
     with pytest.raises(EngineError, match="No server is left"):
@@ -272,10 +263,8 @@ def killed_during(engine: SGLangEngine, server: Any) -> None:
     fake = FakeServerProcess()
     fake.port = server.port
     fake.fault("slow", UPDATE, seconds=60)
-    ending = threading.Thread(target=lambda: (wait_for_update(fake), kill(server)))
-    ending.start()
-    engine.load_weights(one_weight(1), weight_version=1)
-    ending.join()
+    with meanwhile(lambda: (wait_for_update(fake), kill(server))):
+        engine.load_weights(one_weight(1), weight_version=1)
 
 
 def kill(server: Any) -> None:
@@ -333,11 +322,8 @@ def test_a_weight_file_that_is_cut_short_under_way_leaves_the_old_weights(start,
             wait_for_update(server)
         cut_short(tmp_path / "version-00000001")
 
-    cutting = threading.Thread(target=cut)
-    cutting.start()
-    with pytest.raises(WeightSyncError, match="ends within weight") as caught:
+    with meanwhile(cut), pytest.raises(WeightSyncError, match="ends within weight") as caught:
         engine.load_weights(one_weight(1), weight_version=1)
-    cutting.join()
     assert all(f"{server.url} serves version 0" in str(caught.value) for server in servers)
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {0}
     engine.load_weights(one_weight(2), weight_version=2)
@@ -358,8 +344,9 @@ time.sleep(60)
 def test_a_writer_that_is_killed_leaves_no_version_and_its_remains_go_with_the_next_write(tmp_path):
     folder = WeightFolder(tmp_path, Qwen3Config())
     folder.write(one_weight(0), 0)
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    with process:
+    (tmp_path / "writer.py").write_text(WRITER)
+    command = [sys.executable, str(tmp_path / "writer.py"), str(tmp_path)]
+    with forked.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "half\n"
         process.kill()
     assert folder.versions() == [0]

@@ -1,6 +1,6 @@
-"""ServerFleet: which server a request goes to; decisions without HTTP."""
+"""ServerFleet: which server a request goes to, and memory that is released and resumed; decisions without HTTP."""
 
-from __future__ import annotations
+import asyncio
 
 from lightrl.engines.servers.fleet import MAX_LOSSES, MAX_SESSIONS, WITHIN_VERSIONS, ServerFleet
 from lightrl.engines.servers.processes.process import ServerProcess
@@ -163,3 +163,37 @@ def test_a_server_that_is_slower_than_the_others_by_a_factor_is_named_once_until
 def test_one_server_alone_is_not_slow() -> None:
     fleet, (server,) = fleet_of("a")
     assert not any(fleet.note_answer(server.url, 10.0 * number, 1) for number in range(3 * SPEED_ANSWERS))
+
+
+class Client(SGLangClient):
+    """Remembers what it was asked to release and to resume."""
+
+    def __init__(self) -> None:
+        super().__init__("http://a")
+        self.released: list[str] = []
+        self.resumed: list[str] = []
+
+    async def release_memory(self, tags=None):
+        self.released += tags
+
+    async def resume_memory(self, tags=None):
+        self.resumed += tags
+
+
+def test_weights_come_back_first_the_cache_last_and_a_server_that_was_lost_resumes_nothing() -> None:
+    fleet, client = ServerFleet(), Client()
+    server = fleet.join(Server(client))
+
+    async def scenario() -> None:
+        await server.release_memory()
+        await server.release_memory()
+        assert client.released == ["weights", "cuda_graph", "kv_cache"]
+        await server.resume_memory(["weights"])
+        await server.resume_memory()
+        assert client.resumed == ["weights", "cuda_graph", "kv_cache"]
+        await server.release_memory()
+        fleet.lose(server, "its process ended")
+        await server.resume_memory()
+
+    asyncio.run(scenario())
+    assert client.resumed == ["weights", "cuda_graph", "kv_cache"]

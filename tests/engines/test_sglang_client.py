@@ -1,7 +1,5 @@
 """SGLangClient against a fake server in a process of its own: deadlines, retries, messages."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,25 +1,30 @@
-"""scripts/sglang_cpu: which environment counts as built, and SGLang's seeded hash in plain torch."""
-
-from __future__ import annotations
+"""What scripts/ build for a CPU: which environment counts as built, and SGLang's seeded hash in plain torch."""
 
 import importlib.util
 import sys
 
+import pytest
 import torch
-from real_servers import build_file, build_script
+from real_servers import PROCESSES, build_file, build_script
 
 
-def test_a_half_built_environment_does_not_count(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTRL_SGLANG_CACHE", str(tmp_path))
-    build = build_script()
+@pytest.mark.parametrize(("kind", "process"), PROCESSES.items(), ids=PROCESSES)
+def test_a_half_built_environment_does_not_count(kind, process, tmp_path, monkeypatch):
+    monkeypatch.setenv(f"LIGHTRL_{kind.upper()}_CACHE", str(tmp_path))
+    monkeypatch.delenv(f"LIGHTRL_{kind.upper()}_PYTHON", raising=False)
+    build, link = build_script(kind), tmp_path / f"{kind}-cpu"
     folder = build.FOLDER.path()
     (folder / "bin").mkdir(parents=True)
     (folder / "bin/python").symlink_to(sys.executable)
+    link.symlink_to(folder)
     assert build.FOLDER.find() is None
+    with pytest.raises(ValueError, match=rf"pip install {kind}.*scripts/{kind}_cpu/build.py"):
+        process.find_python()
     (folder / build.FOLDER.ready).touch()
     assert build.FOLDER.find() == folder / "bin/python"
     assert build.build() == folder / "bin/python"  # found, not built again
-    assert (tmp_path / "sglang-cpu").resolve() == folder
+    assert link.resolve() == folder
+    assert process.find_python() == (str(link / "bin/python"), True)
 
 
 def slow_murmur3(data: bytes) -> int:

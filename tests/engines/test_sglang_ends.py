@@ -1,13 +1,12 @@
 """How an SGLangEngine ends, and how it fails to start: in order, with the cause, and with nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
-import contextlib
+import functools
 import http.server
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,55 +89,45 @@ def test_the_only_server_returns_when_it_answers_again(start: Start, engine_on: 
     assert engine.fleet.servers[server.url].state == "routable"
 
 
-@contextlib.contextmanager
-def answering(status: int, body: str) -> Iterator[str]:
-    """The address of a program that gives every request this answer."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 def start_error(url: str, **arguments: Any) -> str:
     with pytest.raises(EngineError) as caught:
         SGLangEngine(urls=[url], **arguments).start(LARGE)
     return str(caught.value)
 
 
+@pytest.fixture
+def web_server(tmp_path: Path) -> Iterator[str]:
+    """The address of a program that serves the files of the test's folder."""
+    files = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), files) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
 @pytest.mark.parametrize(
-    ("status", "body", "words"),
-    [
-        (404, "not found", "This is not an SGLang server"),
-        (200, "<html>welcome</html>", "Check that it is an SGLang server"),
-        (401, "{}", "requires a token, and this run has none. Set LIGHTRL_SERVER_TOKEN"),
-    ],
-    ids=["404", "a web page", "401"],
+    ("page", "words"),
+    [(None, "This is not an SGLang server"), ("<html>welcome</html>", "Check that it is an SGLang server")],
+    ids=["404", "a web page"],
 )
-def test_another_program_at_the_address_is_an_error_at_once(status: int, body: str, words: str) -> None:
-    with answering(status, body) as url:
-        message = start_error(url)
-    assert url in message
+def test_another_program_at_the_address_is_an_error_at_once(
+    page: str | None, words: str, web_server: str, tmp_path: Path
+) -> None:
+    if page:
+        (tmp_path / "model_info").write_text(page)
+    message = start_error(web_server)
+    assert web_server in message
     assert words in message
 
 
-def test_a_wrong_token_names_the_variable_and_requests_have_the_right_one(
+def test_a_missing_and_a_wrong_token_name_the_variable_and_requests_have_the_right_one(
     start: Start, engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start(api_key="right")
+    monkeypatch.delenv("LIGHTRL_SERVER_TOKEN", raising=False)
+    assert "requires a token, and this run has none. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "wrong")
     assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "right")

@@ -1,51 +1,27 @@
 """SGLangEngine on the fake server: the contract, lost servers, interrupted generation. Real processes and sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from engine_contract import (
-    CONTRACT,
-    EngineCase,
-    after_a_sync_during_a_generation_each_token_is_that_of_its_version,
-    run,
-)
-from fake_sglang.process import FakeServerProcess
-from sync_cases import config_of, one_weight, running
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from engine_contract import CONTRACT, after_a_sync_during_a_generation_each_token_is_that_of_its_version, run
+from sync_cases import config_of, one_weight
+from transformers import AutoConfig
 from waits import NUM_TOKENS, SLOWLY, Deadlines, no_more_files, until, until_written
 
 from lightrl.engines.servers.addresses import addresses_from_environment
 from lightrl.engines.servers.engine import ServerEngine
+from lightrl.engines.sglang.command import dtype_of_auto
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
-
-CONFIG = config_of()
-
-
-@pytest.fixture(scope="module")
-def models() -> list[PreTrainedModel]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return [AutoModelForCausalLM.from_config(CONFIG) for _ in range(3)]
-
-
-@pytest.fixture(scope="module")
-def model_servers(models: list[PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
-    folder = tmp_path_factory.mktemp("model")
-    models[0].save_pretrained(folder)
-    with running(2, folder) as servers:
-        yield servers
 
 
 def test_an_engine_of_servers_has_at_most_thirteen_settings():
@@ -69,24 +45,25 @@ def test_an_engine_of_servers_has_at_most_thirteen_settings():
 def test_a_quantization_that_cannot_be_sent_is_refused_before_a_server_is_asked(settings, told, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=told):
-        SGLangEngine(urls=["http://127.0.0.1:1"], **settings).start(CONFIG)
+        SGLangEngine(urls=["http://127.0.0.1:1"], **settings).start(config_of())
 
 
-ContractCase = Callable[..., EngineCase]
+@pytest.mark.parametrize(
+    ("dtype", "auto"),
+    [
+        pytest.param("bfloat16", "bfloat16", id="the config's"),
+        pytest.param("float32", "float16", id="but float16 for float32"),
+        pytest.param(None, "float16", id="or none"),
+    ],
+)
+def test_auto_is_the_dtype_that_sglang_makes_of_it(dtype, auto):
+    assert dtype_of_auto(AutoConfig.for_model("qwen3", dtype=dtype)) == getattr(torch, auto)
 
 
-@pytest.fixture
-def contract_case(model_servers: list[FakeServerProcess], models: list[PreTrainedModel]) -> Iterator[ContractCase]:
-    engines: list[SGLangEngine] = []
-
-    def make(num_servers: int, **arguments: Any) -> EngineCase:
-        engines.append(SGLangEngine(urls=[server.url for server in model_servers[:num_servers]], **arguments))
-        engines[-1].start(CONFIG)
-        return EngineCase(engines[-1], models, is_exact=False)
-
-    yield make
-    for engine in engines:
-        engine.close()
+@pytest.mark.parametrize(("dtype", "name"), [("auto", "bfloat16"), ("float32", "float32"), ("float16", "float16")])
+def test_sglang_names_the_dtypes_of_its_servers(dtype, name, start, engine_on):
+    engine = engine_on(start(dtype=dtype), config=AutoConfig.for_model("qwen3", dtype="bfloat16"))
+    assert engine.dtypes() == {name}
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
@@ -256,7 +233,7 @@ def test_addresses_come_from_the_environment(monkeypatch):
     monkeypatch.delenv("LIGHTRL_SERVER_ADDRS")
     monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS")
     with pytest.raises(ValueError, match="servers: 1"):
-        SGLangEngine().start(CONFIG)
+        SGLangEngine().start(config_of())
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import weakref
 
 import pytest
 import torch
-from sync_cases import asked, running, sync, version_of, weights
-from tiny import tiny_model
+from sync_cases import asked, config_of, sync, version_of, weights
 from transformers import Qwen3Config
 
 from lightrl.engines.servers.home_loop import HomeLoop
@@ -30,9 +29,8 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def two_servers():
-    with running(2) as servers:
-        yield servers
+def two_servers(start):
+    return [start(), start()]
 
 
 def test_servers_take_the_version_and_continue(folder, two_servers):
@@ -92,17 +90,17 @@ def test_a_server_that_fails_is_lost_and_the_other_continues(folder, two_servers
     assert not sound.stats()["is_paused"]
 
 
-def test_servers_that_hold_other_bytes_than_most_are_lost(folder):
-    with running(3) as servers:
-        transport = DiskTransport(folder)
-        sync(servers, transport, weights(0), 0)
-        odd = sync(servers[:1], transport, weights(5), 1)  # the first alone gets other bytes under the next version
-        assert odd.versions == {servers[0].url: 1}
-        servers[0].fault("lose_update", UPDATE)
-        report = sync(servers, transport, weights(1), 1)
-        assert list(report.lost) == [servers[0].url]
-        assert "checksum" in report.lost[servers[0].url]
-        assert len(report.versions) == 2
+def test_servers_that_hold_other_bytes_than_most_are_lost(folder, two_servers, start):
+    servers = [*two_servers, start()]
+    transport = DiskTransport(folder)
+    sync(servers, transport, weights(0), 0)
+    odd = sync(servers[:1], transport, weights(5), 1)  # the first alone gets other bytes under the next version
+    assert odd.versions == {servers[0].url: 1}
+    servers[0].fault("lose_update", UPDATE)
+    report = sync(servers, transport, weights(1), 1)
+    assert list(report.lost) == [servers[0].url]
+    assert "checksum" in report.lost[servers[0].url]
+    assert len(report.versions) == 2
 
 
 def test_without_servers_there_is_nothing_to_load_into(folder):
@@ -173,32 +171,21 @@ def test_a_blocked_loop_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch
     loop.close()
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("model")
-    tiny_model("qwen3").save_pretrained(place)
-    return place
-
-
-@pytest.fixture(scope="module")
-def model_servers(model_folder):
-    with running(2, model_folder) as servers:
-        yield servers
-
-
 def make_transport(name, folder):
     if name == "disk":
         return DiskTransport(folder)
     return BroadcastTransport(transfer_timeout_s=20) if name == "broadcast" else SharedMemoryTransport()
 
 
-def parameters(version):
-    return weights(version, dict(tiny_model("qwen3").named_parameters()))
+@pytest.fixture
+def parameters(models):
+    """Makes the parameters of a version."""
+    return lambda version: weights(version, dict(models[0].named_parameters()))
 
 
 @pytest.mark.parametrize("name", ["broadcast", "shared memory"])
-def test_streamed_weights_are_those_of_the_disk(model_servers, tmp_path, name):
-    folder = WeightFolder(tmp_path, tiny_model("qwen3").config)
+def test_streamed_weights_are_those_of_the_disk(model_servers, parameters, tmp_path, name):
+    folder = WeightFolder(tmp_path, config_of())
     sync(model_servers, DiskTransport(folder), parameters(1), 1)
     expected = asked(model_servers[0], "checksum")["per_engine_checksum"]
     before = [server.stats()["requests"] for server in model_servers]
@@ -216,7 +203,7 @@ def test_streamed_weights_are_those_of_the_disk(model_servers, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["disk", "broadcast", "shared memory"])
-def test_a_late_server_gets_what_the_transport_holds(folder, model_servers, name):
+def test_a_late_server_gets_what_the_transport_holds(folder, model_servers, parameters, name):
     transport = make_transport(name, folder)
     sync(model_servers[:1], transport, parameters(7), 7)
     report = sync(model_servers[1:], transport, None, 7)
@@ -226,15 +213,17 @@ def test_a_late_server_gets_what_the_transport_holds(folder, model_servers, name
     asyncio.run(transport.close())
 
 
-def test_a_bracket_that_a_crashed_trainer_left_open_is_ended_first(model_servers):
+def test_a_bracket_that_a_crashed_trainer_left_open_is_ended_first(model_servers, parameters):
     asked(model_servers[0], "begin_weight_update")
     report = sync(model_servers, SharedMemoryTransport(), parameters(8), 8)
     assert len(report.versions) == 2
     assert not model_servers[0].stats()["is_bracketed"]
 
 
-def test_a_bucket_goes_through_shared_memory_in_parts_and_only_the_last_brings_the_version(model_servers, tmp_path):
-    sync(model_servers, DiskTransport(WeightFolder(tmp_path, tiny_model("qwen3").config)), parameters(1), 1)
+def test_a_bucket_goes_through_shared_memory_in_parts_and_only_the_last_brings_the_version(
+    model_servers, parameters, tmp_path
+):
+    sync(model_servers, DiskTransport(WeightFolder(tmp_path, config_of())), parameters(1), 1)
     expected = asked(model_servers[0], "checksum")["per_engine_checksum"]
     sync(model_servers, SharedMemoryTransport(), parameters(2), 2)
     before = model_servers[0].stats()["requests"]["/update_weights_from_tensor"]

@@ -3,8 +3,6 @@
 The runs are those of `python -m benchmarks.sync_faults`, which writes the table in benchmarks/faults.md.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

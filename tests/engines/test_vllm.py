@@ -1,8 +1,7 @@
 """VLLMEngine on a fake server with vLLM's interface: the contract, what it was started without, its command line."""
 
-from __future__ import annotations
-
 import asyncio
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import CONTRACT, EngineCase
-from real_servers import build_script
-from sync_cases import LARGE, config_of, one_weight, running
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from fake_sglang.process import FakeServerProcess
+from sync_cases import LARGE, EngineOn, config_of, one_weight
 from waits import Deadlines, comes_true
 
 from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
@@ -32,44 +30,30 @@ CONFIG = config_of()
 
 
 @pytest.fixture(scope="module")
-def models() -> list[PreTrainedModel]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return [AutoModelForCausalLM.from_config(CONFIG) for _ in range(3)]
+def vllm_server(model_folder: Path) -> Iterator[FakeServerProcess]:
+    with FakeServerProcess(model_folder, vllm=True) as server:
+        yield server
 
 
-@pytest.fixture(scope="module")
-def url(models: list[PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("model")
-    models[0].save_pretrained(folder)
-    with running(1, folder, vllm=True) as (server,):
-        yield server.url
+@pytest.fixture
+def vllm_on(engine_on: EngineOn) -> EngineOn:
+    return functools.partial(engine_on, kind=VLLMEngine)
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-def test_the_engine_on_a_fake_vllm_keeps_the_contract(check, url, models):
-    engine = VLLMEngine(urls=[url])
-    engine.start(CONFIG)
-    try:
-        check(EngineCase(engine, models, is_exact=False))
-    finally:
-        engine.close()
+def test_the_engine_on_a_fake_vllm_keeps_the_contract(check, vllm_server, vllm_on, models):
+    check(EngineCase(vllm_on(vllm_server, config=CONFIG), models, is_exact=False))
 
 
-def test_a_load_that_changed_nothing_is_found_by_the_digests_that_there_are(models, start, tmp_path):
-    models[0].save_pretrained(tmp_path)
-    server = start(tmp_path, vllm=True)
-    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
-    engine.start(CONFIG)
+def test_a_load_that_changed_nothing_is_found_by_the_digests_that_there_are(models, start, vllm_on, model_folder):
+    server = start(model_folder, vllm=True)
+    engine = vllm_on(server, config=CONFIG)
     case = EngineCase(engine, models)
-    try:
-        case.load(0)
-        assert engine.verified_by() == {server.url: "version"}  # the linear layers have none
-        server.fault("ignore_update", "/update_weights_from_disk")
-        with pytest.raises(WeightSyncError, match=r"2 of its 19 parameters are not the trainer's of version 1"):
-            case.load(1)
-    finally:
-        engine.close()
+    case.load(0)
+    assert engine.verified_by() == {server.url: "version"}  # the linear layers have none
+    server.fault("ignore_update", "/update_weights_from_disk")
+    with pytest.raises(WeightSyncError, match=r"2 of its 19 parameters are not the trainer's of version 1"):
+        case.load(1)
 
 
 def test_digests_of_vllm_on_a_gpu_are_of_the_bytes_without_padding():
@@ -103,19 +87,14 @@ def test_a_server_without_what_rollouts_need_is_refused_and_all_of_it_is_named(w
 
 
 @pytest.mark.parametrize("num_errors", [0, 4], ids=["at the start", "at the first load"])
-def test_it_is_refused_also_if_nothing_is_verified(num_errors, start):
+def test_it_is_refused_also_if_nothing_is_verified(num_errors, start, vllm_on):
     server = start(vllm=True, vllm_without=["mode"])
+    refused = functools.partial(vllm_on, server, should_verify=False, only_starts=True)
     if num_errors:
         server.fault("error", "/server_info", count=num_errors)  # at the start it does not answer
-    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
-    engine.should_verify = False
-    try:
-        if num_errors:
-            engine.start(LARGE)
-        with pytest.raises(EngineError, match="without --logprobs-mode processed_logprobs"):
-            engine.load_weights(one_weight(0), weight_version=0) if num_errors else engine.start(LARGE)
-    finally:
-        engine.close()
+        refused = functools.partial(refused().load_weights, one_weight(0), weight_version=0)
+    with pytest.raises(EngineError, match="without --logprobs-mode processed_logprobs"):
+        refused()
 
 
 @pytest.mark.parametrize(
@@ -123,29 +102,24 @@ def test_it_is_refused_also_if_nothing_is_verified(num_errors, start):
     [(True, False), (False, False), pytest.param(True, True, marks=pytest.mark.extra)],
     ids=["known", "one unknown", "returns"],
 )
-def test_a_server_that_was_restarted_without_what_rollouts_need_is_lost_at_the_load(is_known, returns, start):
+def test_a_server_that_was_restarted_without_what_rollouts_need_is_lost_at_the_load(is_known, returns, start, vllm_on):
     other, restarted = start(vllm=True), start(vllm=True)
-    timeouts = Deadlines(probe_interval_s=5.0 if returns else 60.0)
-    engine = VLLMEngine(urls=[other.url, restarted.url], timeouts=timeouts)
-    engine.should_verify = False
     if not is_known:
         other.fault("error", "/server_info", count=8)
-    engine.start(LARGE)
-    try:
-        restarted.arguments["vllm_without"] = ["mode"]
+    timeouts = Deadlines(probe_interval_s=5.0 if returns else 60.0)
+    engine = vllm_on(other, restarted, timeouts=timeouts, should_verify=False, only_starts=True)
+    restarted.arguments["vllm_without"] = ["mode"]
+    restarted.start(restarted.port)
+    if not is_known:
+        other.reset()
+    engine.load_weights(one_weight(0), weight_version=0)
+    assert other.url in engine.fleet.urls("routable")
+    assert comes_true(lambda: engine.fleet.urls("lost") == [restarted.url])
+    assert "without --logprobs-mode processed_logprobs" in engine.fleet.servers[restarted.url].reason
+    if returns:
+        del restarted.arguments["vllm_without"]
         restarted.start(restarted.port)
-        if not is_known:
-            other.reset()
-        engine.load_weights(one_weight(0), weight_version=0)
-        assert other.url in engine.fleet.urls("routable")
-        assert comes_true(lambda: engine.fleet.urls("lost") == [restarted.url])
-        assert "without --logprobs-mode processed_logprobs" in engine.fleet.servers[restarted.url].reason
-        if returns:
-            del restarted.arguments["vllm_without"]
-            restarted.start(restarted.port)
-            assert comes_true(lambda: engine.fleet.urls("routable") == [other.url, restarted.url])
-    finally:
-        engine.close()
+        assert comes_true(lambda: engine.fleet.urls("routable") == [other.url, restarted.url])
 
 
 def test_whether_a_server_generates_is_asked_once_and_not_behind_completions(start):
@@ -167,16 +141,10 @@ def test_whether_a_server_generates_is_asked_once_and_not_behind_completions(sta
     assert (num_requests["/server_info"], num_requests["/inference/v1/generate"]) == (3, 2)
 
 
-def test_a_server_that_cannot_tell_what_was_cached_is_refused_by_the_probe(start):
-    server = start(vllm=True, vllm_without=["details"])
-    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
-    engine.start(LARGE)
-    try:
-        engine.load_weights(one_weight(0), weight_version=0)
-        with pytest.raises(EngineError, match="without --enable-prompt-tokens-details"):
-            engine.score([[1, 2]])
-    finally:
-        engine.close()
+def test_a_server_that_cannot_tell_what_was_cached_is_refused_by_the_probe(start, vllm_on):
+    engine = vllm_on(start(vllm=True, vllm_without=["details"]))
+    with pytest.raises(EngineError, match="without --enable-prompt-tokens-details"):
+        engine.score([[1, 2]])
 
 
 def test_each_kind_of_engine_names_a_server_of_the_other_kind(start):
@@ -186,17 +154,11 @@ def test_each_kind_of_engine_names_a_server_of_the_other_kind(start):
         SGLangEngine(urls=[start(vllm=True).url], timeouts=Deadlines()).start(LARGE)
 
 
-def test_top_p_at_a_server_of_few_logprobs_says_how_to_start_it(start):
-    server = start(vllm=True, vllm_without=["max-logprobs"])
-    engine = VLLMEngine(urls=[server.url], timeouts=Deadlines())
-    engine.start(LARGE)
-    try:
-        engine.load_weights(one_weight(0), weight_version=0)
-        request = engine.generate([1, 2], Sampling(top_p=0.5), session="s")
-        with pytest.raises(EngineError, match=r"HTTP 400.*max allowed: 20.*needs --max-logprobs 4008"):
-            asyncio.run(request)
-    finally:
-        engine.close()
+def test_top_p_at_a_server_of_few_logprobs_says_how_to_start_it(start, vllm_on):
+    engine = vllm_on(start(vllm=True, vllm_without=["max-logprobs"]))
+    request = engine.generate([1, 2], Sampling(top_p=0.5), session="s")
+    with pytest.raises(EngineError, match=r"HTTP 400.*max allowed: 20.*needs --max-logprobs 4008"):
+        asyncio.run(request)
 
 
 def test_a_broadcast_without_a_gpu_is_refused(monkeypatch):
@@ -310,12 +272,6 @@ def test_digests_are_sorted_by_rank_and_packed_parameters_have_none():
     ]
 
 
-@pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    CONFIG.save_pretrained(tmp_path)
-    return tmp_path
-
-
 def test_the_command_has_what_rollouts_need_and_no_token(model_folder):
     args = {"load_format": "dummy", "gpu-memory-utilization": 0.5}
     server = VLLMProcess(model_folder, python=sys.executable, args=args, tp=2, seed=3, token="secret")
@@ -335,18 +291,3 @@ def test_the_command_has_what_rollouts_need_and_no_token(model_folder):
 def test_an_argument_that_lightrl_sets_is_refused(model_folder):
     with pytest.raises(ValueError, match="server_args has api_key, which lightrl sets"):
         VLLMProcess(model_folder, python=sys.executable, args={"api-key": "k"})
-
-
-def test_the_built_environment_is_found_and_a_half_built_one_is_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTRL_VLLM_CACHE", str(tmp_path))
-    monkeypatch.delenv("LIGHTRL_VLLM_PYTHON", raising=False)
-    build = build_script("vllm")
-    folder = build.FOLDER.path()
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin/python").symlink_to(sys.executable)
-    assert build.FOLDER.find() is None
-    with pytest.raises(ValueError, match=r"pip install vllm.*scripts/vllm_cpu/build.py"):
-        VLLMProcess.find_python()
-    (folder / build.FOLDER.ready).touch()
-    assert build.build() == folder / "bin/python"  # found, not built again
-    assert VLLMProcess.find_python() == (str(tmp_path / "vllm-cpu/bin/python"), True)

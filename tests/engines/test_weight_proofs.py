@@ -1,22 +1,17 @@
 """A server's weights are verified against the trainer's: what SGLangEngine notices, with one server and several."""
 
-from __future__ import annotations
-
 import asyncio
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from fake_sglang.process import FakeServerProcess
-from sync_cases import asked, config_of, running
+from sync_cases import EngineOn, asked, config_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
-from waits import Deadlines
-from waits import until as until_true
+from waits import Deadlines, comes_true
 
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.server_info import ServerInfo, other_model
@@ -33,51 +28,15 @@ PATIENT = Deadlines(request_s=20, sync_s=20)
 UPDATE = "/update_weights_from_disk"
 
 
-def until(is_true: Callable[[], object]) -> None:
-    asyncio.run(until_true(is_true))
-
-
 def parameters_of(config: PretrainedConfig, version: int = 0) -> dict[str, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(version)
         return {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_config(config).named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config_of()).save_pretrained(place)
-    return place
-
-
-@pytest.fixture(scope="module")
-def pair(folder) -> Iterator[list[FakeServerProcess]]:
-    """Two servers for all tests that leave them alive."""
-    with running(2, folder) as servers:
-        yield servers
-
-
 @pytest.fixture
-def serving() -> Iterator[Callable[..., list[FakeServerProcess]]]:
-    """Starts servers of a test's own; they end after its engines."""
-    with ExitStack() as stack:
-        yield lambda *args, **settings: stack.enter_context(running(*args, **settings))
-
-
-@pytest.fixture
-def engines(serving) -> Iterator[Any]:
-    started: list[SGLangEngine] = []
-
-    def start(servers: Sequence[FakeServerProcess], config: PretrainedConfig, **settings: Any) -> SGLangEngine:
-        settings = {"timeouts": PATIENT, **settings}
-        engine = SGLangEngine(urls=[server.url for server in servers], **settings)
-        started.append(engine)
-        engine.start(config)
-        return engine
-
-    yield start
-    for engine in started:
-        engine.close()
+def verifying_on(engine_on: EngineOn) -> EngineOn:
+    return functools.partial(engine_on, config=config_of(), timeouts=PATIENT)
 
 
 def requests_of(server: FakeServerProcess) -> Counter[str]:
@@ -96,25 +55,26 @@ def load(engine: SGLangEngine, parameters: dict[str, Tensor], version: int) -> N
         ("disk", {"dtype": "bfloat16"}),
         ("disk", {"tp_size": 2}),
         ("disk", {"tp_size": 2, "dtype": "bfloat16"}),
+        ("disk", {"tp_size": 2, "speculative_algorithm": "EAGLE"}),
     ],
-    ids=["one rank", "through shared memory", "bfloat16", "two ranks", "two ranks in bfloat16"],
+    ids=["one rank", "shared memory", "bfloat16", "two ranks", "two ranks in bfloat16", "a draft model beside it"],
 )
-def test_one_healthy_server_is_verified_at_each_sync(serving, folder, engines, transport, settings, caplog):
-    servers = serving(1, folder, **settings)
-    engine = engines(servers, config_of(), transport=transport)
+def test_one_healthy_server_is_verified_at_each_sync(start, model_folder, verifying_on, transport, settings, caplog):
+    server = start(model_folder, **settings)
+    engine = verifying_on(server, transport=transport)
     for version in range(3):
         load(engine, parameters_of(config_of(), version), version)
-        assert engine.verified_by() == {servers[0].url: "digests"}
+        assert engine.verified_by() == {server.url: "digests"}
     assert not caplog.messages
 
 
-def test_a_tied_head_is_verified_too(serving, tmp_path, engines):
+def test_a_tied_head_is_verified_too(start, tmp_path, verifying_on):
     config = config_of(tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    servers = serving(1, tmp_path)
-    engine = engines(servers, config)
+    server = start(tmp_path)
+    engine = verifying_on(server, config=config)
     load(engine, parameters_of(config), 0)
-    assert engine.verified_by() == {servers[0].url: "digests"}
+    assert engine.verified_by() == {server.url: "digests"}
 
 
 def ignored(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -125,63 +85,59 @@ def ignored(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**changed, "model.norm.weight": norm}
 
 
-def test_one_server_that_acknowledges_and_ignores_the_smallest_update_is_noticed(serving, folder, engines):
-    servers = serving(1, folder, dtype="bfloat16")
-    engine = engines(servers, config_of())
+def test_one_server_that_acknowledges_and_ignores_the_smallest_update_is_noticed(start, model_folder, verifying_on):
+    server = start(model_folder, dtype="bfloat16")
+    engine = verifying_on(server)
     first = parameters_of(config_of())
     load(engine, first, 0)
-    servers[0].fault("ignore_update", UPDATE)
+    server.fault("ignore_update", UPDATE)
     with pytest.raises(WeightSyncError, match=r"1 of its 19 parameters .* of version 1: model\.norm\.weight, on"):
         load(engine, ignored(first), 1)
 
 
-def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays(pair, engines):
-    servers = pair[:2]
-    engine = engines(
-        servers, config_of(), timeouts=replace(PATIENT, probe_interval_s=60)
-    )  # it does not come back meanwhile
+def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays(model_servers, verifying_on):
+    wrong, right = model_servers
+    engine = verifying_on(wrong, right, timeouts=replace(PATIENT, probe_interval_s=60))  # none comes back meanwhile
     load(engine, parameters_of(config_of()), 0)
-    servers[0].fault("ignore_update", UPDATE)
+    wrong.fault("ignore_update", UPDATE)
     load(engine, parameters_of(config_of(), 1), 1)
     report = engine.last_sync
-    assert report.versions == {servers[1].url: 1}
-    assert "are not the trainer's" in report.lost[servers[0].url]
-    assert engine.verified_by()[servers[1].url] == "digests"
+    assert report.versions == {right.url: 1}
+    assert "are not the trainer's" in report.lost[wrong.url]
+    assert engine.verified_by()[right.url] == "digests"
 
 
-def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(pair, engines, caplog):
-    servers = pair[:2]
+def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(model_servers, verifying_on, caplog):
     with caplog.at_level("WARNING", logger="lightrl"):
-        engine = engines(servers, config_of())
+        engine = verifying_on(*model_servers)
         load(engine, parameters_of(config_of()), 0)
-        url = servers[0].url
+        url = model_servers[0].url
         engine.fleet.servers[url].info = ServerInfo(identity="the one before")
-        until(lambda: any("another process answers" in message for message in caplog.messages))
-        until(lambda: url in engine.fleet.urls("routable"))  # it has the weights again
+        assert comes_true(lambda: any("another process answers" in message for message in caplog.messages))
+        assert comes_true(lambda: url in engine.fleet.urls("routable"))  # it has the weights again
         assert engine.fleet.servers[url].weight_version == 0
         assert engine.verified_by()[url] == "digests"
 
 
-def test_a_server_of_another_version_between_two_syncs_is_noticed(pair, engines, caplog):
-    servers = pair[:2]
+def test_a_server_of_another_version_between_two_syncs_is_noticed(model_servers, verifying_on, caplog):
     with caplog.at_level("WARNING", logger="lightrl"):
-        engine = engines(servers, config_of())
+        engine = verifying_on(*model_servers)
         load(engine, parameters_of(config_of()), 3)
-        asked(servers[0], "set_weight_version", weight_version="2")
-        until(lambda: any("reports version '2'" in message for message in caplog.messages))
-        until(lambda: len(engine.fleet.urls("routable")) == 2)
-        assert asked(servers[0], "model_info")["weight_version"] == "3"
+        asked(model_servers[0], "set_weight_version", weight_version="2")
+        assert comes_true(lambda: any("reports version '2'" in message for message in caplog.messages))
+        assert comes_true(lambda: len(engine.fleet.urls("routable")) == 2)
+        assert asked(model_servers[0], "model_info")["weight_version"] == "3"
 
 
 def generate(engine: SGLangEngine) -> None:
     asyncio.run(engine.generate([1, 2, 3], Sampling(max_new_tokens=2), session="s"))
 
 
-def test_requests_of_one_version_share_a_cache_key_and_other_versions_and_runs_do_not(pair, engines):
-    servers = pair[:1]
+def test_requests_of_one_version_share_a_cache_key_and_other_versions_and_runs_do_not(model_servers, verifying_on):
+    server = model_servers[0]
     keys = []
     for is_last in (False, True):
-        engine = engines(servers, config_of())
+        engine = verifying_on(server)
         for version in range(2):
             load(engine, parameters_of(config_of(), version), version)
             keys.append(engine.fleet.cache_key(version))
@@ -190,30 +146,30 @@ def test_requests_of_one_version_share_a_cache_key_and_other_versions_and_runs_d
             engine.close()  # or it would give the server its own weights again
     assert len(set(keys)) == 4
     body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}, "extra_key": keys[-1]}
-    assert asked(servers[0], "generate", body=body)["meta_info"]["cached_tokens"] == 2
+    assert asked(server, "generate", body=body)["meta_info"]["cached_tokens"] == 2
 
 
-def test_a_cache_that_a_load_did_not_empty_is_flushed(pair, engines):
-    servers = pair[:1]
-    engine = engines(servers, config_of())
+def test_a_cache_that_a_load_did_not_empty_is_flushed(model_servers, verifying_on):
+    server = model_servers[0]
+    engine = verifying_on(server)
     load(engine, parameters_of(config_of()), 0)
-    before = requests_of(servers[0])
-    servers[0].fault("keep_cache", UPDATE)
+    before = requests_of(server)
+    server.fault("keep_cache", UPDATE)
     load(engine, parameters_of(config_of(), 1), 1)
-    until(lambda: (requests_of(servers[0]) - before)["/generate"] == 3)
-    assert (requests_of(servers[0]) - before)["/flush_cache"] == 1
-    assert engine.fleet.urls("routable") == [servers[0].url]
+    assert comes_true(lambda: (requests_of(server) - before)["/generate"] == 3)
+    assert (requests_of(server) - before)["/flush_cache"] == 1
+    assert engine.fleet.urls("routable") == [server.url]
 
 
-def test_a_server_whose_cache_cannot_be_emptied_is_lost(pair, engines, caplog):
-    servers = pair[:2]
-    engine = engines(servers, config_of())
+def test_a_server_whose_cache_cannot_be_emptied_is_lost(model_servers, verifying_on, caplog):
+    doomed, _ = model_servers
+    engine = verifying_on(*model_servers)
     load(engine, parameters_of(config_of()), 0)
-    servers[0].fault("keep_cache", UPDATE)
-    servers[0].fault("keep_cache", "/flush_cache")
+    doomed.fault("keep_cache", UPDATE)
+    doomed.fault("keep_cache", "/flush_cache")
     load(engine, parameters_of(config_of(), 1), 1)
-    said = f"{servers[0].url} is lost: its prefix cache still has key-values of weight version 0, after a load and a"
-    until(lambda: any(said in message for message in caplog.messages))
+    said = f"{doomed.url} is lost: its prefix cache still has key-values of weight version 0, after a load and a"
+    assert comes_true(lambda: any(said in message for message in caplog.messages))
 
 
 @pytest.mark.parametrize(
@@ -227,14 +183,14 @@ def test_a_server_whose_cache_cannot_be_emptied_is_lost(pair, engines, caplog):
     ],
     ids=["family", "layers", "vocabulary", "hidden size", "tied head"],
 )
-def test_a_server_of_another_model_is_named_before_anything_is_loaded(pair, engines, config, told):
-    servers = pair[:1]
-    before = requests_of(servers[0])
+def test_a_server_of_another_model_is_named_before_anything_is_loaded(model_servers, verifying_on, config, told):
+    server = model_servers[0]
+    before = requests_of(server)
     with pytest.raises(EngineError, match=told) as caught:
-        engines(servers, config)
-    assert servers[0].url in str(caught.value)
-    assert (requests_of(servers[0]) - before)[UPDATE] == 0
-    assert servers[0].is_alive()
+        verifying_on(server, config=config)
+    assert server.url in str(caught.value)
+    assert (requests_of(server) - before)[UPDATE] == 0
+    assert server.is_alive()
 
 
 def test_the_architectures_are_compared_also_of_a_server_of_another_host():
@@ -333,10 +289,3 @@ def test_parameters_that_only_one_side_has_are_another_model(answer, told):
     check, problem = verifier_of(config_of(), server).verify(server, 0, answer)
     assert check is None
     assert told in problem
-
-
-def test_a_server_with_a_draft_model_is_verified_by_the_targets_digests(serving, folder, engines):
-    servers = serving(1, folder, speculative_algorithm="EAGLE", tp_size=2)
-    engine = engines(servers, config_of())
-    load(engine, parameters_of(config_of()), 0)
-    assert engine.verified_by() == {servers[0].url: "digests"}

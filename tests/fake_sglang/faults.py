@@ -1,7 +1,5 @@
 """Faults of the fake server: what goes wrong, with which requests, how often."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

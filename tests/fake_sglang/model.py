@@ -1,15 +1,11 @@
 """The fake server's answers with a model: a LocalEngine, its weights from a Hugging Face folder."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import functools
 import hashlib
 import io
-import os
 import pickle
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -26,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fake_sglang.faults import Fault
 from fake_sglang.layout import checksums
-from fake_sglang.script import Refused, Run, ScriptedModel
+from fake_sglang.script import Refused, Run, ScriptedModel, die
 from fake_sglang.wrong_loads import LoadHistory, Tensors
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import HuggingFaceDecoder
@@ -34,7 +30,7 @@ from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
 from lightrl.functional.supports import decode_supports
 from lightrl.trajectory import Sampling
-from lightrl.weights import Bucket
+from lightrl.weights import BroadcastGroup, Bucket
 from lightrl.weights.bucket import OUTPUT_HEAD
 
 ALL_TOKENS = 2**30  # SGLang's top_k without a bound
@@ -109,7 +105,7 @@ class EmbeddedModel(ScriptedModel):
         self._adapters: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}  # config and tensors, by name
         self._adapted: dict[str, LocalEngine] = {}  # the base with an adapter beside it, by name
 
-    def load_adapter(self, name: str, config: Any, payload: str, checksums: Any, die: Any) -> None:
+    def load_adapter(self, name: str, config: Any, payload: str, checksums: Any) -> None:
         tensors = dict(unpacked(payload))
         sums = {
             key: hashlib.sha256(value.view(torch.uint8).numpy().tobytes()).hexdigest() for key, value in tensors.items()
@@ -275,8 +271,7 @@ class EmbeddedModel(ScriptedModel):
         loaded = {name: tensor for file in files for name, tensor in file.items()}
         for name in loaded.keys() & held.keys():
             if (sent := loaded[name].shape) != held[name].shape:
-                sys.stderr.write(f"{name} has shape {list(sent)} instead of {list(held[name].shape)}\n")
-                os._exit(1)
+                die(f"{name} has shape {list(sent)} instead of {list(held[name].shape)}")
         if self._history is not None:
             loaded = self._history.load(files, held, fault, is_last=version is not None)
         self._put(
@@ -330,39 +325,24 @@ class RewardModel(ScriptedModel):
             return [self._model.score(state).tolist() for state in hidden]
 
 
-class TensorReceiver:
-    """The receiving end of the tensor and distributed transports."""
+def joined_group(body: dict[str, Any]) -> BroadcastGroup:
+    """Blocks until the trainer has joined too."""
+    return BroadcastGroup(
+        body["master_address"],
+        int(body["master_port"]),
+        rank=int(body["rank_offset"]),
+        world_size=int(body["world_size"]),
+        name=body["group_name"],
+        backend=body.get("backend", "nccl"),
+    )
 
-    def __init__(self) -> None:
-        self._groups: dict[str, Any] = {}
 
-    def join(self, body: dict[str, Any]) -> None:
-        """Blocks until the trainer has joined too."""
-        from lightrl.weights.broadcast import BroadcastGroup
-
-        self._groups[body["group_name"]] = BroadcastGroup(
-            body["master_address"],
-            int(body["master_port"]),
-            rank=int(body["rank_offset"]),
-            world_size=int(body["world_size"]),
-            name=body["group_name"],
-            backend=body.get("backend", "nccl"),
-        )
-
-    def leave(self, name: str) -> None:
-        self._groups.pop(name).close()
-
-    def has(self, name: str) -> bool:
-        return name in self._groups
-
-    def receive(self, body: dict[str, Any]) -> list[tuple[str, Tensor]]:
-        """Blocks until the trainer has broadcast all tensors."""
-        tensors = [
-            torch.empty(shape, dtype=getattr(torch, dtype))
-            for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
-        ]
-        self._groups[body["group_name"]].broadcast(tensors)
-        return list(zip(body["names"], tensors, strict=True))
+def received(group: BroadcastGroup, body: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Blocks until the trainer has broadcast all tensors."""
+    forms = zip(body["shapes"], body["dtypes"], strict=True)
+    tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in forms]
+    group.broadcast(tensors)
+    return list(zip(body["names"], tensors, strict=True))
 
 
 def unpacked(payload: str) -> list[tuple[str, Tensor]]:

@@ -4,16 +4,16 @@ Imports no torch, so a server starts in a fraction of a second. A token is a has
 and completion, uniform over the vocabulary, with logprob -log V: a policy that gives every token the same logit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
 import math
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from fake_sglang.faults import Fault
 
@@ -24,6 +24,13 @@ _MASK = 2**64 - 1
 
 class Refused(Exception):
     """The server answers a request with HTTP 400; refused weights leave the old ones in place."""
+
+
+def die(reason: str) -> NoReturn:
+    """Ends the process, as the real server does."""
+    sys.stderr.write(reason + "\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 @dataclass(eq=False)

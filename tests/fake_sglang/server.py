@@ -12,8 +12,6 @@ POST `/fake/faults` requests a fault, see faults.py. GET `/fake/stats` counts re
 script's `seconds_per_token` from the next token on, for a test that acts during a generation and waits for its end.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -25,13 +23,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from aiohttp import web
 from forked import end_with_parent
 
 from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS, Fault, Faults, faulty_answer
-from fake_sglang.script import Refused, Run, ScriptedModel
+from fake_sglang.script import Refused, Run, ScriptedModel, die
 from fake_sglang.weights import LoraRoutes, PromptCache, Route, WeightRoutes
 from lightrl.engines.servers.connection import raise_open_files
 
@@ -54,27 +52,18 @@ class FakeServer:
         self.faults = Faults()
         self.counts: Counter[str] = Counter()
         self.started_at = time.time()
-        self._runs: dict[str, Run] = {}
+        self.runs: dict[str, Run] = {}
+        self.cache = PromptCache()
         self._released: Counter[str] = Counter()
-        self._lora = LoraRoutes(
-            model,
-            arguments=arguments,
-            faults=self.faults,
-            in_use=lambda: {run.lora for run in self._runs.values()},
-            die=_die,
-        )
         self._is_paused = False  # with requests retracted
         self._unpaused = asyncio.Event()
         self._unpaused.set()
-        self._cache = PromptCache()
-        self._weights = WeightRoutes(
-            model,
-            model_path=arguments.get("model_path"),
-            faults=self.faults,
-            cache=self._cache,
-            is_busy=lambda: not self._is_paused and bool(self._runs),
-            abort_all=self._abort_all,
-        )
+        self._weights = WeightRoutes(self)
+        self._lora = LoraRoutes(self)
+
+    def is_busy(self) -> bool:
+        """Whether requests run that a weight update waits for."""
+        return not self._is_paused and bool(self.runs)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._around], client_max_size=2**32)
@@ -143,7 +132,7 @@ class FakeServer:
         if params["temperature"] < 0:
             raise Refused("temperature must be non-negative")
         rid = body.get("rid") or secrets.token_hex(16)
-        if rid in self._runs:
+        if rid in self.runs:
             raise Refused(f"Duplicate request ID detected: {rid}")
         has_logprobs = bool(body.get("return_logprob"))
         scores_prompt = has_logprobs and body.get("logprob_start_len") == 0
@@ -171,7 +160,7 @@ class FakeServer:
 
     def _look_up(self, run: Run, extra_key: str | None, scores_prompt: bool) -> None:
         """SGLang computes a prompt anew if it returns the prompt's logprobs."""
-        num_cached, load = self._cache.look_up(run.prompt, extra_key, self.model.num_loads)
+        num_cached, load = self.cache.look_up(run.prompt, extra_key, self.model.num_loads)
         if not scores_prompt:
             run.num_cached, run.is_stale = num_cached, num_cached > 0 and load < self.model.num_loads
         if run.is_stale:
@@ -197,12 +186,12 @@ class FakeServer:
         if not isinstance(prompt, list) or not prompt:
             raise Refused("input_ids has to be a list of token ids that is not empty")
         if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
-            _die("IndexError: index out of range in self")
+            die("IndexError: index out of range in self")
         if len(prompt) + max_new_tokens > self.model.max_context:
             raise Refused(f"Requested token count exceeds the context length of {self.model.max_context} tokens")
 
     async def _one(self, run: Run, wants_logprobs: bool, look_up: Callable[[], None]) -> dict[str, Any]:
-        self._runs[run.rid] = run
+        self.runs[run.rid] = run
         try:
             while not (self._unpaused.is_set() and self._weights.is_idle.is_set()):
                 await self._unpaused.wait()
@@ -223,16 +212,16 @@ class FakeServer:
                 if not writing.done():
                     writing.cancel()
         finally:
-            del self._runs[run.rid]
+            del self.runs[run.rid]
         return _answer(run, finish, wants_logprobs, self.model.version)
 
     async def _abort(self, body: dict[str, Any]) -> None:
         rid = body.get("rid") or ""
         if rid or body.get("abort_all"):
-            self._abort_all("" if body.get("abort_all") else rid)
+            self.abort_all("" if body.get("abort_all") else rid)
 
-    def _abort_all(self, prefix: str = "") -> None:
-        for run in self._runs.values():
+    def abort_all(self, prefix: str = "") -> None:
+        for run in self.runs.values():
             if run.rid.startswith(prefix):
                 run.is_aborted = True
                 run.aborted.set()
@@ -241,7 +230,7 @@ class FakeServer:
         if body.get("mode") != "retract":
             raise Refused("the fake server only knows the mode retract")
         self._unpaused.clear()
-        for run in self._runs.values():
+        for run in self.runs.values():
             run.minimum_from = len(run.token_ids)
         await self.model.pause()
         self._is_paused = True
@@ -254,20 +243,20 @@ class FakeServer:
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     async def _flush(self, body: dict[str, Any]) -> Any:
-        if self._runs and not self._is_paused:
+        if self.is_busy():
             raise Refused("Flush cache failed: there are running or waiting requests.")
         if self.faults.next("/flush_cache", ("keep_cache",)) is None:
             self._weights.flush_cache()
 
     async def _release(self, body: dict[str, Any]) -> Any:
-        if self._runs and not self._is_paused:
-            _die("AssertionError: release_memory_occupation requires an idle server")
+        if self.is_busy():
+            die("AssertionError: release_memory_occupation requires an idle server")
         self._released.update(body.get("tags") or ["kv_cache", "weights", "cuda_graph"])
 
     async def _take_back(self, body: dict[str, Any]) -> Any:
         for tag in body.get("tags") or ["kv_cache", "weights", "cuda_graph"]:
             if not self._released[tag]:
-                _die(f"KeyError: {tag!r}")
+                die(f"KeyError: {tag!r}")
             self._released[tag] = 0
 
     async def _model_info(self, request: web.Request) -> web.Response:
@@ -317,8 +306,8 @@ class FakeServer:
 
     async def _stats(self, request: web.Request) -> web.Response:
         return web.json_response({
-            "requests": dict(self.counts), "running": len(self._runs),
-            "written": [len(run.token_ids) for run in self._runs.values()],
+            "requests": dict(self.counts), "running": len(self.runs),
+            "written": [len(run.token_ids) for run in self.runs.values()],
             "processor_s": time.process_time(), "is_paused": not self._unpaused.is_set(),
             "is_bracketed": self._weights.is_bracketed,
             "faults": [dataclasses.asdict(fault) for fault in self.faults],
@@ -370,13 +359,6 @@ def json_handler(route: Route) -> Callable[[web.Request], Awaitable[web.Response
             return web.json_response({"success": False, "error": {"message": str(error)}}, status=400)
 
     return handle
-
-
-def _die(reason: str) -> NoReturn:
-    """As the real server does."""
-    sys.stderr.write(reason + "\n")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def make_parser() -> argparse.ArgumentParser:

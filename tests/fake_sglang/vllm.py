@@ -4,8 +4,6 @@ Its behavior was measured on vLLM 0.32 for the CPU: `keep`, an abort by the pref
 alone, versions per token, the digest of nothing for what is packed.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -119,15 +117,15 @@ class FakeVLLMServer(FakeServer):
 
     async def _keep(self, body: dict[str, Any]) -> Any:
         await self._pause({"mode": "retract"})
-        for run in self._runs.values():
+        for run in self.runs.values():
             run.minimum_from = 0  # a minimum counts from the start of the request
         return {"status": "paused"}
 
     async def _abort_requests(self, body: dict[str, Any]) -> Any:
         for rid in body.get("request_ids") or [PREFIX]:
             if rid.startswith(PREFIX):
-                self._abort_all(rid.removeprefix(PREFIX))
-        return {"status": "aborted", "aborted": len(body.get("request_ids") or self._runs)}
+                self.abort_all(rid.removeprefix(PREFIX))
+        return {"status": "aborted", "aborted": len(body.get("request_ids") or self.runs)}
 
     async def _call(self, body: dict[str, Any]) -> Any:
         if body["method"] == "reload_weights":

@@ -8,10 +8,13 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fake_sglang.faults import OF_LOADS, Fault, Faults
-from fake_sglang.script import Refused, ScriptedModel
+from fake_sglang.faults import OF_LOADS, Fault
+from fake_sglang.script import Refused
+
+if TYPE_CHECKING:
+    from fake_sglang.server import FakeServer
 
 Route = Callable[[dict[str, Any]], Awaitable[Any]]
 MAX_PROMPTS = 10_000  # in the cache
@@ -45,32 +48,21 @@ class PromptCache:
 
 
 class WeightRoutes:
-    """Routes and their state; an update waits while the server `is_busy`."""
+    """Routes and their state; an update waits while the server is busy."""
 
-    def __init__(
-        self,
-        model: ScriptedModel,
-        *,
-        model_path: str | None,
-        faults: Faults,
-        cache: PromptCache,
-        is_busy: Callable[[], bool],
-        abort_all: Callable[[], None],
-    ) -> None:
-        self.model_path = model_path
+    def __init__(self, server: FakeServer) -> None:
+        self.model_path: str | None = server.arguments.get("model_path")
         self.is_bracketed = False
         self.is_idle = asyncio.Event()  # no update is waiting or running
         self.is_idle.set()
-        self._model = model
-        self._faults = faults
-        self._cache = cache
-        self._is_busy = is_busy
-        self._abort_all = abort_all
+        self._server = server
+        self._model = server.model
+        self._faults = server.faults
         self._updating = asyncio.Lock()
-        self._receiver: Any = None
+        self._groups: dict[str, Any] = {}  # of broadcasts, by name
 
     def flush_cache(self) -> None:
-        self._cache.clear()
+        self._server.cache.clear()
         self._model.forget_stale()
 
     def routes(self) -> dict[str, Route]:
@@ -91,10 +83,10 @@ class WeightRoutes:
         """A paused server updates at once; else the update waits for running requests and holds new ones."""
         async with self._updating:
             if body.get("abort_all_requests"):
-                self._abort_all()
+                self._server.abort_all()
             self.is_idle.clear()
             try:
-                while self._is_busy():
+                while self._server.is_busy():
                     await asyncio.sleep(0.01)
                 yield
             except KeyError as error:
@@ -125,10 +117,11 @@ class WeightRoutes:
 
     async def _from_distributed(self, body: dict[str, Any]) -> Any:
         self._check_bracket("distributed")
-        receiver = self._receiving()
-        if not receiver.has(body["group_name"]):
+        if body["group_name"] not in self._groups:
             raise Refused(f"Group {body['group_name']} is not initialized")
-        tensors = await asyncio.to_thread(receiver.receive, body)
+        from fake_sglang.model import received
+
+        tensors = await asyncio.to_thread(received, self._groups[body["group_name"]], body)
         return await self._load(
             "/update_weights_from_distributed", body, lambda *how: self._model.load_tensors(tensors, *how)
         )
@@ -143,23 +136,18 @@ class WeightRoutes:
         )
 
     async def _init_group(self, body: dict[str, Any]) -> Any:
-        await asyncio.to_thread(self._receiving().join, body)
+        if not self._model.takes_tensors:
+            raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
+        from fake_sglang.model import joined_group
+
+        self._groups[body["group_name"]] = await asyncio.to_thread(joined_group, body)
         return {"success": True, "message": "Succeeded to initialize the process group."}
 
     async def _destroy_group(self, body: dict[str, Any]) -> Any:
-        if not self._receiving().has(body["group_name"]):
+        if body["group_name"] not in self._groups:
             raise Refused("The group to be destroyed does not exist.")
-        await asyncio.to_thread(self._receiving().leave, body["group_name"])
+        await asyncio.to_thread(self._groups.pop(body["group_name"]).close)
         return {"success": True, "message": "Succeeded to destroy the process group."}
-
-    def _receiving(self) -> Any:
-        if not self._model.takes_tensors:
-            raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
-        if self._receiver is None:
-            from fake_sglang.model import TensorReceiver
-
-            self._receiver = TensorReceiver()
-        return self._receiver
 
     def _check_bracket(self, kind: str) -> None:
         if not self.is_bracketed:
@@ -179,7 +167,7 @@ class WeightRoutes:
 
     async def _set_version(self, body: dict[str, Any]) -> Any:
         if body.get("abort_all_requests", True):
-            self._abort_all()
+            self._server.abort_all()
         self._model.rename(body["new_version"])
         return {"success": True, "message": "", "new_version": body["new_version"]}
 
@@ -202,27 +190,15 @@ class WeightRoutes:
 class LoraRoutes:
     """As SGLang 0.5.23: adapters by name; a second of a name is refused; an unload waits for requests that use it.
 
-    Args:
-        arguments: of the server, with SGLang's `enable_lora`, `max_lora_rank` and `lora_target_modules`.
-        in_use: names of the adapters of running requests.
-        die: ends the process, as the real server ends when a checksum differs.
+    The server has SGLang's arguments `enable_lora`, `max_lora_rank` and `lora_target_modules`.
     """
 
-    def __init__(
-        self,
-        model: Any,  # an EmbeddedModel; a script takes no adapters
-        *,
-        arguments: dict[str, Any],
-        faults: Faults,
-        in_use: Callable[[], set[str | None]],
-        die: Callable[[str], Any],
-    ) -> None:
+    def __init__(self, server: FakeServer) -> None:
         self.names: dict[str, bool] = {}  # loaded; False while it is being unloaded
-        self._model = model
-        self._arguments = arguments
-        self._faults = faults
-        self._in_use = in_use
-        self._die = die
+        self._server = server
+        self._model: Any = server.model  # an EmbeddedModel; a script takes no adapters
+        self._arguments = server.arguments
+        self._faults = server.faults
         self._updating = asyncio.Lock()
 
     def routes(self) -> dict[str, Any]:
@@ -255,9 +231,7 @@ class LoraRoutes:
                 )
             if self._faults.next("/load_lora_adapter_from_tensors", ("lose_update",)) is None:
                 payload = body["serialized_named_tensors"][0]
-                await asyncio.to_thread(
-                    self._model.load_adapter, name, config, payload, body.get("expected_checksums"), self._die
-                )
+                await asyncio.to_thread(self._model.load_adapter, name, config, payload, body.get("expected_checksums"))
                 if (fault := self._faults.next("/load_lora_adapter_from_tensors", ("old_adapter",))) is not None:
                     fault.num_wrong_values += self._model.copy_adapter(list(self.names)[-1], name)
                 self.names[name] = True
@@ -269,7 +243,7 @@ class LoraRoutes:
             if name not in self.names:
                 raise Refused(f"LoRA with name {name} does not exist. Loaded LoRAs: {list(self.names)}")
             self.names[name] = False
-            while name in self._in_use():
+            while name in {run.lora for run in self._server.runs.values()}:
                 await asyncio.sleep(0.01)
             del self.names[name]
             await asyncio.to_thread(self._model.unload_adapter, name)

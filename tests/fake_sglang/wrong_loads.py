@@ -5,8 +5,6 @@ tensors that are loaded. `LoadHistory` knows what the server would hold if every
 ask how many values are wrong.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

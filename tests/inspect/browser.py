@@ -1,15 +1,13 @@
 """A headless Chromium through chromedriver's protocol: only what the tests of the page need."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket
 import subprocess
-import time
 import urllib.request
-from collections.abc import Callable
 from typing import Any
+
+from waits import comes_true
 
 MISSING = "Chromium and its driver are not installed here: apt-get install chromium chromium-driver."
 _KEYS = {"ArrowLeft": "\ue012", "ArrowRight": "\ue014", "Escape": "\ue00c"}
@@ -27,7 +25,7 @@ class Browser:
             port = held.getsockname()[1]
         self._process = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL)
         self._url = f"http://127.0.0.1:{port}"
-        until(lambda: self._ready())
+        assert comes_true(self._ready), "chromedriver did not start"
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},{height}"]
         options = {"args": [*arguments, "--force-device-scale-factor=1"], "binary": shutil.which("chromium")}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
@@ -60,7 +58,7 @@ class Browser:
 
     def wait(self, condition: str, *args: Any) -> None:
         """Waits until a JavaScript expression is true."""
-        until(lambda: bool(self.run(f"return !!({condition})", *args)), condition)
+        assert comes_true(lambda: self.run(f"return !!({condition})", *args)), condition
 
     def problems(self) -> list[str]:
         """Lines of the browser's console since the last call, scripts that it refused to run included."""
@@ -84,10 +82,3 @@ class Browser:
         request = urllib.request.Request(self._url + path, content, {"Content-Type": "application/json"}, method=method)
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.loads(response.read())["value"]
-
-
-def until(is_true: Callable[[], bool], what: str = "the browser", timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.05)

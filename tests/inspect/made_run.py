@@ -1,12 +1,15 @@
 """A run's folder as the callbacks write it, made without a run; and completions that would do harm as HTML."""
 
-from __future__ import annotations
-
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightrl.inspect.answers import Answers
+from lightrl.inspect.run_folder import find_runs
+from lightrl.inspect.server import PageServer
 from lightrl.trace import Event, TraceFile
 
 HOSTILE = [
@@ -136,3 +139,16 @@ def make_run(folder: Path) -> Path:
         json.dumps({"phase": "update", "iteration": 3, "max_steps": 9, "servers": [server]})
     )
     return folder
+
+
+@contextmanager
+def page_of(runs: list[Path], cache: Path) -> Iterator[PageServer]:
+    """The page of these runs, served while it lasts."""
+    answers = Answers(find_runs(runs), cache)
+    answers.start()
+    server = PageServer(answers)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()

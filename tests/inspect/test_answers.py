@@ -1,13 +1,10 @@
 """The answers for the page: runs, curves, the table, a trajectory, time lines, images; and what the server lets in."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from made_run import HOSTILE, as_tree, head_and_trajectory, make_run, write_iteration, write_metrics, write_trace
+from waits import comes_true
 
 from lightrl.commands.inspect import export
 from lightrl.inspect.answers import MAX_POINTS, Answers, Curves, Timeline
@@ -320,8 +318,5 @@ def test_the_newest_trajectories_are_there_before_the_index_is_whole(tmp_path: P
     answers.start()
     first = answers.answer("table", {})
     assert first["rows"][0]["iteration"] == 199
-    deadline = time.monotonic() + 60
-    while answers.runs[0].index.page()["total"] < 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert comes_true(lambda: answers.runs[0].index.page()["total"] == 200)
     answers.close()

@@ -1,18 +1,14 @@
 """The page in a headless Chromium: what a person sees, and that nothing a model wrote is ever run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser import MISSING, Browser, is_missing
-from made_run import HOSTILE, as_tree, head_and_trajectory, make_run, write_iteration, write_metrics
+from made_run import HOSTILE, as_tree, head_and_trajectory, make_run, page_of, write_iteration, write_metrics
 
 from lightrl.commands.inspect import export
-from lightrl.inspect.answers import Answers
-from lightrl.inspect.run_folder import find_runs
 from lightrl.inspect.server import PageServer
 
 pytestmark = [pytest.mark.extra, pytest.mark.skipif(is_missing(), reason=MISSING)]
@@ -34,13 +30,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
     root = tmp_path_factory.mktemp("runs")
     make_run(root / "version_0")
     write_metrics(root / "version_1", 40, seed=1)
-    answers = Answers(find_runs([root / "version_0", root / "version_1"]), root / "cache")
-    answers.start()
-    answers.runs[0].index.update()
-    made = PageServer(answers)
-    made.start()
-    yield made
-    made.close()
+    with page_of([root / "version_0", root / "version_1"], root / "cache") as server:
+        server.answers.runs[0].index.update()
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +51,8 @@ def six_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
         for rank in range(8)
     ]
     (root / "0" / "problems" / "rank-00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    answers = Answers(find_runs([root / str(number) for number in range(6)]), root / "cache")
-    answers.start()
-    made = PageServer(answers)
-    made.start()
-    yield made
-    made.close()
+    with page_of([root / str(number) for number in range(6)], root / "cache") as server:
+        yield server
 
 
 def look(browser: Browser, url: str) -> None:
@@ -126,12 +114,8 @@ def test_a_trajectory_is_shown_token_by_token_in_colors(browser: Browser, server
 def test_a_rollout_of_several_conversations_shows_its_tree(browser: Browser, tmp_path: Path) -> None:
     write_metrics(tmp_path / "run", 3)
     write_iteration(tmp_path / "run", 0, [as_tree(head_and_trajectory(0, 0, 0, "abcdef"))])
-    answers = Answers(find_runs([tmp_path / "run"]), tmp_path / "cache")
-    answers.start()
-    made = PageServer(answers)
-    made.start()
-    try:
-        look(browser, f"{made.url}#trajectories?run=0")
+    with page_of([tmp_path / "run"], tmp_path / "cache") as server:
+        look(browser, f"{server.url}#trajectories?run=0")
         browser.wait(ROWS)
         browser.click("tbody tr")
         browser.wait(TOKENS)
@@ -147,8 +131,6 @@ def test_a_rollout_of_several_conversations_shows_its_tree(browser: Browser, tmp
         assert "a new conversation" in browser.text("#tokens")
         browser.click(".rows li:nth-child(2)")
         assert browser.problems() == []
-    finally:
-        made.close()
 
 
 def test_a_curve_has_a_log_scale_and_is_enlarged_by_a_click(browser: Browser, six_runs: PageServer) -> None:

@@ -1,14 +1,4 @@
-import importlib.util
-from pathlib import Path
-
 import pytest
+from launched import run_settings
 
-
-@pytest.fixture
-def settings():
-    """Those of the command's tests."""
-    file = Path(__file__).parents[1] / "commands" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("commands_conftest", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.settings.__wrapped__()
+settings = pytest.fixture(run_settings, name="settings")

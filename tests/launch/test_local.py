@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
-import time
+from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
+from waits import comes_true
 
 from lightrl.launch import local
 from lightrl.launch.launcher import make_folder, write_files
@@ -54,10 +55,13 @@ def notes(folder: Path) -> list[str]:
 
 
 def wait_for(lines: set[str], folder: Path) -> None:
-    deadline = time.monotonic() + LONGEST_S
-    while not lines <= set(notes(folder)):
-        assert time.monotonic() < deadline, notes(folder)
-        time.sleep(0.02)
+    assert comes_true(lambda: lines <= set(notes(folder)), LONGEST_S), notes(folder)
+
+
+def started(plan: Plan, write: Callable[[str], object] = lambda line: None) -> LocalLauncher:
+    launcher = LocalLauncher(plan, write=write)
+    launcher.start()
+    return launcher
 
 
 def state(plan: Plan) -> dict:
@@ -67,8 +71,7 @@ def state(plan: Plan) -> dict:
 def test_the_launch_ends_when_the_ranks_are_done_and_servers_end_after_them(tmp_path):
     programs = {"trainer-0": NOTES + "print('iteration 1'); time.sleep(0.5); end()", "servers-0": WAITS}
     plan, shown = plan_of(tmp_path, programs), []
-    launcher = LocalLauncher(plan, write=shown.append)
-    launcher.start()
+    launcher = started(plan, shown.append)
     wait_for({"servers-0 started"}, tmp_path)
     assert launcher.wait() == 0
     assert notes(tmp_path)[-2:] == ["trainer-0 ended", "servers-0 ended"]
@@ -80,9 +83,7 @@ def test_the_launch_ends_when_the_ranks_are_done_and_servers_end_after_them(tmp_
 def test_a_rank_that_fails_ends_the_others_and_its_log_is_shown(tmp_path):
     programs = {"trainer-0": WAITS, "trainer-1": NOTES + "sys.exit('out of memory')", "servers-0": WAITS}
     plan, shown = plan_of(tmp_path, programs), []
-    launcher = LocalLauncher(plan, write=shown.append)
-    launcher.start()
-    assert launcher.wait() == 1
+    assert started(plan, shown.append).wait() == 1
     assert "trainer-1 failed with exit code 1" in shown[-1]
     assert "out of memory" in shown[-1]
     assert state(plan)["error"] == "trainer-1 failed with exit code 1"
@@ -90,17 +91,14 @@ def test_a_rank_that_fails_ends_the_others_and_its_log_is_shown(tmp_path):
 
 def test_servers_that_end_before_the_trainer_fail_the_launch(tmp_path):
     plan = plan_of(tmp_path, {"trainer-0": WAITS, "servers-0": NOTES})
-    launcher = LocalLauncher(plan, write=lambda line: None)
-    launcher.start()
-    assert launcher.wait() == 1
+    assert started(plan).wait() == 1
     assert state(plan)["error"].startswith("servers-0 failed")
 
 
 def test_a_retry_starts_everything_again_from_the_newest_checkpoint(tmp_path):
     fails_once = NOTES + "note(' '.join(sys.argv[3:])); sys.exit(0 if '--ckpt_path' in sys.argv else 3)"
     plan = plan_of(tmp_path, {"trainer-0": fails_once, "servers-0": WAITS}, recover=Recover(retries=1))
-    launcher = LocalLauncher(plan, write=lambda line: None)
-    launcher.start()
+    launcher = started(plan)
     wait_for({"servers-0 started"}, tmp_path)
     assert launcher.wait() == 0
     assert "trainer-0 --ckpt_path last" in notes(tmp_path)
@@ -110,8 +108,7 @@ def test_a_retry_starts_everything_again_from_the_newest_checkpoint(tmp_path):
 def test_end_asks_ranks_first_and_kills_what_does_not_end(tmp_path):
     stubborn = NOTES + "signal.signal(signal.SIGTERM, signal.SIG_IGN); note('ready'); time.sleep(600)"
     plan = plan_of(tmp_path, {"trainer-0": WAITS, "trainer-1": stubborn, "servers-0": WAITS}, warning_s=1)
-    launcher = LocalLauncher(plan, write=lambda line: None)
-    launcher.start()
+    launcher = started(plan)
     wait_for({"trainer-0 started", "trainer-1 ready", "servers-0 started"}, tmp_path)
     launcher.end()
     assert notes(tmp_path)[-2:] == ["trainer-0 ended", "servers-0 ended"]
@@ -122,24 +119,24 @@ def test_end_asks_ranks_first_and_kills_what_does_not_end(tmp_path):
 def test_setup_lines_run_before_each_process_inside_its_container(tmp_path):
     settings = {"setup": ["export WORD=loaded"], "container": "env INSIDE=yes"}
     program = NOTES + "note(os.environ['WORD'] + os.environ['INSIDE'])"
-    launcher = LocalLauncher(plan_of(tmp_path, {"trainer-0": program}, **settings), write=lambda line: None)
-    launcher.start()
-    assert launcher.wait() == 0
+    assert started(plan_of(tmp_path, {"trainer-0": program}, **settings)).wait() == 0
     assert "trainer-0 loadedyes" in notes(tmp_path)
 
 
+LAUNCHER = """
+import sys
+from pathlib import Path
+from test_local import WAITS, plan_of, started
+started(plan_of(Path(sys.argv[1]), {"trainer-0": WAITS, "servers-0": WAITS}))
+sys.stdin.read()
+"""
+
+
 def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
-    source = f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from pathlib import Path
-        from test_local import LocalLauncher, WAITS, plan_of
-        LocalLauncher(plan_of(Path({str(tmp_path)!r}), {{"trainer-0": WAITS, "servers-0": WAITS}})).start()
-        sys.stdin.read()
-    """
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    command = [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", textwrap.dedent(source)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as launcher:
+    with forked.Popen(command, stdin=subprocess.PIPE, env=environment) as launcher:
         wait_for({"trainer-0 started", "servers-0 started"}, tmp_path)
         children = psutil.Process(launcher.pid).children(recursive=True)
         assert len(children) == 4  # two guards and what they guard
@@ -157,8 +154,7 @@ def test_what_may_hold_a_token_is_for_this_user_alone(tmp_path, name):
 def test_a_guard_that_does_not_answer_is_killed_and_named(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_KILL_WAIT_S", 0.2)
     said = []
-    launcher = LocalLauncher(plan_of(tmp_path, {"trainer-0": WAITS}, warning_s=1), write=said.append)
-    launcher.start()
+    launcher = started(plan_of(tmp_path, {"trainer-0": WAITS}, warning_s=1), said.append)
     wait_for({"trainer-0 started"}, tmp_path)
     guard = psutil.Process(launcher.hosts[0].guards["trainer-0"].pid)
     processes = [guard, *guard.children(recursive=True)]

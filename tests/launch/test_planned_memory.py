@@ -1,7 +1,5 @@
 """Memory on paper against real models, optimizers, caches and experience; its advice against its own formulas."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

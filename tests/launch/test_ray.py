@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rank_scripts import ROUNDING
 from ray_box import TOKEN, Ray, why_not
 from ray_numbers import numbers_in
 from test_local import NOTES, WAITS, notes, state, wait_for
+from waits import comes_true
 
 from benchmarks.recovery import LaunchedRun, _runs, settings
 from lightrl.checks.files import host_names
@@ -131,8 +131,7 @@ class TestOnOneNode:
         launcher = self.launched(ray, tmp_path, {"trainer-0": program, "servers-0": WAITS}, recover=Recover(retries=1))
         wait_for({"trainer-0 started", "servers-0 started"}, tmp_path)
         before = launcher.hosts[0]
-        guard = psutil.Process(guards_of(tmp_path)[0])
-        guard.parent().kill()  # Ray's worker
+        guards_of(tmp_path)[0].parent().kill()  # Ray's worker
         assert launcher.wait() == 0
         assert launcher.hosts[0] is not before
         assert [line for line in notes(tmp_path) if "--ckpt_path last" in line]
@@ -152,14 +151,9 @@ class TestOnOneNode:
         driver = [sys.executable, str(HERE / "ray_driver.py"), str(tmp_path), ray.address, TOKEN["RAY_AUTH_TOKEN"]]
         with forked.Popen(driver, stdin=subprocess.PIPE, env=without_ray()) as launcher:
             wait_for({"trainer-0 started", "servers-0 started"}, tmp_path)
-            left = [psutil.Process(pid) for pid in guards_of(tmp_path)]
-            left += [child for guard in left for child in guard.children(recursive=True)]
-            assert len(left) == 4
+            left = guarded(tmp_path)
             launcher.kill()
-        deadline = time.monotonic() + LONGEST_S
-        while any(_runs(process.pid) for process in left):
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        assert comes_true(lambda: not any(_runs(process.pid) for process in left), LONGEST_S), left
 
 
 @pytest.mark.extra
@@ -175,19 +169,12 @@ def test_a_lost_head_ends_the_launch_on_another_host_in_words_and_leaves_no_proc
             driver.append(TOKEN["RAY_AUTH_TOKEN"])
             pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             launcher = hosts.popen(2, driver, env=cluster.environment, **pipes)
-            deadline = time.monotonic() + LONGEST_S  # a busy machine takes minutes for Ray's first actor
-            while len(notes(tmp_path)) < 2:
-                assert time.monotonic() < deadline, (tmp_path / "output").read_text()
-                time.sleep(0.1)
-            left = [psutil.Process(pid) for pid in guards_of(tmp_path)]
-            left += [child for guard in left for child in guard.children(recursive=True)]
-            assert len(left) == 4
+            # A busy machine takes minutes for Ray's first actor.
+            assert comes_true(lambda: len(notes(tmp_path)) == 2, LONGEST_S), (tmp_path / "output").read_text()
+            left = guarded(tmp_path)
             cluster.kill(1)
             assert launcher.wait(LONGEST_S) == 1
-            deadline = time.monotonic() + LONGEST_S
-            while any(_runs(process.pid) for process in left):
-                assert time.monotonic() < deadline, left
-                time.sleep(0.1)
+            assert comes_true(lambda: not any(_runs(process.pid) for process in left), LONGEST_S), left
     said = (tmp_path / "output").read_text()
     assert "Failed to connect to GCS" in said or "failed with the loss of its host 10.77.0.1" in said
 
@@ -222,10 +209,7 @@ class RunOnHosts(RayRun):
         return (self.folder / "output").read_text()
 
     def wait_for_text(self, text: str) -> None:
-        deadline = time.monotonic() + LONGEST_S
-        while text not in self.output():
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.1)
+        assert comes_true(lambda: text in self.output(), LONGEST_S), self.output()
 
 
 def numbers(folder: Path, ray: Ray | None = None) -> dict:
@@ -310,11 +294,19 @@ def without_ray() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": paths}
 
 
-def guards_of(folder: Path) -> list[int]:
+def guards_of(folder: Path) -> list[psutil.Process]:
     """The guards of processes whose notes are in this folder."""
     return [
-        process.pid
+        process
         for process in psutil.process_iter(["cmdline"])
         if any("parent_guard" in word for word in process.info["cmdline"] or ())
         and str(folder / "notes") in process.info["cmdline"]
     ]
+
+
+def guarded(folder: Path) -> list[psutil.Process]:
+    """The guards of a rank and of servers, and these."""
+    guards = guards_of(folder)
+    found = [*guards, *(child for guard in guards for child in guard.children(recursive=True))]
+    assert len(found) == 4
+    return found

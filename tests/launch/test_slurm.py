@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import yaml
 from launched import engine
 from slurm_box import Slurm, why_not
+from waits import comes_true
 
 from lightrl.checks.files import host_names
 from lightrl.commands.status import status_text
@@ -133,9 +133,7 @@ class TestOnSlurm:
     @pytest.mark.timeout(300)
     def test_both_steps_run_at_once_and_the_warning_before_the_time_limit_saves_and_requeues(self, slurm, tmp_path):
         plan = plan_in(tmp_path, recover=Recover(retries=1), time_limit="1", warning_s=40)
-        write_files(plan, "", SlurmLauncher(plan).files())
-        job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
-        self.wait_for_notes(slurm, job, tmp_path, 3)
+        job = self.submitted(slurm, plan, tmp_path)
         first = {one["SLURMD_NODENAME"]: one for one in notes(tmp_path)}
         ranks = [first["node1"], first["node2"]]
         assert [one["SLURM_PROCID"] for one in ranks] == ["0", "1"]
@@ -166,9 +164,7 @@ class TestOnSlurm:
         (tmp_path / "slurm").mkdir()
         with Slurm(4, tmp_path / "slurm") as slurm:
             plan = plan_in(tmp_path, recover=Recover(retries=retries))
-            write_files(plan, "", SlurmLauncher(plan).files())
-            job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
-            self.wait_for_notes(slurm, job, tmp_path, 3)
+            job = self.submitted(slurm, plan, tmp_path)
             slurm.kill(2)
             slurm.wait_for(job, "COMPLETED" if retries else "NODE_FAIL", timeout_s=2 * LONGEST_S)
         started = [one for one in notes(tmp_path)[3:] if one["word"] == "started" and one["role"] == "trainer"]
@@ -192,9 +188,10 @@ class TestOnSlurm:
         assert {file.name for file in checkpoint.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
 
     @staticmethod
-    def wait_for_notes(slurm, job, folder, number):
+    def submitted(slurm, plan, folder):
+        """The job of a plan, once its three processes have started."""
+        write_files(plan, "", SlurmLauncher(plan).files())
+        job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=folder).strip()
         slurm.wait_for(job, "RUNNING", timeout_s=LONGEST_S)
-        deadline = time.monotonic() + LONGEST_S
-        while len(notes(folder)) < number:
-            assert time.monotonic() < deadline, notes(folder)
-            time.sleep(0.1)
+        assert comes_true(lambda: len(notes(folder)) >= 3, LONGEST_S), notes(folder)
+        return job

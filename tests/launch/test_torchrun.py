@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from hosts import Hosts, why_not
 from launched import engine
+from waits import comes_true
 
 from lightrl.commands.launch import launch
 from lightrl.commands.status import status_text
@@ -66,11 +66,8 @@ def test_a_killed_torchrun_leaves_no_rank_and_the_run_continues_from_its_checkpo
     runs = scripts.parent
     start("servers", 3)
     first, second = start("trainer", 1), start("trainer", 2)
-    deadline = time.monotonic() + LONGEST_S
-    while iteration(runs) < 3:
-        assert time.monotonic() < deadline, log(scripts)
-        assert first.poll() is None, log(scripts)
-        time.sleep(0.2)
+    assert comes_true(lambda: iteration(runs) >= 3 or first.poll() is not None, LONGEST_S), log(scripts)
+    assert first.poll() is None, log(scripts)
     assert "http://node3:" in status_text(runs)  # found by what it announced
     processes = [process for one in (first, second) for process in psutil.Process(one.pid).children(recursive=True)]
     agents = [process for process in processes if "torch.distributed.run" in process.cmdline()]

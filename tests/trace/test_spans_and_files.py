@@ -1,7 +1,5 @@
 """Spans, clocks, files and areas, each by itself; a traced run is in tests/callbacks/test_trace.py."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import mmap

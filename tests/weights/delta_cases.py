@@ -1,11 +1,8 @@
 """A trainer whose parameters move a little, and its versions on their way to a DeltaFolder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lightrl.weights import ServerForm, bucketed
@@ -52,14 +49,6 @@ def send(folder: DeltaFolder, version: Version, parts: list[bytes], base: str = 
     for index, part in enumerate(parts):
         folder.write("session", index, part, checksum(part))
     return folder.finish("session", version, len(parts), {"model_type": "qwen3"})
-
-
-def loaded(folder: Path) -> dict[str, Tensor]:
-    """What a server reads there."""
-    tensors: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors
 
 
 def is_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:

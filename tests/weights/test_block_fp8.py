@@ -1,21 +1,20 @@
 """Block FP8: transformers' own numbers, exact values, and what of a model is quantized on its way to a server."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import checkpoint_cases
 import pytest
 import torch
+from checkpoint_cases import checkpoint_of, tensors_in
 from fake_sglang.layout import checksums
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from lightrl.models.conversion import checkpoint_tensors
 from lightrl.weights import Bucket, Digests, HostCopy, ServerForm, ServerLayout, SharedFolder, WeightFolder, bucketed
 from lightrl.weights.block_fp8 import (
     FP8,
@@ -37,17 +36,7 @@ SIZES |= {"num_experts": 2, "num_experts_per_tok": 1}
 
 
 def model_of(family: str = "qwen3", **changes: Any) -> PreTrainedModel:
-    config = AutoConfig.for_model(family, pad_token_id=None, **{**SIZES, **changes})
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    return model
-
-
-def checkpoint_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    named = [checkpoint_tensors(model, name, tensor) for name, tensor in model.named_parameters()]
-    return {name: tensor.detach() for tensors in named for name, tensor in tensors.items()}
+    return checkpoint_cases.model_of(family, **{**SIZES, **changes})
 
 
 def some_weight(*shape: int) -> torch.Tensor:
@@ -168,7 +157,7 @@ def test_a_rank_writes_its_share_in_block_fp8(tmp_path: Path) -> None:
     own = folder.form.quantized(Bucket({"b.q_proj.weight": tensors["a.q_proj.weight"]}))
     versions = WeightFolder(tmp_path, model_of().config, form=folder.form)
     place = versions.write([replace(own, is_last=True, files=(file,))], 3)
-    whole = {name: value for part in place.glob("*.safetensors") for name, value in load_file(part).items()}
+    whole = tensors_in(place)
     assert whole.keys() == {*written, "b.q_proj.weight", f"b.q_proj.weight{SCALE}"}
     for letter in "ab":  # each is quantized once
         pair = whole[f"{letter}.q_proj.weight"], whole[f"{letter}.q_proj.weight{SCALE}"]

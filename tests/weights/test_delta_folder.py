@@ -6,7 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from delta_cases import DeltaTrainer, is_equal, loaded, send
+from checkpoint_cases import tensors_in
+from delta_cases import DeltaTrainer, is_equal, send
 
 from lightrl.weights import delta_folder
 from lightrl.weights.delta import DeltaError, checksum
@@ -33,13 +34,13 @@ def versions(folder):
 
 
 def test_a_full_version_and_deltas_give_the_trainers_weights(folder, trainer):
-    assert is_equal(loaded(folder.path), trainer.expected())
+    assert is_equal(tensors_in(folder.path), trainer.expected())
     for number in (1, 2, 3):
         trainer.step()
         place = trainer.send_delta(folder)
         assert place == folder.path
         assert place.name == f"version-{number:08d}"
-        assert is_equal(loaded(place), trainer.expected())
+        assert is_equal(tensors_in(place), trainer.expected())
         assert versions(folder) == [place.name]
     assert (place / "config.json").is_file()
 
@@ -49,12 +50,12 @@ def test_a_delta_is_undone_bit_for_bit(folder, trainer):
     trainer.step()
     trainer.send_delta(folder)
     folder.revert(trainer.base.digest)
-    assert is_equal(loaded(folder.path), before)
+    assert is_equal(tensors_in(folder.path), before)
     assert folder.version == trainer.base
     with pytest.raises(NotTheBase):
         folder.revert(trainer.base.digest)
     trainer.send_delta(folder)
-    assert is_equal(loaded(folder.path), trainer.expected())
+    assert is_equal(tensors_in(folder.path), trainer.expected())
 
 
 def test_the_same_delta_is_not_applied_twice(folder, trainer):
@@ -62,7 +63,7 @@ def test_the_same_delta_is_not_applied_twice(folder, trainer):
     trainer.send_delta(folder)
     with pytest.raises(NotTheBase, match="starts from version"):
         trainer.send_delta(folder)
-    assert is_equal(loaded(folder.path), trainer.expected())
+    assert is_equal(tensors_in(folder.path), trainer.expected())
 
 
 def test_a_delta_for_another_base_is_refused(folder, trainer):
@@ -76,9 +77,9 @@ def test_a_delta_for_another_base_is_refused(folder, trainer):
     other.step()
     with pytest.raises(NotTheBase):
         other.send_delta(folder)
-    assert is_equal(loaded(folder.path), before)
+    assert is_equal(tensors_in(folder.path), before)
     trainer.send_full(folder)
-    assert is_equal(loaded(folder.path), trainer.expected())
+    assert is_equal(tensors_in(folder.path), trainer.expected())
 
 
 def test_a_torn_missing_or_late_part_is_refused_and_changes_nothing(folder, trainer):
@@ -99,9 +100,9 @@ def test_a_torn_missing_or_late_part_is_refused_and_changes_nothing(folder, trai
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(DeltaError, match="missing or torn"):
         folder.finish("session", trainer.version, len(trainer.parts), {})
-    assert is_equal(loaded(folder.path), before)
+    assert is_equal(tensors_in(folder.path), before)
     trainer.send_delta(folder)
-    assert is_equal(loaded(folder.path), trainer.expected())
+    assert is_equal(tensors_in(folder.path), trainer.expected())
 
 
 def test_a_delta_with_a_chunk_twice_is_refused(folder, trainer):
@@ -109,7 +110,7 @@ def test_a_delta_with_a_chunk_twice_is_refused(folder, trainer):
     with pytest.raises(DeltaError, match="chunk twice"):
         send(folder, trainer.version, [*trainer.parts, trainer.parts[0]], trainer.base.digest)
     trainer.send_full(folder)
-    assert is_equal(loaded(folder.path), trainer.expected())
+    assert is_equal(tensors_in(folder.path), trainer.expected())
 
 
 def test_parts_may_arrive_in_any_order(folder, trainer):
@@ -119,7 +120,7 @@ def test_parts_may_arrive_in_any_order(folder, trainer):
     for index, part in reversed(list(enumerate(trainer.parts))):
         folder.write("session", index, part, checksum(part))
     folder.finish("session", trainer.version, len(trainer.parts), {})
-    assert is_equal(loaded(folder.path), trainer.expected())
+    assert is_equal(tensors_in(folder.path), trainer.expected())
 
 
 @pytest.mark.parametrize("damage", ["cut", "removed", "a bit"])
@@ -139,7 +140,7 @@ def test_a_damaged_file_is_noticed_before_a_server_loads_it(folder, trainer, dam
     assert folder.version == NOTHING
     assert versions(folder) == []
     trainer.send_full(folder)
-    assert is_equal(loaded(folder.path), trainer.expected())
+    assert is_equal(tensors_in(folder.path), trainer.expected())
 
 
 def test_a_result_with_another_digest_gets_no_name(folder, trainer):
@@ -154,7 +155,7 @@ def test_the_next_process_takes_a_whole_version_over(folder, trainer):
     trainer.step()
     taken = DeltaFolder(folder.root)
     trainer.send_delta(taken)
-    assert is_equal(loaded(taken.path), trainer.expected())
+    assert is_equal(tensors_in(taken.path), trainer.expected())
     assert DeltaFolder(folder.root).undo == trainer.base
 
 

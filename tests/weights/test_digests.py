@@ -1,16 +1,14 @@
 """Digests of what the trainer sends, against layouts that were written from SGLang's layers and a scalar hash."""
 
-from __future__ import annotations
-
 import random
 
+import checkpoint_cases
 import pytest
 import torch
+from checkpoint_cases import checkpoint_of
 from fake_sglang.layout import checksums
 from tiny import tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrl.models.conversion import checkpoint_tensors
 from lightrl.weights import Digests, ServerForm, ServerLayout, bucketed
 from lightrl.weights.digests import tile_hash, unknown_layout
 
@@ -18,23 +16,12 @@ SIZES = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "
 
 
 def model_of(family="qwen3", **changes):
-    config = AutoConfig.for_model(family, pad_token_id=None, **{"num_hidden_layers": 2, **SIZES, **changes})
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()  # norms and biases too
-    return model
-
-
-def parameters_of(model):
-    """Under the names of a checkpoint, which has each expert apart."""
-    named = [checkpoint_tensors(model, name, tensor) for name, tensor in model.named_parameters()]
-    return {name: tensor for tensors in named for name, tensor in tensors.items()}
+    return checkpoint_cases.model_of(family, **{"num_hidden_layers": 2, **SIZES, **changes})
 
 
 def computed(model, layout, *, bucket_bytes=3000, dtype=None, shuffled=False):
     """The digests of a model's parameters that pass by in buckets."""
-    parameters = list(parameters_of(model).items())
+    parameters = list(checkpoint_of(model).items())
     if shuffled:
         random.Random(0).shuffle(parameters)
     digests = Digests(model.config, ServerForm.of(model.config, dtype), [layout])
@@ -45,7 +32,7 @@ def computed(model, layout, *, bucket_bytes=3000, dtype=None, shuffled=False):
 
 def held(model, layout):
     """What SGLang's ranks answer, from `fake_sglang.layout`."""
-    parameters = {name: tensor.to(layout.dtype) for name, tensor in parameters_of(model).items()}
+    parameters = {name: tensor.to(layout.dtype) for name, tensor in checkpoint_of(model).items()}
     return checksums(parameters, model.config, layout.num_ranks, layout.ep)
 
 

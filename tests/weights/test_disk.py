@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
+from checkpoint_cases import tensors_in
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Qwen3Config
 from weight_cases import buckets, parameters
@@ -17,18 +17,10 @@ from lightrl.weights import disk as disk_module
 CONFIG = Qwen3Config()
 
 
-def contents(folder) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.float8_e4m3fn])
 def test_every_tensor_is_read_back_bit_for_bit(tmp_path, dtype):
     named = parameters(dtype)
-    read = contents(WeightFolder(tmp_path, CONFIG, form=ServerForm()).write(buckets(named), 3))
+    read = tensors_in(WeightFolder(tmp_path, CONFIG, form=ServerForm()).write(buckets(named), 3))
     assert read.keys() == named.keys()
     assert all(torch.equal(read[name].view(torch.uint8), named[name].view(torch.uint8)) for name in named)
 
@@ -45,13 +37,13 @@ def test_transformers_loads_a_version_and_gives_the_same_logits(tmp_path, family
 
 def test_a_tied_head_is_left_out_where_the_trainer_sends_it(tmp_path):
     folder = WeightFolder(tmp_path, Qwen3Config(tie_word_embeddings=True))
-    assert "lm_head.weight" not in contents(folder.write(buckets(parameters()), 0))
+    assert "lm_head.weight" not in tensors_in(folder.write(buckets(parameters()), 0))
 
 
 def test_floats_are_written_in_the_servers_dtype(tmp_path):
     named = {**parameters(), "steps": torch.tensor([3])}
     place = WeightFolder(tmp_path, CONFIG, form=ServerForm(torch.bfloat16)).write(buckets(named), 0)
-    read = contents(place)
+    read = tensors_in(place)
     assert torch.equal(read["a.weight"], named["a.weight"].bfloat16())
     assert read["steps"].dtype == torch.int64
     assert json.loads((place / "config.json").read_text())["dtype"] == "bfloat16"
@@ -69,7 +61,7 @@ def test_a_version_may_be_written_again_after_a_resume(tmp_path):
     folder = WeightFolder(tmp_path, CONFIG)
     folder.write(buckets(parameters(seed=0)), 5)
     place = folder.write(buckets(parameters(seed=1)), 5)
-    assert torch.equal(contents(place)["a.weight"], parameters(seed=1)["a.weight"])
+    assert torch.equal(tensors_in(place)["a.weight"], parameters(seed=1)["a.weight"])
 
 
 def test_an_older_number_than_those_kept_stays_when_it_was_just_written(tmp_path):

@@ -1,7 +1,5 @@
 """The rank that gets each parameter, and what travels, against counts made here, element by element."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,12 +1,10 @@
 """One rank's files, and what rank 0 makes of the files of all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from checkpoint_cases import tensors_in
 from transformers import Qwen3Config
 
 from lightrl.errors import WeightSyncError
@@ -31,7 +29,7 @@ def test_rank_0_makes_one_version_of_all_files_in_the_servers_form(tmp_path):
     own = Bucket({"a": torch.zeros(3)}, is_last=True, files=files_of([{"problem": None, "files": []}, other.record()]))
     place = weights.write([own], 7)
     assert weights.versions() == [7]
-    tensors = {name: value for file in place.glob("*.safetensors") for name, value in load_file(file).items()}
+    tensors = tensors_in(place)
     assert {name: value.float().sum().item() for name, value in tensors.items()} == {"a": 0.0, "b": 6.0, "c": 10.0}
     assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
     assert not list((tmp_path / ".share-1").iterdir())

@@ -1,7 +1,5 @@
 """Random parameters and buckets, and receiving processes, for tests of transports."""
 
-from __future__ import annotations
-
 import base64
 import multiprocessing
 import os
