@@ -193,9 +193,6 @@ def test_a_file_and_a_data_url_are_the_same_image(tmp_path: Path):
     read_image(HALF).save(path)
     assert torch.equal(image_reader().read([str(path)]).pixel_values, image_reader().read([HALF]).pixel_values)
     assert data_url(str(path)).startswith("data:image/png;base64,")
-    for wrong in (str(tmp_path / "none.png"), "data:image/png;base64,!!", "data:image/png,abc"):
-        with pytest.raises(ValueError, match="cannot be read"):
-            read_image(wrong)
 
 
 def engine_completions(
