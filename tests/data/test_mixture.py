@@ -117,11 +117,6 @@ def test_columns_are_renamed_for_each_source(tmp_path: Path, plain_tokenizer):
     assert [prompt.fields["question"] for prompt in data.prompts["train"]] == ["1+1", "1+2"]
 
 
-def test_a_column_that_is_not_there_is_named_with_those_that_are(plain_tokenizer):
-    with pytest.raises(ValueError, match=r"Row 1 of '.*' has no column 'text' .*its columns: 'question', 'answer'"):
-        make_data(plain_tokenizer, DataSource("test_mixture.made_rows", columns={"prompt": "text"}))
-
-
 def test_rows_are_filtered_and_counted_and_keep_their_ids(plain_tokenizer, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         data = make_data(plain_tokenizer, "test_mixture.made_rows", row_filter="test_mixture.is_odd", batch_size=2)
