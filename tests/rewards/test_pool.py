@@ -56,11 +56,6 @@ def test_512_trajectories_each_get_their_own_reward(pool):
     assert results == [RewardResult(float(i)) for i in range(512)]
 
 
-def test_a_dict_gives_reward_and_metrics(pool):
-    (result,) = outcomes(pool, trajectory_that(give={"reward": 1, "format": 0.5}))
-    assert result == RewardResult(1.0, {"format": 0.5})
-
-
 @pytest.mark.parametrize("what", ["raise", "sys.exit"])
 def test_a_function_that_raises_costs_its_own_trajectory_only(pool, what):
     results = outcomes(pool, trajectory_that(), trajectory_that(do=what, sample=5), trajectory_that())
@@ -68,10 +63,6 @@ def test_a_function_that_raises_costs_its_own_trajectory_only(pool, what):
     assert "prompt 'train-3', sample 5" in str(results[1])
     assert "reward_functions.py" in str(results[1])  # the function's traceback
     assert "lightrl/rewards" not in str(results[1])  # and nothing but
-
-
-def test_a_reward_that_is_not_finite_is_an_error_with_its_reason(pool):
-    assert reasons(outcomes(pool, trajectory_that(give=float("nan")))) == ["not_finite"]
 
 
 def test_prints_leave_the_results_alone_and_go_to_stderr_with_a_prefix(pool, capfd):

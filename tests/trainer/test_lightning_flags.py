@@ -168,12 +168,6 @@ def test_fast_dev_run_fails_if_state_would_not_survive(kind: type, message: str,
         trainer.fit(TinyGRPO(), datamodule=Digits())
 
 
-def test_fast_dev_run_accepts_a_callback_that_keeps_its_state(tmp_path: Path) -> None:
-    callback = Counter()
-    make_trainer(tmp_path, fast_dev_run=2, callbacks=[callback]).fit(TinyGRPO(), datamodule=Digits())
-    assert callback.num == 2
-
-
 class GradientNorms(Callback):
     """Seen by the optimizer: after clipping."""
 
